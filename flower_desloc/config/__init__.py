@@ -1,0 +1,11 @@
+"""The configuration of a run: YAML becomes typed objects once, here.
+
+The server loads the configuration and sends it to the clients; what belongs to a site (its data,
+its device, its disk) is set by the site, in Flower's node config.
+"""
+
+from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.load import dump, load, parse
+from flower_desloc.config.schema import Config
+
+__all__ = ["Config", "ConfigError", "dump", "load", "parse"]

@@ -1,0 +1,98 @@
+"""Values that have the right type and still cannot be."""
+
+import math
+from typing import Any
+
+from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.schema import Config
+from flower_desloc.schedule import SyncSchedule
+
+_CHOICES = {
+    "task": ("causal_lm",),
+    "model.dtype": ("float32", "float64"),
+    "data.partition": ("iid", "by_domain", "dirichlet"),
+    "optimizer.name": ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam"),
+    "lr_schedule.name": ("wsd", "cosine", "constant"),
+    "sync_mode": ("periodic", "probabilistic"),
+    "federation.weighting": ("uniform", "examples"),
+    "federation.on_failure": ("stop", "continue"),
+}
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "run.seed": (0, 2**32 - 1),
+    "run.steps": (1, math.inf),
+    "run.eval_every": (0, math.inf),
+    "model.hidden_size": (1, math.inf),
+    "model.intermediate_size": (1, math.inf),
+    "model.num_hidden_layers": (1, math.inf),
+    "model.num_attention_heads": (1, math.inf),
+    "data.max_bytes": (0, math.inf),
+    "data.validation_fraction": (0.001, 0.5),
+    "data.alpha": (1e-6, math.inf),
+    "data.seq_len": (2, math.inf),
+    "data.batch_size": (1, math.inf),
+    "optimizer.lr": (0, math.inf),
+    "optimizer.momentum": (0, 1 - 1e-12),
+    "optimizer.eps": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "optimizer.clip_norm": (1e-12, math.inf),
+    "optimizer.clip_value": (1e-12, math.inf),
+    "lr_schedule.warmup_steps": (0, math.inf),
+    "lr_schedule.decay_steps": (0, math.inf),
+    "lr_schedule.final": (0, 1),
+    "federation.num_clients": (1, math.inf),
+    "federation.client_cpus": (1, math.inf),
+    "federation.client_gpus": (0, math.inf),
+    "federation.min_clients": (1, math.inf),
+    "federation.fraction_train": (1e-6, 1),
+    "federation.timeout": (0.001, math.inf),
+    "federation.repeats": (0, math.inf),
+    "evaluation.sequences": (1, math.inf),
+}
+
+
+def check(config: Config) -> None:
+    """Raise :class:`ConfigError` for the first impossible value of ``config``."""
+    for key, allowed in _CHOICES.items():
+        if (value := _value(config, key)) not in allowed:
+            raise ConfigError(f"{key}={value}: must be one of {', '.join(allowed)}")
+    for key, (least, most) in _RANGES.items():
+        value = _value(config, key)
+        if value is not None and not least <= value <= most:
+            upto = "" if most == math.inf else f" and at most {most:g}"
+            raise ConfigError(f"{key}={value}: must be at least {least:g}{upto}")
+    if any(not 0 <= beta < 1 for beta in config.optimizer.betas):
+        raise ConfigError(
+            f"optimizer.betas={list(config.optimizer.betas)}: both must be at least 0 and below 1"
+        )
+    if config.model.hidden_size % config.model.num_attention_heads:
+        raise ConfigError(
+            f"model.num_attention_heads={config.model.num_attention_heads}: must divide "
+            f"model.hidden_size={config.model.hidden_size}"
+        )
+    if config.federation.min_clients > config.federation.num_clients:
+        raise ConfigError(
+            f"federation.min_clients={config.federation.min_clients}: the quorum is larger than "
+            f"federation.num_clients={config.federation.num_clients}"
+        )
+    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+        raise ConfigError(
+            f"run.name={config.run.name}: it names a folder, so no '/' and no leading '.'"
+        )
+    _check_sync(config)
+
+
+def _check_sync(config: Config) -> None:
+    if not config.sync:
+        raise ConfigError("sync: no period is stated; state sync.params and one for every stream")
+    try:
+        SyncSchedule(config.sync)
+    except ValueError as error:
+        raise ConfigError(f"sync: {error}") from error
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,166 @@
+"""From YAML and overrides to a typed :class:`Config`, or to one clear error."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flower_desloc.config.check import check
+from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.schema import Config
+
+_EXTENDS = "extends"
+_SYNC = "sync"
+
+
+def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path) -> Config:
+    """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
+
+    ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
+    is an OmegaConf dotlist, ``key=value`` separated by blanks or as a list. A file may build on a
+    preset with ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's.
+
+    Raises :class:`ConfigError` for a missing file, an unknown key, a wrong type or an impossible
+    value.
+    """
+    layers = [*_file_layers(config, presets, seen=()), _dotlist(overrides)]
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        _refuse_unknown(layer, OmegaConf.to_container(OmegaConf.structured(Config)))
+        if isinstance(layer.get(_SYNC), dict) and not _is_partial(layer, layers[-1]):
+            merged.pop(_SYNC, None)
+        merged = _merge(merged, layer)
+    merged.setdefault("run", {}).setdefault("name", Path(config).stem)
+    return _typed(merged)
+
+
+def dump(config: Config) -> str:
+    """Return the whole configuration as YAML; :func:`parse` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def parse(text: str) -> Config:
+    """Return the configuration that :func:`dump` wrote.
+
+    Raises :class:`ConfigError` as :func:`load` does.
+    """
+    return _typed(_mapping(text, "the configuration"))
+
+
+def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    path = _find(config, presets)
+    if str(path) in seen:
+        raise ConfigError(f"{path} extends itself")
+    try:
+        layer = _mapping(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    parent = layer.pop(_EXTENDS, None)
+    if parent is not None:
+        yield from _file_layers(str(parent), presets, (*seen, str(path)))
+    yield layer
+
+
+def _find(config: str, presets: Path) -> Path:
+    if config.endswith((".yaml", ".yml")):
+        path = Path(config).expanduser()
+        if path.is_file():
+            return path
+        raise ConfigError(f"config={config}: no such file")
+    path = presets / f"{config}.yaml"
+    if path.is_file():
+        return path
+    names = sorted(p.stem for p in presets.glob("*.yaml"))
+    raise ConfigError(
+        f"config={config}: no preset of that name{_nearest(config, names)}; "
+        f"there are {', '.join(names)}, or give the path of a .yaml file"
+    )
+
+
+def _mapping(text: str, what: str) -> dict[str, Any]:
+    try:
+        container = OmegaConf.to_container(OmegaConf.create(text))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{what} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(container, dict):
+        raise ConfigError(f"{what} must hold keys and values, got a {type(container).__name__}")
+    return {str(key): value for key, value in container.items()}
+
+
+def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:
+    items = overrides.split() if isinstance(overrides, str) else list(overrides)
+    for item in items:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r} is not of the form key=value")
+    try:
+        container = OmegaConf.to_container(OmegaConf.from_dotlist(items))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"overrides {' '.join(items)!r}: {_one_line(error)}") from error
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _is_partial(layer: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    # A file's sync section is one decision; sync.params=32 on the command line changes one period.
+    return layer is overrides
+
+
+def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> None:
+    for key, value in layer.items():
+        if key not in known:
+            names = sorted(known)
+            raise ConfigError(
+                f"{prefix}{key}: no such key{_nearest(key, names)}; "
+                f"{prefix[:-1] or 'the configuration'} has {', '.join(names)}"
+            )
+        if isinstance(known[key], dict) and known[key]:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key}={value}: a section; set {prefix}{key}.KEY=VALUE")
+            _refuse_unknown(value, known[key], f"{prefix}{key}.")
+
+
+def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in layer.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _typed(values: Mapping[str, Any]) -> Config:
+    _refuse_unknown(values, OmegaConf.to_container(OmegaConf.structured(Config)))
+    node = OmegaConf.structured(Config)
+    for key, value in _leaves(values):
+        try:
+            OmegaConf.update(node, key, value, merge=False)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}={value}: {_one_line(error)}") from error
+    assert isinstance(node, DictConfig)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    sections = {f.name for f in dataclasses.fields(Config)}
+    for key, value in values.items():
+        if isinstance(value, dict) and not prefix and key in sections and key != _SYNC:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n    full_key")[0].split())

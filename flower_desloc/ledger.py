@@ -1,0 +1,45 @@
+"""The bytes each method must send, counted from sizes and periods.
+
+All counts are for one worker and one direction: what it sends up to be averaged. That is the
+paper's measure (section 4.1, "per-worker asymptotic communication cost"), and its ratios follow:
+Local Adam sends every stream every K_x steps, data parallelism sends a gradient every step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flower_desloc.averaging import Stream
+from flower_desloc.schedule import PARAMS, SyncSchedule
+
+
+def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
+    """Return the payload of each stream in bytes."""
+    return {
+        name: sum(t.numel() * t.element_size() for t in stream.values())
+        for name, stream in streams.items()
+    }
+
+
+def desloc_bytes(
+    schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
+) -> dict[str, int]:
+    """Return the bytes of each stream that one worker sends in ``num_steps`` steps."""
+    events = schedule.num_events(num_steps)
+    return {stream: events[stream] * sizes[stream] for stream in schedule.periods}
+
+
+def local_adam_bytes(
+    schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
+) -> dict[str, int]:
+    """Return the same for Local Adam (or Local ADOPT, SGDM): all streams on the clock of K_x."""
+    together = replace(schedule, periods=dict.fromkeys(schedule.periods, schedule.periods[PARAMS]))
+    if schedule.coin_seed is None:
+        return desloc_bytes(together, sizes, num_steps)
+    # With coins, "together" means that one coin decides for all.
+    events = schedule.num_events(num_steps)[PARAMS]
+    return {stream: events * sizes[stream] for stream in schedule.periods}
+
+
+def ddp_bytes(sizes: Mapping[str, int], num_steps: int) -> int:
+    """Return the same for data parallelism: one gradient of the size of ``params`` a step."""
+    return num_steps * sizes[PARAMS]

@@ -1,0 +1,81 @@
+"""A worker's local steps between two sync events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import Optimizer
+
+from flower_desloc.lr_schedule import LRSchedule
+from flower_desloc.streams import set_step
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped: to a global ``norm`` rho, or each coordinate to +-``value``.
+
+    The paper's experiments clip the norm (rho = 1); its listings clip coordinates.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What the local steps of one window measured, one number a step.
+
+    ``grad_norms`` are those before clipping.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def local_steps(
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss_at: Callable[[int], Tensor],
+    *,
+    start: int,
+    stop: int,
+    lr_schedule: LRSchedule,
+    clipping: Clipping,
+) -> StepMetrics:
+    """Take the local steps ``start + 1 .. stop`` of the federation.
+
+    ``loss_at(step)`` is the loss of the batch of the step taken after ``step`` completed steps: a
+    pure function, so that any window can be taken again. The learning rate is
+    the optimizer's own times ``lr_schedule(step)``.
+    """
+    set_step(optimizer, start)
+    module.train()
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    losses, grad_norms = [], []
+    for step in range(start, stop):
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_at(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        grad_norms.append(_clip(params, clipping))
+        losses.append(loss.detach())
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_schedule(step)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    # Read once a window: a read in the loop would make the device wait for the host.
+    return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist())
+
+
+def _clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+    if clipping.norm is not None:
+        norm = clip_grad_norm_(params, clipping.norm)
+    else:
+        norm = get_total_norm([p.grad for p in params if p.grad is not None])
+    if clipping.value is not None:
+        clip_grad_value_(params, clipping.value)
+    return norm

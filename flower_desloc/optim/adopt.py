@@ -1,0 +1,121 @@
+"""ADOPT: Adam that converges for any beta_2 (Taniguchi et al., NeurIPS 2024).
+
+The semantics are those of the authors' code, which the paper's experiments use: the first step
+only seeds v, the denominator is clamped, and the normalised gradient is clipped to
+``step ** 0.25``. DES-LOC-ADOPT is Algorithm 4 of the paper.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+
+
+def fourth_root(step: int) -> float:
+    """Return the clip of the authors' code after ``step`` completed steps."""
+    return float(step**0.25)
+
+
+def adopt_step(
+    xs: list[Tensor],
+    gs: list[Tensor],
+    us: list[Tensor],
+    vs: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    clip: float | None,
+) -> None:
+    """One ADOPT step after the first, in place; the four lists have equal shapes.
+
+    n <- clip(g / max(sqrt(v), eps), +-clip)
+    u <- beta1 u + (1 - beta1) n
+    x <- x - lr u
+    v <- beta2 v + (1 - beta2) g^2
+    """
+    beta1, beta2 = betas
+    denominators = torch._foreach_sqrt(vs)
+    torch._foreach_clamp_min_(denominators, eps)
+    ns = torch._foreach_div(gs, denominators)
+    if clip is not None:
+        torch._foreach_clamp_min_(ns, -clip)
+        torch._foreach_clamp_max_(ns, clip)
+    torch._foreach_lerp_(us, ns, 1 - beta1)
+    torch._foreach_add_(xs, us, alpha=-lr)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+
+
+class ADOPT(ForeachOptimizer):
+    """ADOPT with streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
+
+    ``clip_lambda`` gives the bound of the normalised gradient after ``step`` completed steps;
+    ``None`` is ADOPT as first published. ``weight_decay`` is added to the gradient, or with
+    ``decouple`` taken off the parameters as in AdamW.
+
+    Raises ``ValueError`` for a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside
+    [0, 1).
+    """
+
+    streams = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        eps: float = 1e-6,
+        *,
+        clip_lambda: Callable[[int], float] | None = fourth_root,
+        weight_decay: float = 0.0,
+        decouple: bool = False,
+    ) -> None:
+        require_rate("lr", lr)
+        require_rate("beta1", betas[0], below=1)
+        require_rate("beta2", betas[1], below=1)
+        require_rate("eps", eps)
+        require_rate("weight_decay", weight_decay)
+        # The clip is not a hyperparameter of a group: a function has no place in a state dict.
+        self._clip_lambda = clip_lambda
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decouple": decouple,
+        }
+        super().__init__(params, defaults)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        step: int,
+        xs: list[Tensor],
+        gs: list[Tensor],
+        states: tuple[list[Tensor], ...],
+    ) -> None:
+        us, vs = states
+        decay = group["weight_decay"]
+        if decay and not group["decouple"]:
+            gs = list(torch._foreach_add(gs, xs, alpha=decay))
+        if step == 0:
+            # v = g^2 whole, not (1 - beta2) g^2, and x stays: one batch is spent on the scale.
+            torch._foreach_addcmul_(vs, gs, gs)
+            return
+        if decay and group["decouple"]:
+            torch._foreach_mul_(xs, 1 - group["lr"] * decay)
+        adopt_step(
+            xs,
+            gs,
+            us,
+            vs,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            clip=None if self._clip_lambda is None else self._clip_lambda(step),
+        )

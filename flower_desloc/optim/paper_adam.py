@@ -1,0 +1,73 @@
+"""Adam in the paper's literal form (Algorithm 3, DES-LOC-Adam).
+
+For training take PyTorch's Adam. This one is what the theory is about: no bias correction, and
+the stability term inside the root.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+
+
+def paper_adam_step(
+    xs: list[Tensor],
+    gs: list[Tensor],
+    us: list[Tensor],
+    vs: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One Adam step as printed, in place; the four lists have equal shapes.
+
+    u <- beta1 u + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2
+    x <- x - lr u / sqrt(v + eps^2)         eps is the paper's lambda
+    """
+    beta1, beta2 = betas
+    torch._foreach_lerp_(us, gs, 1 - beta1)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    denominators = torch._foreach_add(vs, eps**2)
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_addcdiv_(xs, us, denominators, -lr)
+
+
+class PaperAdam(ForeachOptimizer):
+    """Adam as the paper prints it, streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
+
+    Raises ``ValueError`` for a negative ``lr``, a beta outside [0, 1), or an ``eps`` that is not
+    positive: without it the first step of a parameter with no gradient is 0 / 0.
+    """
+
+    streams = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        require_rate("lr", lr)
+        require_rate("beta1", betas[0], below=1)
+        require_rate("beta2", betas[1], below=1)
+        if eps <= 0:
+            raise ValueError(f"eps must be positive, got {eps}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        step: int,
+        xs: list[Tensor],
+        gs: list[Tensor],
+        states: tuple[list[Tensor], ...],
+    ) -> None:
+        del step  # no bias correction
+        paper_adam_step(xs, gs, *states, lr=group["lr"], betas=group["betas"], eps=group["eps"])

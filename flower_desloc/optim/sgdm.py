@@ -1,0 +1,61 @@
+"""SGD with momentum as the paper writes it (Algorithm 5, DES-LOC-SGDM)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+
+
+def sgdm_step(
+    xs: list[Tensor], gs: list[Tensor], us: list[Tensor], *, lr: float, beta: float
+) -> None:
+    """One SGDM step, in place; the three lists have equal shapes.
+
+    u <- beta u + (1 - beta) g
+    x <- x - lr u
+    """
+    torch._foreach_mul_(us, beta)
+    torch._foreach_add_(us, gs, alpha=1 - beta)
+    torch._foreach_add_(xs, us, alpha=-lr)
+
+
+class SGDM(ForeachOptimizer):
+    """SGD with momentum, stream ``momentum_buffer`` (u).
+
+    Differs from ``torch.optim.SGD``: the gradient is damped by ``1 - momentum`` from the first
+    step on, and u starts at zero. ``torch.optim.SGD(dampening=momentum)`` takes its first
+    gradient undamped.
+
+    Raises ``ValueError`` for a negative ``lr`` or ``weight_decay``, or a momentum outside [0, 1).
+    """
+
+    streams = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        *,
+        weight_decay: float = 0.0,
+    ) -> None:
+        require_rate("lr", lr)
+        require_rate("momentum", momentum, below=1)
+        require_rate("weight_decay", weight_decay)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        step: int,
+        xs: list[Tensor],
+        gs: list[Tensor],
+        states: tuple[list[Tensor], ...],
+    ) -> None:
+        del step  # SGDM's step does not depend on how many went before
+        if group["weight_decay"]:
+            gs = list(torch._foreach_add(gs, xs, alpha=group["weight_decay"]))
+        sgdm_step(xs, gs, *states, lr=group["lr"], beta=group["momentum"])

@@ -1,0 +1,112 @@
+"""What a run tells of itself: one record a window, for files, curves and the terminal."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flower_desloc.averaging import Drift
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRecord:
+    """What one client reported of its window."""
+
+    num_examples: int
+    train_loss: float
+    """Mean over the window's steps."""
+    losses: list[float]
+    """One a step, as are the gradient norms (before clipping) and the learning rates."""
+    grad_norms: list[float]
+    learning_rates: list[float]
+    update_norm: float
+    """|x_stop - x_start| over the window."""
+    param_norm: float
+    """|x_stop|."""
+    seconds: float
+    """The client's own time for the window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes between the server and all clients together."""
+
+    up: Mapping[str, int] = field(default_factory=dict)
+    """Payload by stream, from the clients."""
+    down: Mapping[str, int] = field(default_factory=dict)
+    """Payload by stream, to the clients."""
+    framed_up: int = 0
+    """Whole messages, with names, shapes, settings and metrics."""
+    framed_down: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            up=_sum(self.up, other.up),
+            down=_sum(self.down, other.down),
+            framed_up=self.framed_up + other.framed_up,
+            framed_down=self.framed_down + other.framed_down,
+        )
+
+
+def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {stream: a.get(stream, 0) + b.get(stream, 0) for stream in {**a, **b}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """The averaged model's metrics, over everything and for each domain or client."""
+
+    overall: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRecord:
+    """One window; ``round`` 0 is the state before training, which only has evaluations."""
+
+    round: int
+    start: int
+    step: int
+    """Local steps completed at the window's end."""
+    streams: list[str]
+    """The streams averaged at its end."""
+    train_loss: float | None
+    """Mean over clients; None in round 0."""
+    clients: Mapping[str, ClientRecord]
+    """By client name, in the fixed order of summation."""
+    left_out: Mapping[str, str]
+    """Client name -> why its contribution is not in the averages."""
+    traffic: Traffic
+    drift: Mapping[str, Drift]
+    """Of each averaged stream: spread between clients, distance moved, norm."""
+    seconds: Mapping[str, float]
+    """Wall-clock: `total`, and of it `clients` (the slowest client's own time), `averaging`
+    and `evaluation`; the rest is exchange."""
+    central: EvaluationRecord | None = None
+    """Evaluated on the server, by domain."""
+    federated: EvaluationRecord | None = None
+    """Evaluated on the clients, by client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known before the first window."""
+
+    num_steps: int
+    num_windows: int
+    stream_bytes: Mapping[str, int]
+    """Size of each stream in bytes."""
+    clients: Mapping[str, Mapping[str, str]]
+    """Client name -> what it said of itself (device, data, ...)."""
+
+
+class Observer(Protocol):
+    """Told of a run while it goes; it never changes the run."""
+
+    def started(self, plan: Plan) -> None:
+        """Called once, before the first evaluation."""
+
+    def joined(self, client: str, about: Mapping[str, str]) -> None:
+        """Called when a client joins after the start."""
+
+    def window(self, record: WindowRecord) -> None:
+        """Called after every window, and once with round 0."""

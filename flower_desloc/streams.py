@@ -1,0 +1,149 @@
+"""Taking streams out of a module and its optimizer, and putting them back in place.
+
+Streams carry PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_head.weight": ...}}``.
+Tied weights go once. Parameters that the optimizer does not train belong to no stream.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.averaging import Stream
+from flower_desloc.schedule import PARAMS
+
+BUFFERS = "buffers"
+_STEP = "step"  # PyTorch's name of the step count; it is set, never averaged
+
+
+def prime(optimizer: Optimizer) -> None:
+    """Create every optimizer state as it is before the first step, with ``step`` at 0.
+
+    Optimizers create their states when first needed, but a worker that joins must have tensors
+    to put the federation's states into. A step on zero gradients with a learning rate of 0
+    creates them for any optimizer; they are then zeroed.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+    set_step(optimizer, 0)
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Set the number of completed steps of every parameter to the federation's ``step``.
+
+    Bias correction and ADOPT's clip follow it, so a worker that joined late or was away takes
+    the server's count, never its own.
+    """
+    for state in optimizer.state.values():
+        if isinstance(state.get(_STEP), Tensor):
+            state[_STEP].fill_(step)
+        elif _STEP in state:
+            state[_STEP] = step
+
+
+def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the streams of a primed optimizer: ``params``, then its states as it names them.
+
+    A module with floating-point buffers that it saves (BatchNorm's statistics) has a last
+    stream, ``buffers``.
+    """
+    names = dict.fromkeys(
+        name
+        for p in _trained(module, optimizer).values()
+        for name, value in optimizer.state[p].items()
+        if name != _STEP and isinstance(value, Tensor) and value.is_floating_point()
+    )
+    return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
+
+
+def take(
+    module: nn.Module, optimizer: Optimizer, names: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the named streams as views: the tensors themselves, detached and not copied.
+
+    Raises ``ValueError`` for a stream the optimizer does not have; prime the optimizer first.
+    """
+    known = stream_names(module, optimizer)
+    return {name: _tensors(module, optimizer, name, known) for name in names}
+
+
+@torch.no_grad()
+def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) -> None:
+    """Write ``streams`` into the module and the primed optimizer, in place.
+
+    Raises ``ValueError``, with nothing written, when a stream is unknown or its tensors are not
+    those of the module by name and shape.
+    """
+    known = stream_names(module, optimizer)
+    targets = {name: _tensors(module, optimizer, name, known) for name in streams}
+    for name, stream in streams.items():
+        check_like(name, stream, targets[name])
+    for name, stream in streams.items():
+        for key, tensor in stream.items():
+            targets[name][key].copy_(tensor)
+
+
+def check_like(name: str, stream: Stream, like: Stream) -> None:
+    """Raise ``ValueError`` unless ``stream`` has the tensors of ``like`` by name and shape."""
+    if missing := like.keys() - stream.keys():
+        raise ValueError(f"stream {name!r} lacks {_some(missing)}")
+    if unknown := stream.keys() - like.keys():
+        raise ValueError(f"stream {name!r} has {_some(unknown)}, which the model does not have")
+    for key, tensor in stream.items():
+        if tensor.shape != like[key].shape:
+            raise ValueError(
+                f"{key!r} of stream {name!r} has shape {tuple(tensor.shape)}, "
+                f"the model's is {tuple(like[key].shape)}"
+            )
+
+
+def _tensors(
+    module: nn.Module, optimizer: Optimizer, name: str, known: tuple[str, ...]
+) -> dict[str, Tensor]:
+    if name not in known:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no stream {name!r}; its streams are {', '.join(known)}"
+        )
+    if name == BUFFERS:
+        return _buffers(module)
+    trained = _trained(module, optimizer)
+    if name == PARAMS:
+        return {key: p.detach() for key, p in trained.items()}
+    return {
+        key: optimizer.state[p][name] for key, p in trained.items() if name in optimizer.state[p]
+    }
+
+
+def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    # named_parameters() yields a tied weight once; state_dict() would yield it twice.
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
+    if len(trained) != len(ids):
+        raise ValueError(
+            f"the optimizer trains {len(ids)} tensors, of which the module owns {len(trained)}; "
+            "build it from the module's parameters"
+        )
+    return trained
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    saved = module.state_dict().keys()
+    return {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(repr(name) for name in listed[:most]) + more
