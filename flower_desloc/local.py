@@ -28,11 +28,12 @@ class Clipping:
 class StepMetrics:
     """What the local steps of one window measured, one number a step.
 
-    ``grad_norms`` are those before clipping.
+    ``grad_norms`` are those before clipping, ``learning_rates`` those of the first group.
     """
 
     losses: list[float]
     grad_norms: list[float]
+    learning_rates: list[float]
 
 
 def local_steps(
@@ -56,19 +57,21 @@ def local_steps(
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    losses, grad_norms = [], []
+    losses, grad_norms, rates = [], [], []
     for step in range(start, stop):
         optimizer.zero_grad(set_to_none=True)
         loss = loss_at(step)
         loss.backward()  # type: ignore[no-untyped-call]
         grad_norms.append(_clip(params, clipping))
         losses.append(loss.detach())
+        factor = lr_schedule(step)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_schedule(step)
+            group["lr"] = group["initial_lr"] * factor
+        rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Read once a window: a read in the loop would make the device wait for the host.
-    return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist())
+    return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
 
 
 def _clip(params: list[Tensor], clipping: Clipping) -> Tensor:

@@ -46,9 +46,22 @@ class Traffic:
             framed_down=self.framed_down + other.framed_down,
         )
 
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            up=_difference(self.up, other.up),
+            down=_difference(self.down, other.down),
+            framed_up=self.framed_up - other.framed_up,
+            framed_down=self.framed_down - other.framed_down,
+        )
+
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {stream: a.get(stream, 0) + b.get(stream, 0) for stream in {**a, **b}}
+
+
+def _difference(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    rest = {stream: count - b.get(stream, 0) for stream, count in a.items()}
+    return {stream: count for stream, count in rest.items() if count}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ Streams carry PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_hea
 Tied weights go once. Parameters that the optimizer does not train belong to no stream.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -68,6 +69,11 @@ def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
 
 
+def starts_at_zero(name: str) -> bool:
+    """Return whether a stream is all zeros before the first step, as optimizer states are."""
+    return name not in (PARAMS, BUFFERS)
+
+
 def take(
     module: nn.Module, optimizer: Optimizer, names: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
@@ -93,6 +99,16 @@ def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) 
     for name, stream in streams.items():
         for key, tensor in stream.items():
             targets[name][key].copy_(tensor)
+
+
+def digest(stream: Stream) -> str:
+    """Return the SHA-256 of a stream's names, types, shapes and values."""
+    sha = hashlib.sha256()
+    for key in sorted(stream):
+        tensor = stream[key].detach().cpu().contiguous()
+        sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def check_like(name: str, stream: Stream, like: Stream) -> None:

@@ -5,7 +5,7 @@ its device, its disk) is set by the site, in Flower's node config.
 """
 
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.load import dump, load, parse
+from flower_desloc.config.load import PRESETS, dump, load, parse
 from flower_desloc.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "dump", "load", "parse"]
+__all__ = ["PRESETS", "Config", "ConfigError", "dump", "load", "parse"]

@@ -14,11 +14,12 @@ from flower_desloc.config.check import check
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config
 
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
 _EXTENDS = "extends"
 _SYNC = "sync"
 
 
-def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path) -> Config:
+def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
     """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
 
     ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``

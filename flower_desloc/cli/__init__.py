@@ -1,0 +1,40 @@
+"""The command `desloc`: what Flower has no verb for, one file a verb."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from flower_desloc import __version__
+from flower_desloc.cli.run import run
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="desloc",
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback is for a bug of ours, and goes into a report: plain text.
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"desloc {__version__} (Flower {version('flwr')})")
+        raise typer.Exit
+
+
+@app.callback()
+def desloc(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train one model across organisations, every tensor family on a clock of its own."""
+
+
+app.command()(run)

@@ -1,0 +1,1 @@
+"""DES-LOC in Flower's vocabulary: messages, records, a strategy, a client."""

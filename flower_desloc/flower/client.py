@@ -1,0 +1,273 @@
+"""The client's side: restore what is held, take what was sent, run one window, reply.
+
+An app gives :func:`client_app` a function that builds a :class:`Worker`; everything else, from the
+state file to the records, is here.
+"""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.averaging import Stream
+from flower_desloc.flower.code import fingerprint
+from flower_desloc.flower.records import (
+    ABOUT,
+    GOODBYE,
+    HELLO,
+    STATE_LOST,
+    TOTALS,
+    Reply,
+    Request,
+)
+from flower_desloc.flower.state import Held, StateFile
+from flower_desloc.local import Clipping, local_steps
+from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.schedule import PARAMS
+from flower_desloc.streams import prime, put, starts_at_zero, stream_names, take
+
+Config = Mapping[str, str | int | float | bool]
+Metrics = dict[str, int | float | list[int] | list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A client's model, optimizer and data: what DES-LOC drives.
+
+    Nothing of a worker outlives a message but what its streams hold, so one may be kept and used
+    for several clients, as long as ``loss_at`` and ``evaluate`` are the client's own.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    loss_at: Callable[[int], Tensor]
+    """The loss of the batch of the step taken after so many completed steps; a pure function."""
+    num_examples: int
+    """The weight of this client under weighting by examples."""
+    lr_schedule: LRSchedule = field(default_factory=constant)
+    clipping: Clipping = field(default_factory=Clipping)
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    """Totals over the client's held-out data, such as nats and tokens."""
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    """Metrics from totals."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What the server should know of this client, such as its device."""
+
+
+def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
+    """Return the ClientApp whose clients are built by ``build`` from the server's settings."""
+    app = ClientApp()
+
+    @app.query(HELLO.partition(".")[2])
+    def hello(message: Message, context: Context) -> Message:
+        request = Request.from_content(message.content)
+        _require_same_code(request)
+        worker = build(request.config, context)
+        held = _state_file(request, context).held()
+        about = ConfigRecord(
+            {
+                **worker.about,
+                "client": client_name(context),
+                "num-examples": worker.num_examples,
+                "held-streams": list(held.versions) if held else [],
+                "held-versions": list(held.versions.values()) if held else [],
+            }
+        )
+        return Message(RecordDict({ABOUT: about}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        request = Request.from_content(message.content)
+        worker = build(request.config, context)
+        reply = train_window(worker, request, _state_file(request, context))
+        return Message(reply.to_content(), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        request = Request.from_content(message.content)
+        worker = build(request.config, context)
+        reply = evaluate_average(worker, request, _state_file(request, context))
+        return Message(reply.to_content(), reply_to=message)
+
+    @app.query(GOODBYE.partition(".")[2])
+    def goodbye(message: Message, context: Context) -> Message:
+        _state_file(Request.from_content(message.content), context).delete()
+        return Message(RecordDict(), reply_to=message)
+
+    return app
+
+
+def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
+    """Run the local steps of one window and return exactly the due streams.
+
+    The state is written before the reply is returned. Asked again for a window it has been
+    through, a client replies again from its file. A client that lacks a stream which was not sent
+    says so, and the server sends it.
+    """
+    began = time.perf_counter()
+    held = file.held()
+    if held is not None and _has_done(held, request):
+        return Reply(metrics=held.metrics, streams=file.read(request.due))
+    module, optimizer = worker.module, worker.optimizer
+    if not optimizer.state:
+        prime(optimizer)
+    begin = _streams(worker, request, file, held)
+    if begin is None:
+        return Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
+    put(module, optimizer, begin)
+    before = {
+        key: tensor.clone() for key, tensor in take(module, optimizer, [PARAMS])[PARAMS].items()
+    }
+    steps = local_steps(
+        module,
+        optimizer,
+        worker.loss_at,
+        start=request.start,
+        stop=request.stop,
+        lr_schedule=worker.lr_schedule,
+        clipping=worker.clipping,
+    )
+    streams = take(module, optimizer, request.versions)
+    after = streams[PARAMS]
+    metrics: Metrics = {
+        "num-examples": worker.num_examples,
+        "train-loss": sum(steps.losses) / len(steps.losses),
+        "start-step": request.start,
+        "stop-step": request.stop,
+        "losses": steps.losses,
+        "grad-norms": steps.grad_norms,
+        "learning-rates": steps.learning_rates,
+        "update-norm": _norm({key: after[key] - before[key] for key in after}),
+        "param-norm": _norm(after),
+        "seconds": time.perf_counter() - began,
+    }
+    now = Held(
+        step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
+    )
+    file.write(now, streams)
+    return Reply(metrics=metrics, streams={name: streams[name] for name in request.due})
+
+
+def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply:
+    """Evaluate the federation's parameters on the client's held-out data.
+
+    They are kept, so that the next window need not bring them again.
+    """
+    if worker.evaluate is None:
+        return Reply(metrics={"num-examples": 0})
+    held = file.held()
+    if not worker.optimizer.state:
+        prime(worker.optimizer)
+    given = {name: request.streams[name] for name in request.streams}
+    if PARAMS not in given:
+        if held is None or held.versions.get(PARAMS) != request.versions[PARAMS]:
+            return Reply(metrics={"num-examples": 0, STATE_LOST: 1})
+        given = file.read([PARAMS])
+    put(worker.module, worker.optimizer, given)
+    totals = worker.evaluate()
+    _keep(file, held, request)
+    return Reply(
+        metrics={
+            "num-examples": worker.num_examples,
+            **worker.metrics(totals),
+            **{f"{TOTALS}{name}": value for name, value in totals.items()},
+        }
+    )
+
+
+def client_name(context: Context) -> str:
+    """Return the name that outlives restarts: the partition's, or the one the site gave."""
+    node = context.node_config
+    if "partition-id" in node:
+        return f"client-{node['partition-id']}"
+    return str(node.get("name", f"node-{context.node_id}"))
+
+
+def _streams(
+    worker: Worker, request: Request, file: StateFile, held: Held | None
+) -> dict[str, Stream] | None:
+    """Return every stream as this window begins with it, or None if one is neither held nor sent.
+
+    What a client holds of the right version it keeps, steps taken since included: that is its
+    work, and it is merged at the stream's next sync.
+    """
+    names = stream_names(worker.module, worker.optimizer)
+    if set(names) != set(request.versions):
+        raise ValueError(
+            f"the server averages the streams {sorted(request.versions)}, but this client's "
+            f"{type(worker.optimizer).__name__} has {sorted(names)}"
+        )
+    kept = []
+    if held is not None and held.step <= request.start:
+        kept = [n for n in names if held.versions.get(n) == request.versions[n]]
+    streams: dict[str, Stream] = {}
+    if kept:
+        streams.update(file.read(kept))
+    for name in names:
+        if name in streams:
+            continue
+        if name in request.streams:
+            streams[name] = request.streams[name]
+        elif request.versions[name] == 0 and starts_at_zero(name):
+            like = take(worker.module, worker.optimizer, [name])[name]
+            streams[name] = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
+        else:
+            return None
+    return streams
+
+
+def _has_done(held: Held, request: Request) -> bool:
+    return (
+        held.step == request.stop
+        and held.window_start == request.start
+        and held.versions == request.versions
+    )
+
+
+def _keep(file: StateFile, held: Held | None, request: Request) -> None:
+    newer = {
+        name: stream
+        for name, stream in request.streams.items()
+        if held is None or held.versions.get(name) != request.versions[name]
+    }
+    if not newer:
+        return
+    old = file.read(held.versions.keys() - newer.keys()) if held else {}
+    versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
+    file.write(Held(step=held.step if held else 0, versions=versions), {**old, **newer})
+
+
+def _state_file(request: Request, context: Context) -> StateFile:
+    for what, name in (("run", request.run_key), ("client", client_name(context))):
+        # Both name files here, and the first comes from outside.
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise ValueError(
+                f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
+            )
+    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
+    folder = Path(str(context.node_config.get("state-dir", Path(home) / "desloc")))
+    return StateFile(folder.expanduser(), request.run_key, client_name(context))
+
+
+def _require_same_code(request: Request) -> None:
+    theirs = request.config.get("code", "")
+    if theirs and theirs != fingerprint():
+        raise RuntimeError(
+            f"this client runs other code ({Path(__file__).parents[1]}) than the server: the "
+            "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
+            "restart it from an empty folder"
+        )
+
+
+def _norm(stream: Stream) -> float:
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in stream.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -1,0 +1,61 @@
+"""Sending requests and taking the replies, in an order that does not depend on who is first."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from flwr.app import DEFAULT_TTL, Error, Message
+from flwr.serverapp import Grid
+
+_SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
+_NO_REPLY = 100  # error code of our own; Flower's end below it
+
+
+def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Iterator[Message]:
+    """Send ``requests`` and yield one reply to each, in their order.
+
+    A reply is pulled when its turn has come, and only then: the link holds the early ones, as it
+    does anyway, so the server app holds one reply at a time however many clients there are, and
+    their sum has one order. Where ``patience`` seconds have gone by without a sign of any client,
+    those not there yet are given an error for a reply.
+
+    Every reply says truly which node was asked: Flower's own errors may come from node 1.
+    """
+    asked = [(request, _push(grid, request)) for request in requests]
+    heard = time.monotonic()
+    while asked:
+        request, message_id = asked.pop(0)
+        reply = None if message_id is None else _wait(grid, message_id, until=heard + patience)
+        if reply is None:
+            what = "was not taken by the link" if message_id is None else "was not answered"
+            reply = Message(
+                Error(_NO_REPLY, f"the request {what} in {patience:g} s"), reply_to=request
+            )
+        else:
+            heard = time.monotonic()
+            if reply.has_error():
+                reply = Message(reply.error, reply_to=request)
+        yield reply
+        del reply, request  # or they would live on beside the next
+
+
+def time_to_live(patience: float) -> float:
+    """Return for how long Flower should keep a message, in seconds."""
+    return max(DEFAULT_TTL, 2 * patience)
+
+
+def _push(grid: Grid, message: Message) -> str | None:
+    # One by one: of a batch, those that cannot be sent are left out without saying which.
+    return next(iter(grid.push_messages([message])), None)
+
+
+def _wait(grid: Grid, message_id: str, *, until: float) -> Message | None:
+    began = time.monotonic()
+    while True:
+        for reply in grid.pull_messages([message_id]):
+            return reply
+        now = time.monotonic()
+        if now >= until:
+            return None
+        # A look costs a request: one every twentieth of the wait so far adds 5 % at most.
+        pause = min(max((now - began) / 20, _SHORTEST), _LONGEST)
+        time.sleep(min(pause, until - now))

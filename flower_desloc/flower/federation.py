@@ -1,0 +1,154 @@
+"""The conversation with the clients: greeting, asking, listening, and counting its bytes."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from logging import INFO, WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from flower_desloc.flower.code import fingerprint
+from flower_desloc.flower.exchange import exchange, time_to_live
+from flower_desloc.flower.members import Member, Policy, in_order
+from flower_desloc.flower.records import (
+    ABOUT,
+    GOODBYE,
+    HELLO,
+    Request,
+    framed_bytes,
+    payload_bytes,
+)
+from flower_desloc.record import Traffic
+
+
+class FederationError(RuntimeError):
+    """The federation cannot go on; the message names who, when and the setting to change."""
+
+
+class Federation:
+    """The clients of one run, over one grid."""
+
+    def __init__(self, grid: Grid, policy: Policy, run_key: str) -> None:
+        self.traffic = Traffic()
+        """Bytes sent and received so far."""
+        self._grid = grid
+        self._policy = policy
+        self._run_key = run_key
+        self._members: dict[str, Member] = {}
+
+    def wait_for_quorum(self) -> None:
+        """Wait until ``min_clients`` nodes are online.
+
+        Raises :class:`FederationError` after the policy's timeout.
+        """
+        quorum, timeout = self._policy.min_clients, self._policy.timeout
+        began = time.monotonic()
+        said = -1
+        while (online := len(list(self._grid.get_node_ids()))) < quorum:
+            if online != said:
+                log(INFO, "waiting for clients: %d of %d online", online, quorum)
+                said = online
+            if time.monotonic() - began > timeout:
+                raise FederationError(
+                    f"only {online} of federation.min_clients={quorum} clients are online after "
+                    f"federation.timeout={timeout:g} s"
+                )
+            time.sleep(0.5)
+
+    def welcome(self, config: Mapping[str, str | int | float | bool]) -> Iterator[Member]:
+        """Greet the nodes not known yet and yield the new clients.
+
+        A client that comes back at another node takes its old place. Raises
+        :class:`FederationError` for a node that fails, unless the policy is to continue.
+        """
+        known = {member.node_id for member in self._members.values()}
+        new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
+        hello = Request(run_key=self._run_key, config={**config, "code": fingerprint()})
+        greeted: dict[str, int] = {}
+        for reply in self.ask(
+            self._message(hello.to_content(0), node_id, HELLO, 0) for node_id in new
+        ):
+            node_id = reply.metadata.src_node_id
+            try:
+                member = Member.from_hello(node_id, _about(reply))
+                if member.name in greeted:
+                    raise ValueError(
+                        f"it calls itself {member.name}, as node {greeted[member.name]} does; "
+                        "give each SuperNode its own partition-id or name in its node config"
+                    )
+            except ValueError as error:
+                self.fail(f"node {node_id} cannot take part: {error}")
+                continue
+            greeted[member.name] = node_id
+            self._members[member.name] = member
+            yield member
+
+    def online(self) -> list[Member]:
+        """Return the clients that are online, in the fixed order of summation."""
+        nodes = set(self._grid.get_node_ids())
+        return in_order(m for m in self._members.values() if m.node_id in nodes)
+
+    def request(
+        self,
+        member: Member,
+        message_type: str,
+        server_round: int,
+        request: Request,
+        averages: Mapping[str, ArrayRecord],
+    ) -> Message:
+        """Return the message of a request, with the records that it brings along.
+
+        The records are shared between messages: they are never changed.
+        """
+        content = request.to_content(server_round)
+        for name, record in averages.items():
+            content[name] = record
+        return self._message(content, member.node_id, message_type, server_round)
+
+    def ask(self, requests: Iterable[Message]) -> Iterator[Message]:
+        """Send ``requests`` and yield one reply to each, in their order."""
+        for reply in exchange(
+            self._grid, map(self._counted_down, requests), patience=self._policy.timeout
+        ):
+            self.traffic += Traffic(up=payload_bytes(reply), framed_up=framed_bytes(reply))
+            yield reply
+            del reply  # or it would live on beside the next
+
+    def member(self, reply: Message) -> Member:
+        """Return the client that sent a reply."""
+        node_id = reply.metadata.src_node_id
+        return next(m for m in self._members.values() if m.node_id == node_id)
+
+    def fail(self, what: str) -> None:
+        """Log a failure, or raise :class:`FederationError` if the policy is to stop."""
+        if self._policy.on_failure == "stop":
+            raise FederationError(f"{what} (federation.on_failure=continue would go on without)")
+        log(WARNING, "%s", what)
+
+    def farewell(self) -> None:
+        """Tell the clients that the run is over, so that they delete what they kept of it."""
+        content = Request(run_key=self._run_key).to_content(0)
+        for reply in self.ask(
+            self._message(content, member.node_id, GOODBYE, 0) for member in self.online()
+        ):
+            if reply.has_error():
+                log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
+
+    def _message(
+        self, content: RecordDict, node_id: int, message_type: str, server_round: int
+    ) -> Message:
+        ttl = time_to_live(self._policy.timeout)
+        return Message(content, node_id, message_type, group_id=str(server_round), ttl=ttl)
+
+    def _counted_down(self, message: Message) -> Message:
+        self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))
+        return message
+
+
+def _about(reply: Message) -> ConfigRecord:
+    if reply.has_error():
+        raise ValueError(reply.error.reason)
+    if ABOUT not in reply.content.config_records:
+        raise ValueError(f"its reply has no ConfigRecord {ABOUT!r}")
+    return reply.content.config_records[ABOUT]

@@ -1,0 +1,116 @@
+"""The same two apps in one process: for tests, for debugging, for studies on one device."""
+
+import importlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_desloc.config import load
+
+_RAISED = 2  # Flower's code for an exception in a ClientApp
+
+
+class InProcessGrid(Grid):
+    """A grid whose nodes call a ClientApp when their reply is pulled, one after the other."""
+
+    def __init__(self, client_app: ClientApp, nodes: Iterable[Mapping[str, Any]]) -> None:
+        self.client_app = client_app
+        self.contexts = {
+            node_id: Context(1, node_id, dict(config), RecordDict(), {})
+            for node_id, config in enumerate(nodes, start=1)
+        }
+        self._waiting: dict[str, Message] = {}
+        self._sent = 0
+        # Messages ask which task makes them; Flower's runtimes set this before they call an app.
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing: there is one run."""
+
+    @property
+    def run(self) -> Run:
+        """Refuse: nothing in this grid depends on the run."""
+        raise RuntimeError("an in-process grid has no run information")
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:  # noqa: ARG002
+        """Refuse: Flower has deprecated this; construct a Message."""
+        raise RuntimeError("construct a Message instead")
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes online."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Take messages; they wait until their reply is pulled."""
+        ids = []
+        for message in messages:
+            self._sent += 1
+            message.metadata.__dict__["_message_id"] = message_id = str(self._sent)
+            self._waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the ClientApp on those messages and return its replies, each once."""
+        return [
+            self._answer(self._waiting.pop(message_id))
+            for message_id in message_ids
+            if message_id in self._waiting
+        ]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send and receive at once; nothing can be late here."""
+        del timeout
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message:
+        context = self.contexts.get(message.metadata.dst_node_id)
+        try:
+            if context is None:
+                raise RuntimeError("the node is not there")
+            return self.client_app(message, context)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(_RAISED, reason), reply_to=message)
+
+
+def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
+    """Run the app's ServerApp and ClientApp here, with ``num_clients`` clients.
+
+    Raises what the ServerApp raises.
+    """
+    config = load(str(run_config["config"]), str(run_config["overrides"]))
+    server_app = importlib.import_module("server_app").app
+    client_app = importlib.import_module("client_app").app
+    with (
+        _threads(config.federation.client_cpus),
+        tempfile.TemporaryDirectory(prefix="desloc-") as state_dir,
+    ):
+        nodes = [
+            {"partition-id": i, "num-partitions": num_clients, "state-dir": state_dir}
+            for i in range(num_clients)
+        ]
+        context = Context(1, 0, {}, RecordDict(), dict(run_config))
+        server_app(InProcessGrid(client_app, nodes), context)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    # As many as a simulated client has: sums over threads differ in the last bits.
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+

@@ -1,0 +1,84 @@
+"""A client as the server knows it, and who is asked."""
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import ConfigRecord
+
+from flower_desloc.streams import starts_at_zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Who takes part, and what happens when somebody does not.
+
+    The fields are those of the configuration's section ``federation``.
+    """
+
+    min_clients: int = 1
+    fraction_train: float = 1.0
+    weighting: str = "uniform"
+    """Or ``examples``."""
+    on_failure: str = "stop"
+    """Or ``continue``."""
+    timeout: float = 3600.0
+    repeats: int = 2
+    seed: int = 0
+    """Draws who trains where ``fraction_train`` is below 1."""
+
+
+@dataclass
+class Member:
+    """One client."""
+
+    name: str
+    """Its own name, which outlives its node id."""
+    node_id: int
+    about: Mapping[str, str]
+    held: dict[str, int] = field(default_factory=dict)
+    """Of every stream it holds, the step of the average it descends from."""
+
+    @classmethod
+    def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
+        """Read what a client says of itself; raises ``ValueError`` when it says no name."""
+        about = dict(hello)
+        streams, versions = about.pop("held-streams", []), about.pop("held-versions", [])
+        name = about.pop("client", None)
+        if not isinstance(name, str):
+            raise ValueError("it did not say its name")
+        if not isinstance(streams, list) or not isinstance(versions, list):
+            raise ValueError("it did not say which streams it holds")
+        held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
+        return cls(name, node_id, {k: str(v) for k, v in about.items()}, held)
+
+    def lacks(self, versions: Mapping[str, int], names: Iterable[str]) -> list[str]:
+        """Return those of the streams ``names`` that must be sent to this client."""
+        return [
+            name
+            for name in names
+            if self.held.get(name) != versions[name]
+            # Optimizer states are zero before their first average: nothing to send.
+            and not (versions[name] == 0 and starts_at_zero(name))
+        ]
+
+
+def in_order(members: Iterable[Member]) -> list[Member]:
+    """Return members by name, client-2 before client-10: the fixed order of summation."""
+    return sorted(members, key=lambda member: _natural(member.name))
+
+
+def drawn(members: list[Member], policy: Policy, step: int) -> list[Member]:
+    """Return those who train in the window that begins at ``step``, in the order given."""
+    number = max(policy.min_clients, round(policy.fraction_train * len(members)))
+    if number >= len(members):
+        return members
+    chosen = random.Random(f"{policy.seed}/clients/{step}")  # noqa: S311
+    names = set(chosen.sample([member.name for member in members], number))
+    return [member for member in members if member.name in names]
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

@@ -1,0 +1,207 @@
+"""What travels: streams and requests as Flower records. The only file that knows record keys.
+
+Down: an ArrayRecord for each stream that travels, named after it, and one ConfigRecord,
+``config``. Up: an ArrayRecord for each due stream and one MetricRecord, ``metrics``.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from flower_desloc.averaging import Stream
+from flower_desloc.schedule import Window
+from flower_desloc.streams import check_like
+
+CONFIG = "config"
+METRICS = "metrics"
+ABOUT = "about"
+STATE_LOST = "state-lost"
+TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
+HELLO = "query.hello"
+GOODBYE = "query.goodbye"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the server asks of one client; an evaluation is a request with no steps."""
+
+    run_key: str
+    """Names the run for the client's own files, over restarts."""
+    start: int = 0
+    stop: int = 0
+    due: frozenset[str] = frozenset()
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of every stream, the step of its last average; 0 before the first."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """Those the client lacks."""
+    config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """The app's own settings."""
+
+    def to_content(self, server_round: int) -> RecordDict:
+        """Return new records: in simulation, Flower hands over references."""
+        config = ConfigRecord({**self.config})
+        config["server-round"] = server_round
+        config["run-key"] = self.run_key
+        config["start-step"] = self.start
+        config["stop-step"] = self.stop
+        config["streams-due"] = sorted(self.due)
+        config["streams"] = list(self.versions)
+        config["stream-versions"] = list(self.versions.values())
+        content = RecordDict({CONFIG: config})
+        for name, stream in self.streams.items():
+            content[name] = to_record(stream)
+        return content
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "Request":
+        """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
+        try:
+            config = dict(content.config_records[CONFIG])
+            names, versions = config.pop("streams"), config.pop("stream-versions")
+            assert isinstance(names, list)
+            assert isinstance(versions, list)
+            due = config.pop("streams-due")
+            assert isinstance(due, list)
+            config.pop("server-round")
+            return cls(
+                run_key=str(config.pop("run-key")),
+                start=_integer(config.pop("start-step")),
+                stop=_integer(config.pop("stop-step")),
+                due=frozenset(str(name) for name in due),
+                versions={str(k): _integer(v) for k, v in zip(names, versions, strict=True)},
+                streams={name: from_record(r) for name, r in content.array_records.items()},
+                config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
+            )
+        except (KeyError, AssertionError) as error:
+            raise ValueError(f"not a request of the DesLoc strategy: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a client answers: its due streams and its metrics."""
+
+    metrics: Mapping[str, int | float | list[int] | list[float]]
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+    def to_content(self) -> RecordDict:
+        """Return the records of the reply."""
+        content = RecordDict({METRICS: MetricRecord({**self.metrics})})
+        for name, stream in self.streams.items():
+            content[name] = to_record(stream)
+        return content
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "Reply":
+        """Read a reply; raises ``ValueError``, saying what is wrong, for anything else."""
+        if METRICS not in content.metric_records:
+            raise ValueError(f"it has no MetricRecord {METRICS!r}")
+        return cls(
+            metrics=dict(content.metric_records[METRICS]),
+            streams={name: from_record(r) for name, r in content.array_records.items()},
+        )
+
+    def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
+        """Raise ``ValueError`` unless this holds finite values for exactly the due streams.
+
+        ``like`` gives names, shapes and types; a stream it lacks is only checked for its values.
+        """
+        steps = (window.start, window.stop)
+        answered = (
+            self.metrics.get("start-step", steps[0]),
+            self.metrics.get("stop-step", steps[1]),
+        )
+        if answered != steps:
+            raise ValueError(f"it answers for the steps {answered}, asked were {steps}")
+        for name in ("num-examples", "train-loss") if due else ():
+            if not isinstance(self.metrics.get(name), (int, float)):
+                raise ValueError(f"its metrics have no number {name!r}")
+        if self.streams.keys() != due:
+            raise ValueError(f"it holds the streams {sorted(self.streams)}, due are {sorted(due)}")
+        for name, stream in self.streams.items():
+            if name in like:
+                check_like(name, stream, like[name])
+                for key, tensor in stream.items():
+                    if tensor.dtype != like[name][key].dtype:
+                        raise ValueError(
+                            f"{key!r} of stream {name!r} is of type {tensor.dtype}, "
+                            f"expected {like[name][key].dtype}"
+                        )
+            for key, tensor in stream.items():
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+
+
+def to_record(stream: Stream) -> ArrayRecord:
+    """Return a stream as an ArrayRecord of its own bytes: later changes do not reach it."""
+    return ArrayRecord(
+        {key: Array(tensor.detach().cpu().numpy()) for key, tensor in stream.items()}
+    )
+
+
+def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Return the tensors of an ArrayRecord; raises ``ValueError`` when they cannot be read."""
+    try:
+        return {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
+    except (ValueError, TypeError, EOFError, OSError) as error:
+        raise ValueError(f"an array cannot be read: {error}") from error
+
+
+def plain(config: ConfigRecord) -> dict[str, str | int | float | bool]:
+    """Return the settings of a ConfigRecord that are single values."""
+    return {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
+
+
+def payload_bytes(message: Message) -> dict[str, int]:
+    """Return the bytes of tensor values a message carries, by stream."""
+    if not message.has_content():
+        return {}
+    records = message.content.array_records
+    return {name: sum(map(_values_bytes, record.values())) for name, record in records.items()}
+
+
+def framed_bytes(message: Message) -> int:
+    """Return the size of a message as Flower stores and sends it, with names, shapes and headers.
+
+    Flower cuts a message into objects named by their hashes. The hashes of the payload are not
+    computed for a count; the names of a large array's further 5 MB chunks, 64 bytes each, are
+    left out.
+    """
+    if not message.has_content():
+        return len(message.deflate())
+    payload = 0
+    bare = RecordDict()
+    for name, record in message.content.items():
+        if not isinstance(record, ArrayRecord):
+            bare[name] = record
+            continue
+        bare[name] = ArrayRecord()
+        for index, (key, array) in enumerate(record.items()):
+            # Different one from another, or Flower would send equal ones once.
+            data = f"{name}/{index}".encode()
+            bare.array_records[name][key] = Array(array.dtype, array.shape, array.stype, data)
+            payload += len(array.data) - len(data)
+    skeleton = copy.copy(message)
+    skeleton.content = bare
+    framing = len(skeleton.deflate()) + len(bare.deflate())
+    for record in bare.values():
+        framing += len(record.deflate())
+        if isinstance(record, ArrayRecord):
+            for array in record.values():
+                framing += len(array.deflate())
+                framing += sum(len(chunk.deflate()) for _, chunk in array.slice_array())
+    return framing + payload
+
+
+def _values_bytes(array: Array) -> int:
+    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"expected an integer, got {value!r}")
+    return value

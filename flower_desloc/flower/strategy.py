@@ -1,0 +1,477 @@
+"""DesLoc: a Flower strategy with a clock for every stream.
+
+Algorithm 1 of "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
+Models" (Iacob et al.), with the average taken after the step. One round is one window: ask every
+client for its local steps, average what is due.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_desloc.averaging import Drift, Mean, Stream
+from flower_desloc.flower.federation import Federation, FederationError
+from flower_desloc.flower.members import Member, Policy, drawn
+from flower_desloc.flower.records import (
+    STATE_LOST,
+    TOTALS,
+    Reply,
+    Request,
+    from_record,
+    plain,
+    to_record,
+)
+from flower_desloc.ledger import stream_bytes
+from flower_desloc.record import (
+    ClientRecord,
+    EvaluationRecord,
+    Observer,
+    Plan,
+    Traffic,
+    WindowRecord,
+)
+from flower_desloc.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.streams import starts_at_zero
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+_TRAIN, _EVALUATE = "train", "evaluate"
+
+
+@dataclass
+class Globals:
+    """What the federation has in common, and all that it takes to go on."""
+
+    step: int = 0
+    averages: dict[str, ArrayRecord] = field(default_factory=dict)
+    """The last average of every stream that had one, and where params began. Kept as they travel:
+    all clients that lack one are sent the same record."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of every stream, the step of its last average; 0 before the first."""
+
+
+@dataclass
+class _Tally:
+    """What is told of one window once it is over."""
+
+    clients: dict[str, ClientRecord] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    drift: dict[str, Drift] = field(default_factory=dict)
+    averaging: float = 0.0
+    evaluation: float = 0.0
+
+
+class DesLoc(Strategy):
+    """Average every stream on a clock of its own.
+
+    Parameters
+    ----------
+    schedule : SyncSchedule
+        Period of every stream.
+    num_steps : int
+        Local steps of every client, the paper's T.
+    policy : Policy, optional
+        Who takes part, and what happens when somebody does not.
+    eval_every : int (default: 0)
+        Evaluate at the first average of params at or after each multiple of so many steps, and
+        always before and after training; 0: only then.
+    states : Mapping[str, Stream], optional
+        Tensors like those of the optimizer's streams, which replies are checked against; meta
+        tensors will do, but for ``buffers``, which begin with what is given here. Without it the
+        first usable reply sets the names and shapes.
+    metrics : Callable, optional
+        Metrics from totals added over clients, for federated evaluation. Without it the clients'
+        metrics are averaged by their number of examples.
+    evaluate_clients : bool (default: True)
+        Whether the clients evaluate the averaged parameters on their own held-out data.
+    run_key : str, optional
+        Names the run for the clients' own files. Drawn at random: two runs share nothing.
+
+    """
+
+    def __init__(
+        self,
+        schedule: SyncSchedule,
+        num_steps: int,
+        *,
+        policy: Policy | None = None,
+        eval_every: int = 0,
+        states: Mapping[str, Stream] | None = None,
+        metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
+        evaluate_clients: bool = True,
+        run_key: str | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.num_steps = num_steps
+        self.policy = policy or Policy()
+        self.eval_every = eval_every
+        self.metrics = metrics
+        self.evaluate_clients = evaluate_clients
+        self.run_key = run_key or secrets.token_hex(8)
+        self.globals = Globals(versions=dict.fromkeys(schedule.periods, 0))
+        self._like = {name: _meta(stream) for name, stream in (states or {}).items()}
+        for name, stream in (states or {}).items():
+            if not starts_at_zero(name):
+                self.globals.averages[name] = to_record(stream)
+        self._window = Window(0, 0, frozenset())
+        self._tally = _Tally()
+        self._federation: Federation
+
+    def summary(self) -> None:
+        """Log what this strategy will do."""
+        clocks = ", ".join(f"{name} {period}" for name, period in self.schedule.periods.items())
+        mode = "periods" if self.schedule.coin_seed is None else "mean periods, by coins"
+        log(INFO, "DES-LOC, %d local steps; %s: %s", self.num_steps, mode, clocks)
+
+    def start(  # type: ignore[override]  # Flower's carries one set of arrays, on one clock
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Result:
+        """Train to the end; return the averaged parameters and the metrics by window.
+
+        Parameters
+        ----------
+        grid : Grid
+            The link to the clients.
+        initial_arrays : ArrayRecord
+            The parameters to begin with, under the names that ``named_parameters()`` gives.
+        train_config : ConfigRecord, optional
+            The app's own settings, sent with every request.
+        evaluate_config : ConfigRecord, optional
+            The same for evaluation; ``train_config`` unless given.
+        evaluate_fn : Callable, optional
+            Central evaluation: called with the window's number and the averaged parameters. A
+            metric named ``part/metric`` is that of a part of the data.
+        observer : Observer, optional
+            Told of every window.
+
+        Raises
+        ------
+        FederationError
+            When a client fails and the policy is to stop, or when the quorum is not reached.
+
+        """
+        train_config = train_config or ConfigRecord()
+        evaluate_config = evaluate_config or train_config
+        result = Result()
+        self.summary()
+        self._like[PARAMS] = _meta(from_record(initial_arrays))
+        self.globals.averages[PARAMS] = initial_arrays
+        self._federation = Federation(grid, self.policy, self.run_key)
+        self._federation.wait_for_quorum()
+        members = list(self._federation.welcome(plain(train_config)))
+        windows = list(self.schedule.windows(self.num_steps))
+        if observer is not None:
+            about = {member.name: member.about for member in members}
+            observer.started(
+                Plan(
+                    num_steps=self.num_steps,
+                    num_windows=len(windows),
+                    stream_bytes=stream_bytes(self._like),
+                    clients=about,
+                )
+            )
+        before = Window(0, 0, frozenset())
+        for server_round, self._window in enumerate([before, *windows]):
+            began, sent = time.perf_counter(), self._federation.traffic
+            self._tally = _Tally()
+            if server_round > 0:
+                for member in self._federation.welcome(plain(train_config)):
+                    if observer is not None:
+                        observer.joined(member.name, member.about)
+                result.train_metrics_clientapp[server_round] = self._train(
+                    grid, server_round, train_config
+                )
+            if server_round == 0 or self._evaluates():
+                self._evaluate(grid, server_round, evaluate_config, evaluate_fn, result)
+            if observer is not None:
+                traffic = self._federation.traffic - sent
+                observer.window(self._record(server_round, result, traffic, began))
+        result.arrays = self.globals.averages[PARAMS]
+        self._federation.farewell()
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients drawn for the current window; each is sent the streams it lacks."""
+        del arrays, grid  # the federation has more than parameters: self.globals
+        members = drawn(self._federation.online(), self.policy, self._window.start)
+        return [self._request(member, _TRAIN, server_round, config) for member in members]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the due streams over the usable replies, one reply at a time.
+
+        Returns the parameters if they were due, and the metrics. Below the quorum nothing is
+        averaged, and there are no metrics.
+        """
+        del server_round
+        due = self._window.due
+        mean = Mean({name: self._average(name) for name in due if name in self.globals.averages})
+        clients = self._tally.clients
+        for message in replies:
+            began = time.perf_counter()
+            member = self._federation.member(message)
+            reply = self._usable(message, due)
+            if reply is not None:
+                record = _client_record(reply)
+                by_examples = self.policy.weighting == "examples"
+                mean.add(reply.streams, record.num_examples if by_examples else 1.0)
+                clients[member.name] = record
+                member.held = dict(self.globals.versions)
+            self._tally.averaging += time.perf_counter() - began
+            del message, reply  # or they would live on beside the next
+        if mean.count < self.policy.min_clients:
+            return None, None
+        began = time.perf_counter()
+        averages = mean.result()
+        self._tally.drift = mean.drift(averages)
+        for name, stream in averages.items():
+            self._like.setdefault(name, _meta(stream))
+            self.globals.averages[name] = to_record(stream)
+            self.globals.versions[name] = self._window.stop
+        self.globals.step = self._window.stop
+        self._tally.averaging += time.perf_counter() - began
+        metrics = MetricRecord(
+            {
+                "num-examples": sum(client.num_examples for client in clients.values()),
+                "train-loss": sum(client.train_loss for client in clients.values()) / mean.count,
+            }
+        )
+        return self.globals.averages[PARAMS] if PARAMS in due else None, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every client online to evaluate the averaged parameters, which it then holds."""
+        del arrays, grid  # as in configure_train
+        members = self._federation.online() if self.evaluate_clients else []
+        return [self._request(member, _EVALUATE, server_round, config) for member in members]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the metrics of all clients together, and each one's as ``client/metric``."""
+        del server_round
+        totals: dict[str, float] = {}
+        parts: dict[str, dict[str, float]] = {}
+        weights: dict[str, float] = {}
+        for message in replies:
+            reply = self._usable(message, frozenset())
+            if reply is None:
+                continue
+            member = self._federation.member(message)
+            member.held[PARAMS] = self.globals.versions[PARAMS]
+            numbers = {k: float(v) for k, v in reply.metrics.items() if not isinstance(v, list)}
+            weights[member.name] = numbers.pop("num-examples", 0.0)
+            for name in [name for name in numbers if name.startswith(TOTALS)]:
+                key = name.removeprefix(TOTALS)
+                totals[key] = totals.get(key, 0.0) + numbers.pop(name)
+            parts[member.name] = numbers
+        if not any(parts.values()):
+            return None
+        overall = self.metrics(totals) if self.metrics else _weighted(parts, weights)
+        named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
+        return MetricRecord({**overall, **named})
+
+    def _train(self, grid: Grid, server_round: int, config: ConfigRecord) -> MetricRecord:
+        """Run one window, again if need be, until the quorum has been averaged."""
+        for _ in range(1 + self.policy.repeats):
+            requests = self.configure_train(
+                server_round, self.globals.averages[PARAMS], config, grid
+            )
+            replies = self._replies(server_round, requests, config)
+            _, metrics = self.aggregate_train(server_round, replies)
+            if metrics is not None:
+                return metrics
+            log(WARNING, "%s has too few usable replies: %s", self._where(), self._tally.left_out)
+            self._tally.clients.clear()
+        raise FederationError(
+            f"{self._where()} stayed below federation.min_clients={self.policy.min_clients} "
+            f"through federation.repeats={self.policy.repeats} repeats; "
+            f"left out: {self._tally.left_out}"
+        )
+
+    def _replies(
+        self, server_round: int, requests: Iterable[Message], config: ConfigRecord
+    ) -> Iterator[Message]:
+        """Yield the replies; a client that has lost its state is asked again, with all of it."""
+        for reply in self._federation.ask(requests):
+            if not _has_lost_state(reply):
+                yield reply
+            else:
+                member = self._federation.member(reply)
+                log(INFO, "%s has lost its state and is sent everything", member.name)
+                member.held.clear()
+                # At once, not at the end: sums have one order.
+                yield from self._federation.ask(
+                    [self._request(member, _TRAIN, server_round, config)]
+                )
+            del reply  # or it would live on beside the next
+
+    def _request(
+        self, member: Member, message_type: str, server_round: int, config: ConfigRecord
+    ) -> Message:
+        evaluates = message_type == _EVALUATE
+        versions = self.globals.versions
+        request = Request(
+            run_key=self.run_key,
+            start=self._window.stop if evaluates else self._window.start,
+            stop=self._window.stop,
+            due=frozenset() if evaluates else self._window.due,
+            versions=versions,
+            config=plain(config),
+        )
+        names = member.lacks(versions, [PARAMS] if evaluates else versions)
+        averages = {name: self.globals.averages[name] for name in names}
+        return self._federation.request(member, message_type, server_round, request, averages)
+
+    def _usable(self, message: Message, due: frozenset[str]) -> Reply | None:
+        """Return the reply if it can be averaged; else leave its client out, saying why."""
+        try:
+            if message.has_error():
+                raise ValueError(message.error.reason)
+            reply = Reply.from_content(message.content)
+            reply.check(self._window, due, self._like)
+        except ValueError as error:
+            name = self._federation.member(message).name
+            self._tally.left_out[name] = str(error)
+            self._federation.fail(f"{name} is left out of {self._where()}: {error}")
+            return None
+        return reply
+
+    def _evaluates(self) -> bool:
+        """Return whether the window just averaged is followed by an evaluation."""
+        if PARAMS not in self._window.due:
+            return False
+        every, stop = self.eval_every, self._window.stop
+        return stop == self.num_steps or (every > 0 and stop // every > self._window.start // every)
+
+    def _evaluate(
+        self,
+        grid: Grid,
+        server_round: int,
+        config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+        result: Result,
+    ) -> None:
+        began = time.perf_counter()
+        params = self.globals.averages[PARAMS]
+        requests = self.configure_evaluate(server_round, params, config, grid)
+        federated = self.aggregate_evaluate(server_round, self._federation.ask(requests))
+        if federated is not None:
+            result.evaluate_metrics_clientapp[server_round] = federated
+        central = evaluate_fn(server_round, params) if evaluate_fn is not None else None
+        if central is not None:
+            result.evaluate_metrics_serverapp[server_round] = central
+        self._tally.evaluation = time.perf_counter() - began
+
+    def _record(
+        self, server_round: int, result: Result, traffic: Traffic, began: float
+    ) -> WindowRecord:
+        tally = self._tally
+        metrics = result.train_metrics_clientapp.get(server_round)
+        slowest = max((client.seconds for client in tally.clients.values()), default=0.0)
+        return WindowRecord(
+            round=server_round,
+            start=self._window.start,
+            step=self._window.stop,
+            streams=[name for name in self.schedule.periods if name in self._window.due],
+            train_loss=None if metrics is None else float(metrics["train-loss"]),  # type: ignore[arg-type]
+            clients=tally.clients,
+            left_out=tally.left_out,
+            traffic=traffic,
+            drift=tally.drift,
+            seconds={
+                "total": time.perf_counter() - began,
+                "clients": slowest,
+                "averaging": tally.averaging,
+                "evaluation": tally.evaluation,
+            },
+            central=_evaluation(result.evaluate_metrics_serverapp.get(server_round)),
+            federated=_evaluation(result.evaluate_metrics_clientapp.get(server_round)),
+        )
+
+    def _average(self, name: str) -> Stream:
+        return from_record(self.globals.averages[name])
+
+    def _where(self) -> str:
+        return f"the window of steps {self._window.start + 1} to {self._window.stop}"
+
+
+def _has_lost_state(reply: Message) -> bool:
+    return reply.has_content() and any(
+        STATE_LOST in record for record in reply.content.metric_records.values()
+    )
+
+
+def _client_record(reply: Reply) -> ClientRecord:
+    """Read what a client tells of its window; an app of one's own may tell only the first two."""
+    metrics = reply.metrics
+
+    def number(name: str) -> float:
+        value = metrics.get(name, 0.0)
+        return 0.0 if isinstance(value, list) else float(value)
+
+    def numbers(name: str) -> list[float]:
+        value = metrics.get(name, [])
+        return [float(v) for v in value] if isinstance(value, list) else [float(value)]
+
+    return ClientRecord(
+        num_examples=int(number("num-examples")),
+        train_loss=number("train-loss"),
+        losses=numbers("losses"),
+        grad_norms=numbers("grad-norms"),
+        learning_rates=numbers("learning-rates"),
+        update_norm=number("update-norm"),
+        param_norm=number("param-norm"),
+        seconds=number("seconds"),
+    )
+
+
+def _weighted(
+    parts: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Return each metric's mean over the clients that have it, weighted."""
+    means: dict[str, float] = {}
+    for name in sorted({name for part in parts.values() for name in part}):
+        having = {client: part[name] for client, part in parts.items() if name in part}
+        total = sum(weights[client] for client in having)
+        if total > 0:
+            means[name] = sum(weights[c] * value for c, value in having.items()) / total
+    return means
+
+
+def _evaluation(metrics: MetricRecord | None) -> EvaluationRecord | None:
+    if metrics is None:
+        return None
+    overall: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    for full, value in metrics.items():
+        part, slash, name = full.rpartition("/")
+        number = float(value)  # type: ignore[arg-type]
+        if slash:
+            parts.setdefault(part, {})[name] = number
+        else:
+            overall[name] = number
+    return EvaluationRecord(overall=overall, parts=parts)
+
+
+def _meta(stream: Stream) -> dict[str, torch.Tensor]:
+    return {key: tensor.to("meta") for key, tensor in stream.items()}

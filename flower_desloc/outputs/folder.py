@@ -1,0 +1,145 @@
+"""The folder a run leaves behind: what is in it is whole, at whatever moment the run ends."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from flower_desloc.config import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's files; :meth:`create` makes a new folder for them."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, output_dir: str | Path, name: str) -> "RunFolder":
+        """Make ``<output_dir>/<name>``, or the first free one of ``<name>-2``, ``<name>-3``, ...
+
+        Raises :class:`ConfigError` when that cannot be done in ``output_dir``.
+        """
+        parent = Path(output_dir).expanduser().absolute()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            return cls(next(path for each in names if _claim(path := parent / each)))
+        except OSError as error:
+            raise ConfigError(
+                f"output-dir={output_dir}: cannot make a run's folder in {parent} "
+                f"({error.strerror}); give a folder that may be written to"
+            ) from error
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a window."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The whole run in one JSON object."""
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        """The run at a glance."""
+        return self.path / "overview.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def final(self) -> Path:
+        """The trained model."""
+        return self.path / "final"
+
+    def write_config(self, text: str) -> None:
+        """Write ``config.yaml``."""
+        _replace(self.config, text)
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Append one line to ``metrics.jsonl``; it is there whole, or not at all.
+
+        Raises ``OSError``, naming the file, when it cannot be written.
+        """
+        data = memoryview((_json(line) + "\n").encode())
+        try:
+            # Unbuffered: a line is in the file when this returns, and goes there in one piece.
+            with self.metrics.open("ab", buffering=0) as file:
+                whole = file.seek(0, os.SEEK_END)
+                try:
+                    while data:
+                        data = data[file.write(data) :]
+                except BaseException:
+                    file.truncate(whole)  # a full disk takes half a line
+                    raise
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot record the window: {error.strerror}", str(self.metrics)
+            ) from error
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, or leave the former one as it is."""
+        _replace(self.summary, _json(summary, indent=2) + "\n")
+
+    def write_final(self, write: Callable[[Path], None]) -> Path:
+        """Call ``write`` with an empty folder, which is ``final/`` once it returns."""
+        partial = self.path / ".final-partial"
+        partial.mkdir()
+        try:
+            write(partial)
+            partial.rename(self.final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return self.final
+
+
+def _claim(path: Path) -> bool:
+    # To make it is to claim it: of two runs that start at once, one goes on to the next name.
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}-partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    # JSON knows neither NaN nor infinity, and a run that diverges has both.
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

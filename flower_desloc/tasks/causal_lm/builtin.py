@@ -1,0 +1,115 @@
+"""Text that every Python installation holds, in four naturally different domains."""
+
+import ast
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from importlib import metadata
+from pathlib import Path
+
+from flower_desloc.tasks.causal_lm.documents import cut
+from flower_desloc.tasks.causal_lm.source import Row, Unit
+
+_NOT_THE_LIBRARY = {
+    "__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"
+}  # fmt: skip
+
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_STRING_OR_COMMENT = re.compile(
+    r"""(\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}"""
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|[ \t]*\#[^\n]*""",
+    re.DOTALL,
+)
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
+
+
+def units() -> dict[str, Unit]:
+    """Return the domains; their order is part of the contract, for clients are dealt by it."""
+    domains = {
+        "docs": _descriptions,
+        "code": partial(_standard_library, 0),
+        "docstrings": partial(_standard_library, 1),
+        "reference": _topics,
+    }
+    return {name: Unit(partial(_rows, texts)) for name, texts in domains.items()}
+
+
+def _rows(texts: partial[Iterator[str]]) -> Iterator[Row]:
+    """Cut each text into documents, so that none reaches from one file into the next."""
+    for text in texts():
+        for document in cut(text.split("\n\n")):
+            yield {"text": document}
+
+
+def _descriptions() -> Iterator[str]:
+    """Yield the long descriptions (READMEs, mostly) of the installed distributions."""
+    found = {}
+    for distribution in metadata.distributions():
+        description = distribution.metadata.json.get("description", "")
+        assert isinstance(description, str)
+        found[distribution.metadata["Name"] or ""] = _well_formed(description)
+    yield from (found[name] for name in sorted(found, key=lambda name: (name.lower(), name)))
+
+
+def _topics() -> Iterator[str]:
+    """Yield the chapters of the language reference that ``help()`` shows."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return
+    yield from (topics[name] for name in sorted(topics))
+
+
+def _standard_library(part: int) -> Iterator[str]:
+    for path in _library_files():
+        if text := _code_and_docstrings(path)[part]:
+            yield text
+
+
+@lru_cache(maxsize=1)
+def _library_files() -> list[Path]:
+    """Return the standard library's files, sorted by path."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        # Pruned while it is walked: site-packages is usually inside, and large.
+        subfolders[:] = [name for name in subfolders if name not in _NOT_THE_LIBRARY]
+        files.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(files)
+
+
+@lru_cache(maxsize=1024)  # Two domains come of one parse.
+def _code_and_docstrings(path: Path) -> tuple[str, str]:
+    """Return a module's code without docstrings and comments, and its docstrings."""
+    source = path.read_bytes()
+    try:
+        tree = ast.parse(source)
+        lines: list[str | None] = [*source.decode().split("\n")]
+    except (SyntaxError, ValueError):  # A file of the library that is meant to be broken.
+        return "", ""
+    docstrings = []
+    for node, docstring in _documented(tree):
+        docstrings.append(docstring)
+        statement = node.body[0]
+        for number in range(statement.lineno - 1, statement.end_lineno or statement.lineno):
+            lines[number] = None
+    code = "\n".join(line for line in lines if line is not None)
+    code = _STRING_OR_COMMENT.sub(lambda match: match[1] or "", code)
+    return _BLANK_LINES.sub("\n\n", code).strip(), _well_formed("\n\n".join(docstrings))
+
+
+def _documented(node: ast.AST) -> Iterator[tuple[_Documented, str]]:
+    """Yield the module, classes and functions that have a docstring, in the order of the file."""
+    if isinstance(node, _Documented) and (docstring := ast.get_docstring(node)):
+        yield node, docstring
+    for statement in getattr(node, "body", ()):
+        # Statements only: expressions are most of the tree, and document nothing.
+        if isinstance(statement, _Documented | ast.If | ast.Try):
+            yield from _documented(statement)
+
+
+def _well_formed(text: str) -> str:
+    """Return ``text`` with Unix line ends and without the lone surrogates UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode().replace("\r\n", "\n")

@@ -1,0 +1,121 @@
+"""Who gets which documents."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from datasets import Dataset
+
+from flower_desloc.tasks.causal_lm.source import Source
+from flower_desloc.tasks.causal_lm.text import read
+
+Rows = list[int]
+"""Rows of a data set, ascending."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the documents are dealt."""
+
+    name: str
+    alpha: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """One client's documents, as rows of the corpus' two parts."""
+
+    train: Rows
+    heldout: Rows
+
+
+@lru_cache(maxsize=8)
+def shares(source: Source, rule: Rule, num_clients: int) -> list[Share]:
+    """Return every client's share of the source.
+
+    Each training document goes to one client. The held-out documents are dealt by the same rule;
+    a client that was dealt none of a domain it trains on takes its turn in them, so that one may
+    serve several clients when there are many clients and few documents.
+
+    Raises ``ValueError`` when there are more clients than training documents.
+    """
+    corpus = read(source)
+    if num_clients > len(corpus.train):
+        raise ValueError(
+            f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} "
+            "documents to train on; use fewer clients, or more text (data.max_bytes)"
+        )
+    train = deal(corpus.train, rule, num_clients)
+    if rule.name == "dirichlet":
+        _leave_nobody_empty(train)
+    heldout: list[Rows] = [[] for _ in range(num_clients)]
+    if num_clients <= len(corpus.heldout):
+        heldout = deal(corpus.heldout, rule, num_clients)
+    _take_turns(heldout, train, corpus.heldout, corpus.train)
+    return [Share(sorted(mine), sorted(kept)) for mine, kept in zip(train, heldout, strict=True)]
+
+
+def deal(documents: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+    """Return the rows each client gets; every row goes to one client.
+
+    The documents are shuffled by the seed first, so that no client gets its neighbours only.
+    """
+    numbered = Dataset.from_dict(
+        {"row": range(len(documents)), "domain": list(documents["domain"])}
+    ).shuffle(seed=rule.seed)
+    return _RULES[rule.name](numbered, rule, num_clients)
+
+
+def _iid(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+    # Imported when asked for, here and below: the default partition does without.
+    from flwr_datasets.partitioner import IidPartitioner
+
+    return _partitioned(IidPartitioner(num_clients), numbered)
+
+
+def _dirichlet(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    # Neither balanced nor drawn again until nobody is empty-handed: both would change the
+    # distribution, and the second can fail.
+    return _partitioned(
+        DirichletPartitioner(
+            num_partitions=num_clients,
+            partition_by="domain",
+            alpha=rule.alpha,
+            min_partition_size=0,
+            self_balancing=False,
+            shuffle=False,
+            seed=rule.seed,
+        ),
+        numbered,
+    )
+
+
+def _partitioned(partitioner: Any, numbered: Dataset) -> list[Rows]:
+    partitioner.dataset = numbered
+    return [list(partitioner.load_partition(i)["row"]) for i in range(partitioner.num_partitions)]
+
+
+def _by_domain(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+    """Client i gets domain i mod D; where that is 0, the mixture of all D domains.
+
+    The clients that hold a domain get equal parts of its documents, so that the mixture has the
+    domains in their proportions, as far as others hold them too.
+    """
+    rows: dict[str, Rows] = {}
+    for row, domain in sorted(zip(numbered["row"], numbered["domain"], strict=True)):
+        rows.setdefault(domain, []).append(row)
+    clients: list[Rows] = [[] for _ in range(num_clients)]
+    ...
+    return clients
+
+
+_RULES: dict[str, Callable[[Dataset, Rule, int], list[Rows]]] = {
+    "iid": _iid,
+    "by_domain": _by_domain,
+    "dirichlet": _dirichlet,
+}

@@ -1,0 +1,102 @@
+"""The ServerApp: configuration -> strategy -> training -> the run's folder."""
+
+from collections.abc import Container
+from logging import WARNING
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+from torch import Tensor, nn
+
+from flower_desloc.averaging import Stream
+from flower_desloc.build import build_optimizer, build_policy, build_schedule
+from flower_desloc.config import Config, dump, load
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.strategy import DesLoc, EvaluateFn
+from flower_desloc.outputs import RunFolder, RunRecorder
+from flower_desloc.schedule import NEVER, PARAMS
+from flower_desloc.streams import BUFFERS, digest, prime, stream_names, take
+from flower_desloc.tasks import Task, build_task
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run DES-LOC as the run config says; an exception is the run's failure."""
+    run_config = context.run_config
+    config = load(str(run_config["config"]), str(run_config["overrides"]))
+    task = build_task(config)
+    model = task.build_model()
+    params, states = _streams(config, model)
+    _leave_buffers_local(config, states)
+    schedule = build_schedule(config)
+    schedule.require([PARAMS, *states], config.optimizer.name)
+    folder = RunFolder.create(Path(str(run_config["output-dir"])), config.run.name)
+    with RunRecorder(config, schedule, folder) as recorder:
+        strategy = DesLoc(
+            schedule,
+            config.run.steps,
+            policy=build_policy(config),
+            eval_every=config.run.eval_every,
+            states=states,
+            metrics=task.metrics,
+            evaluate_clients=config.evaluation.federated,
+        )
+        result = strategy.start(
+            grid,
+            to_record(params),
+            train_config=ConfigRecord({"settings": dump(config)}),
+            evaluate_fn=_evaluate_fn(task, model) if config.evaluation.central else None,
+            observer=recorder,
+        )
+        final = from_record(result.arrays)
+        _install(model, final)
+        folder.write_final(lambda path: task.save(model, path))
+        recorder.finish("completed", digest(final))
+
+
+def _streams(config: Config, model: nn.Module) -> tuple[Stream, dict[str, dict[str, Tensor]]]:
+    """Return the parameters, and tensors like those of the other streams, without their memory."""
+    optimizer = build_optimizer(config, model.parameters())
+    prime(optimizer)
+    streams = take(model, optimizer, stream_names(model, optimizer))
+    params = streams.pop(PARAMS)
+    return params, {
+        name: {k: t if name == BUFFERS else t.to("meta") for k, t in stream.items()}
+        for name, stream in streams.items()
+    }
+
+
+def _leave_buffers_local(config: Config, states: Container[str]) -> None:
+    if BUFFERS in states and BUFFERS not in config.sync:
+        config.sync[BUFFERS] = NEVER
+        log(
+            WARNING,
+            "the model has buffers (such as BatchNorm's statistics), which stay local and as they "
+            "began in the averaged model; set sync.buffers to average them",
+        )
+
+
+def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        del server_round
+        _install(model, from_record(arrays))
+        metrics: dict[str, float] = {}
+        together: dict[str, float] = {}
+        for domain, batches in task.heldout().items():
+            totals = task.evaluate(model, batches)
+            metrics |= {f"{domain}/{name}": value for name, value in task.metrics(totals).items()}
+            together = {name: together.get(name, 0.0) + v for name, v in totals.items()}
+        return MetricRecord({**task.metrics(together), **metrics})
+
+    return evaluate
+
+
+@torch.no_grad()
+def _install(model: nn.Module, params: Stream) -> None:
+    own = dict(model.named_parameters())
+    for name, tensor in params.items():
+        own[name].copy_(tensor)

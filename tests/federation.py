@@ -1,0 +1,299 @@
+"""A federation in memory, from functions of the core alone, and problems small enough to check.
+
+Everything here has its twin in reference.py: the optimizers of ``OPTIMIZERS``, the gradients of
+the problems, and :func:`federate` itself, which is :func:`reference.run` made of modules.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from typing import Protocol
+
+import reference
+import torch
+from reference import State, Tree
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flower_desloc import Clipping, Mean, SyncSchedule, Window, local_steps, prime, put, take
+from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
+from flower_desloc.schedule import PARAMS, Period
+from flower_desloc.streams import stream_names
+
+# ------------------------------------------------------------------------------------- Optimizers
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """An optimizer, and the same one in the oracle."""
+
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    oracle: reference.Optimizer
+    lr: float
+
+    def periods(self, *some: Period) -> dict[str, Period]:
+        """``some`` for params and each state in turn, from the first again when they run out."""
+        return dict(zip((PARAMS, *self.oracle.states), cycle(some), strict=False))
+
+
+OPTIMIZERS = {
+    "adopt": OptimizerCase(
+        lambda p: ADOPT(p, lr=0.05, betas=(0.95, 0.99)), reference.adopt(0.95, 0.99, 1e-6), 0.05
+    ),
+    "adam": OptimizerCase(
+        lambda p: Adam(p, lr=0.05, betas=(0.9, 0.95)), reference.adam(0.9, 0.95, 1e-8), 0.05
+    ),
+    "adamw": OptimizerCase(
+        lambda p: AdamW(p, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1),
+        reference.adam(0.9, 0.95, 1e-8, decay=0.1, decoupled=True),
+        0.05,
+    ),
+    "amsgrad": OptimizerCase(
+        lambda p: Adam(p, lr=0.05, betas=(0.9, 0.95), amsgrad=True),
+        reference.amsgrad(0.9, 0.95, 1e-8),
+        0.05,
+    ),
+    "sgdm": OptimizerCase(lambda p: SGDM(p, lr=0.2, momentum=0.8), reference.sgdm(0.8), 0.2),
+    "paper_adam": OptimizerCase(
+        lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-3),
+        reference.paper_adam(0.9, 0.95, 1e-3),
+        0.02,
+    ),
+}
+
+# --------------------------------------------------------------------------------------- Problems
+
+
+class Problem(Protocol):
+    """A model and every worker's loss at every step; ``grad`` is the loss's, for the oracle."""
+
+    def module(self) -> nn.Module: ...
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor: ...
+
+    def grad(self, m: int, t: int, x: Tree) -> Tree: ...
+
+
+def initial(problem: Problem) -> Tree:
+    """Return x0."""
+    return {key: p.detach().clone() for key, p in problem.module().named_parameters()}
+
+
+def generator(*seeds: int) -> torch.Generator:
+    """Return a generator that is a function of ``seeds``."""
+    seed = 0
+    for part in seeds:
+        seed = 1_000_003 * seed + part + 1
+    return torch.Generator().manual_seed(seed % 2**63)
+
+
+# The shapes that break things: odd ones, a scalar, an empty one.
+SHAPES = {"matrix": (3, 5), "vector": (7,), "scalar": (), "empty": (0, 2)}
+
+
+def draw(*seeds: int) -> Tree:
+    """Return normal tensors of :data:`SHAPES`, a function of ``seeds``."""
+    noise = generator(*seeds)
+    return {
+        key: torch.randn(shape, dtype=torch.float64, generator=noise)
+        for key, shape in SHAPES.items()
+    }
+
+
+class Tensors(nn.Module):
+    """Bare parameters of :data:`SHAPES`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for key, x in draw(0).items():
+            self.register_parameter(key, nn.Parameter(x))
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """F_m(x; xi_t) = a_m/2 |x - b_m,t|^2: workers differ in curvature, optimum and noise."""
+
+    seed: int = 1
+    heterogeneous: bool = True
+
+    def module(self) -> nn.Module:
+        return Tensors()
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+        a, b = self._curvature(m), self._optimum(m, t)
+        return sum(
+            (a / 2 * (p - b[key]).square().sum() for key, p in module.named_parameters()),
+            start=torch.zeros((), dtype=torch.float64),
+        )
+
+    def grad(self, m: int, t: int, x: Tree) -> Tree:
+        a, b = self._curvature(m), self._optimum(m, t)
+        return {key: a * (x[key] - b[key]) for key in x}
+
+    def _curvature(self, m: int) -> float:
+        return 0.5 + (m % 3 if self.heterogeneous else 0)
+
+    @cache  # noqa: B019
+    def _optimum(self, m: int, t: int) -> Tree:
+        m = m if self.heterogeneous else 0
+        return {key: (m + 1) / 2 + noise for key, noise in draw(self.seed, m, t).items()}
+
+
+class TiedMLP(nn.Module):
+    """Two tanh layers of one weight; the second layer's bias is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        noise = generator(2)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(0.5 * torch.randn(p.shape, dtype=torch.float64, generator=noise))
+        self.b.weight = self.a.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(inputs)))
+
+
+_SKELETON = TiedMLP()
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Least squares of a :class:`TiedMLP`, every worker towards a target map of its own."""
+
+    seed: int = 3
+
+    def module(self) -> nn.Module:
+        return TiedMLP()
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+        inputs, targets = self._batch(m, t)
+        return (module(inputs) - targets).square().mean()
+
+    def grad(self, m: int, t: int, x: Tree) -> Tree:
+        leaves = {key: tensor.detach().clone().requires_grad_() for key, tensor in x.items()}
+        inputs, targets = self._batch(m, t)
+        outputs = functional_call(_SKELETON, leaves, (inputs,))
+        loss = (outputs - targets).square().mean()
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    @cache  # noqa: B019
+    def _batch(self, m: int, t: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator(self.seed, m, t))
+        target = torch.randn(4, 4, dtype=torch.float64, generator=generator(self.seed, m))
+        return inputs, torch.sin(inputs @ target)
+
+
+# ------------------------------------------------------------------------------------- Federation
+
+
+class Federation:
+    """Workers in one process; each has a module and a primed optimizer of its own."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+        num_workers: int,
+    ) -> None:
+        self.problem = problem
+        modules = [problem.module() for _ in range(num_workers)]
+        self.workers = [(module, make(module.parameters())) for module in modules]
+        for _, optimizer in self.workers:
+            prime(optimizer)
+
+    def train(
+        self,
+        m: int,
+        window: Window,
+        lr_schedule: LRSchedule = constant(),
+        clipping: Clipping = Clipping(),
+    ) -> None:
+        """Take worker m's local steps of the window."""
+        module, optimizer = self.workers[m]
+        local_steps(
+            module,
+            optimizer,
+            lambda t: self.problem.loss(module, m, t),
+            start=window.start,
+            stop=window.stop,
+            lr_schedule=lr_schedule,
+            clipping=clipping,
+        )
+
+    def average(self, due: Iterable[str], who: Iterable[int]) -> None:
+        """Put the mean of the streams in ``due`` over the workers ``who`` into every worker."""
+        mean = Mean()
+        for m in who:
+            mean.add(take(*self.workers[m], due))
+        for worker in self.workers:
+            put(*worker, mean.result())
+
+    def states(self) -> list[State]:
+        """Return a copy of every stream of every worker."""
+        return [
+            {
+                name: {key: tensor.clone() for key, tensor in stream.items()}
+                for name, stream in take(*worker, stream_names(*worker)).items()
+            }
+            for worker in self.workers
+        ]
+
+
+def federate(
+    problem: Problem,
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    schedule: SyncSchedule,
+    *,
+    num_workers: int,
+    num_steps: int,
+    lr_schedule: LRSchedule = constant(),
+    clipping: Clipping = Clipping(),
+    present: Callable[[int, int], bool] = lambda m, t: True,
+) -> list[State]:
+    """Run DES-LOC window by window; a worker is present for the whole of a window or not at all."""
+    federation = Federation(problem, make, num_workers)
+    for window in schedule.windows(num_steps):
+        who = [m for m in range(num_workers) if present(m, window.start)]
+        for m in who:
+            federation.train(m, window, lr_schedule, clipping)
+        if who:
+            federation.average(window.due, who)
+    return federation.states()
+
+
+def due_table(schedule: SyncSchedule, num_steps: int) -> dict[int, frozenset[str]]:
+    """Return what falls due when, for the oracle: coins it cannot throw itself."""
+    table = {n: schedule.due(n) for n in range(1, num_steps + 1)}
+    table[num_steps] |= {PARAMS}
+    return table
+
+
+# ------------------------------------------------------------------------------------ Comparisons
+
+
+def assert_close(got: list[State], expected: list[State], tolerance: float = 1e-12) -> None:
+    """Every tensor of every stream of every worker agrees to ``tolerance``, relative and absolute.
+
+    Names, shapes and types agree exactly.
+    """
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_same(got: list[State], expected: list[State]) -> None:
+    """Every tensor of every stream of every worker agrees bit for bit."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def largest_gap(got: list[State], expected: list[State]) -> float:
+    """Return the largest difference between two tensors, over everything."""
+    return max(
+        float((a[stream][key] - b[stream][key]).abs().max())
+        for a, b in zip(got, expected, strict=True)
+        for stream in a
+        for key in a[stream]
+        if a[stream][key].numel()
+    )

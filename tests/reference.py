@@ -1,0 +1,318 @@
+"""DES-LOC transcribed naively from the paper: the oracle of the tests.
+
+It imports nothing of flower_desloc, takes one tensor at a time in the type it is given, and
+prefers the paper's lines to speed. The letters are the paper's:
+
+    x  parameters       g  gradient             m = 0 .. M-1  workers
+    u  first moment     eta  learning rate      t = 0 .. T-1  steps
+    v  second moment    rho  clipping radius    E  mean over workers
+
+A worker's state is ``{stream: {tensor name: tensor}}``, streams under PyTorch's names.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+State = dict[str, Tree]
+Grad = Callable[[int, int, Tree], Tree]
+"""(m, t, x) -> g: the gradient of worker m's batch of step t, taken at x."""
+
+
+def each(f: Callable[..., Tensor], *trees: Tree) -> Tree:
+    """Apply ``f`` to the tensors of one name, for every name."""
+    return {key: f(*(tree[key] for tree in trees)) for key in trees[0]}
+
+
+def E(trees: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
+    """The mean over workers, uniform unless weights are given."""
+    w = list(weights or [1.0] * len(trees))
+    return each(lambda *s: sum(w_m * s_m for w_m, s_m in zip(w, s, strict=True)) / sum(w), *trees)
+
+
+# ---------------------------------------------------------------- Algorithm 1, averages after steps
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """``update(t, eta, g, x, *states) -> (x, *states)``, for one tensor; all states start at 0."""
+
+    states: tuple[str, ...]
+    update: Callable[..., tuple[Tensor, ...]]
+
+
+def run(
+    optimizer: Optimizer,
+    x0: Tree,
+    grad: Grad,
+    *,
+    num_workers: int,
+    num_steps: int,
+    due: Mapping[int, Collection[str]],
+    lr: Callable[[int], float],
+    clip: Callable[[Tree], Tree] = lambda g: g,
+    present: Callable[[int, int], bool] = lambda m, t: True,
+    weights: Sequence[float] | None = None,
+) -> list[State]:
+    """Run DES-LOC and return the state of every worker.
+
+    ``due[n]`` are the streams averaged when n steps are completed (:func:`every` makes the table
+    from periods; coins give any other). ``lr(t)`` is eta_t. A worker that is not ``present(m, t)``
+    takes no step t and is not in the averages that follow it; it still receives them.
+    """
+    streams = ("params", *optimizer.states)
+    workers = [start(optimizer, x0) for _ in range(num_workers)]
+    for t in range(num_steps):
+        at_work = [m for m in range(num_workers) if present(m, t)]
+        for m in at_work:
+            s = workers[m]
+            g = clip(grad(m, t, s["params"]))
+            for key in x0:
+                new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
+                for stream, tensor in zip(streams, new, strict=True):
+                    s[stream][key] = tensor
+        for stream in due.get(t + 1, ()):
+            if at_work:
+                mean = E(
+                    [workers[m][stream] for m in at_work],
+                    weights and [weights[m] for m in at_work],
+                )
+                for s in workers:
+                    s[stream] = dict(mean)
+    return workers
+
+
+def start(optimizer: Optimizer, x0: Tree) -> State:
+    """The state before the first step."""
+    return {
+        "params": each(torch.clone, x0),
+        **{stream: each(torch.zeros_like, x0) for stream in optimizer.states},
+    }
+
+
+def every(periods: Mapping[str, int | None], num_steps: int) -> dict[int, set[str]]:
+    """The table of averages for these periods (None: never); the end is one of params."""
+    due: dict[int, set[str]] = {num_steps: {"params"}}
+    for stream, period in periods.items():
+        for n in range(period or num_steps + 1, num_steps + 1, period or 1):
+            due.setdefault(n, set()).add(stream)
+    return due
+
+
+def clip_norm(rho: float) -> Callable[[Tree], Tree]:
+    """Scale the whole gradient to at most the norm rho, as ``clip_grad_norm_`` documents it."""
+
+    def clip(g: Tree) -> Tree:
+        norm = torch.sqrt(sum((tensor**2).sum() for tensor in g.values()))
+        return each(lambda tensor: tensor * torch.clamp(rho / (norm + 1e-6), max=1.0), g)
+
+    return clip
+
+
+def clip_coordinates(rho: float) -> Callable[[Tree], Tree]:
+    """The listings' clip(g, rho)."""
+    return lambda g: each(lambda tensor: tensor.clamp(-rho, rho), g)
+
+
+# ----------------------------------------------------------------------- The optimizers, one tensor
+
+
+def adam(
+    beta1: float, beta2: float, eps: float, *, decay: float = 0.0, decoupled: bool = False
+) -> Optimizer:
+    """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps)."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+        x, g = _decayed(eta, g, x, decay, decoupled)
+        u = beta1 * u + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        u_hat = u / (1 - beta1 ** (t + 1))
+        v_hat = v / (1 - beta2 ** (t + 1))
+        return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v
+
+    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+
+
+def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
+    """AMSGrad as PyTorch has it: the maximum is taken of the uncorrected v."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor, v_max: Tensor):
+        u = beta1 * u + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        v_max = torch.maximum(v_max, v)
+        u_hat = u / (1 - beta1 ** (t + 1))
+        v_hat = v_max / (1 - beta2 ** (t + 1))
+        return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v, v_max
+
+    return Optimizer(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), update)
+
+
+def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
+    """Adam as Algorithm 3 prints it: no bias correction, lambda inside the root."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+        u = beta1 * u + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        return x - eta / torch.sqrt(v + lam**2) * u, u, v
+
+    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+
+
+def adopt(
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    clip: Callable[[int], float] | None = lambda t: t**0.25,
+    decay: float = 0.0,
+    decoupled: bool = False,
+) -> Optimizer:
+    """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+        if t == 0:
+            _, g = _decayed(eta, g, x, decay, decoupled)
+            return x, u, v + g**2
+        x, g = _decayed(eta, g, x, decay, decoupled)
+        n = g / torch.clamp(torch.sqrt(v), min=eps)
+        if clip is not None:
+            n = torch.clamp(n, -clip(t), clip(t))
+        u = beta1 * u + (1 - beta1) * n
+        return x - eta * u, u, beta2 * v + (1 - beta2) * g**2
+
+    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+
+
+def paper_adopt(beta1: float, beta2: float, eps: float) -> Optimizer:
+    """ADOPT as Algorithm 4 prints it: v starts at zero and n = g / max(sqrt(v_old), eps)."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+        u = beta1 * u + (1 - beta1) * g / torch.clamp(torch.sqrt(v), min=eps)
+        return x - eta * u, u, beta2 * v + (1 - beta2) * g * g
+
+    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+
+
+def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
+    """SGD with momentum as Algorithm 5 prints it."""
+
+    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor):
+        g = g + decay * x
+        u = beta * u + (1 - beta) * g
+        return x - eta * u, u
+
+    return Optimizer(("momentum_buffer",), update)
+
+
+def _decayed(eta: float, g: Tensor, x: Tensor, decay: float, decoupled: bool):
+    return (x - eta * decay * x, g) if decoupled else (x, g + decay * x)
+
+
+# ------------------------------------------------------------------- The listings, line by line
+#
+# They average inside the step, at t mod K = 0 with t from 0. ``gradient_at_mean`` is not in the
+# paper: it takes the gradient of a step that averages x at E[x] instead of at the worker's own x,
+# which is what joins the listings to ``run``.
+
+
+def listing_adam(
+    x0: Tree,
+    grad: Grad,
+    *,
+    num_workers: int,
+    num_steps: int,
+    periods: Mapping[str, int | None],
+    lr: Callable[[int], float],
+    beta1: float,
+    beta2: float,
+    lam: float,
+    gradient_at_mean: bool = False,
+) -> list[State]:
+    """Algorithm 3, DES-LOC-Adam."""
+    M = range(num_workers)
+    x, u, v = _seeds(x0, num_workers)
+    for t in range(num_steps):
+        E_u = [E(u) if _syncs(t, periods["exp_avg"]) else u[m] for m in M]
+        E_v = [E(v) if _syncs(t, periods["exp_avg_sq"]) else v[m] for m in M]
+        E_x = [E(x) if _syncs(t, periods["params"]) else x[m] for m in M]
+        g = [grad(m, t, E_x[m] if gradient_at_mean else x[m]) for m in M]
+        u = [each(lambda u, g: beta1 * u + (1 - beta1) * g, E_u[m], g[m]) for m in M]
+        v = [each(lambda v, g: beta2 * v + (1 - beta2) * g * g, E_v[m], g[m]) for m in M]
+        d = [each(lambda u, v: lr(t) / torch.sqrt(v + lam**2) * u, u[m], v[m]) for m in M]  # noqa: B023
+        x = [each(torch.sub, E_x[m], d[m]) for m in M]
+    return _states(x, u, v)
+
+
+def listing_adopt(
+    x0: Tree,
+    grad: Grad,
+    *,
+    num_workers: int,
+    num_steps: int,
+    periods: Mapping[str, int | None],
+    lr: Callable[[int], float],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    gradient_at_mean: bool = False,
+) -> list[State]:
+    """Algorithm 4, DES-LOC-ADOPT; the denominator is the worker's own v, averaged or not."""
+    M = range(num_workers)
+    x, u, v = _seeds(x0, num_workers)
+    for t in range(num_steps):
+        E_u = [E(u) if _syncs(t, periods["exp_avg"]) else u[m] for m in M]
+        E_v = [E(v) if _syncs(t, periods["exp_avg_sq"]) else v[m] for m in M]
+        E_x = [E(x) if _syncs(t, periods["params"]) else x[m] for m in M]
+        g = [grad(m, t, E_x[m] if gradient_at_mean else x[m]) for m in M]
+        n = [each(lambda g, v: g / torch.clamp(torch.sqrt(v), min=eps), g[m], v[m]) for m in M]
+        v = [each(lambda v, g: beta2 * v + (1 - beta2) * g * g, E_v[m], g[m]) for m in M]
+        u = [each(lambda u, n: beta1 * u + (1 - beta1) * n, E_u[m], n[m]) for m in M]
+        x = [each(lambda x, u: x - lr(t) * u, E_x[m], u[m]) for m in M]  # noqa: B023
+    return _states(x, u, v)
+
+
+def listing_sgdm(
+    x0: Tree,
+    grad: Grad,
+    *,
+    num_workers: int,
+    num_steps: int,
+    coins: Mapping[int, Collection[str]],
+    lr: Callable[[int], float],
+    beta: float,
+) -> list[State]:
+    """Algorithm 5, DES-LOC-SGDM; ``coins[n]`` are the streams whose coin fell in the n-th step.
+
+    Counted from 1, so that a table of averages for :func:`run` is a table of coins.
+    """
+    M = range(num_workers)
+    x, u = _seeds(x0, num_workers)[:2]
+    for t in range(num_steps):
+        fell = coins.get(t + 1, ())
+        g = [grad(m, t, x[m]) for m in M]
+        u = [each(lambda u, g: beta * u + (1 - beta) * g, u[m], g[m]) for m in M]
+        if "momentum_buffer" in fell:
+            u = [E(u)] * num_workers
+        x = [each(lambda x, u: x - lr(t) * u, x[m], u[m]) for m in M]  # noqa: B023
+        if "params" in fell:
+            x = [E(x)] * num_workers
+    return [{"params": x[m], "momentum_buffer": u[m]} for m in M]
+
+
+def _seeds(x0: Tree, num_workers: int) -> tuple[list[Tree], list[Tree], list[Tree]]:
+    zeros = each(torch.zeros_like, x0)
+    return [x0] * num_workers, [zeros] * num_workers, [zeros] * num_workers
+
+
+def _syncs(t: int, period: int | None) -> bool:
+    return period is not None and t % period == 0
+
+
+def _states(x: list[Tree], u: list[Tree], v: list[Tree]) -> list[State]:
+    return [
+        {"params": x_m, "exp_avg": u_m, "exp_avg_sq": v_m}
+        for x_m, u_m, v_m in zip(x, u, v, strict=True)
+    ]

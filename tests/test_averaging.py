@@ -1,0 +1,199 @@
+"""Laws of E_m: the mean over clients, and their drift around it."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from federation import draw, generator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_desloc import Drift, Mean
+
+WEIGHTS = st.lists(st.floats(0.01, 1000), min_size=1, max_size=7)
+
+
+def client(m, dtype=torch.float64):
+    """Two streams of odd shapes, a scalar and an empty tensor among them."""
+    return {
+        name: {key: tensor.to(dtype) for key, tensor in draw(seed, m).items()}
+        for seed, name in enumerate(("params", "exp_avg"))
+    }
+
+
+def mean_of(clients, weights=None, reference=None):
+    mean = Mean(reference)
+    for streams, weight in zip(clients, weights or [1.0] * len(clients), strict=True):
+        mean.add(streams, weight)
+    return mean
+
+
+def stacked(clients, name, key):
+    return torch.stack([streams[name][key] for streams in clients])
+
+
+# -------------------------------------------------------------------------------------------- Mean
+
+
+@given(WEIGHTS)
+def test_the_mean_is_the_weighted_mean_of_every_tensor_of_every_stream(weights):
+    clients = [client(m) for m in range(len(weights))]
+    result = mean_of(clients, weights).result()
+    w = torch.tensor(weights, dtype=torch.float64)
+    assert result.keys() == clients[0].keys()
+    for name, stream in result.items():
+        assert stream.keys() == clients[0][name].keys()
+        for key, got in stream.items():
+            expected = torch.tensordot(w, stacked(clients, name, key), dims=1) / w.sum()
+            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 7, 100])
+def test_the_mean_is_uniform_unless_weighted(M):
+    clients = [client(m) for m in range(M)]
+    for name, stream in mean_of(clients).result().items():
+        for key, got in stream.items():
+            expected = stacked(clients, name, key).mean(dim=0)
+            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_client_of_weight_k_is_k_clients():
+    a, b = client(0), client(1)
+    weighted = mean_of([a, b], [3.0, 1.0]).result()
+    repeated = mean_of([a, a, a, b]).result()
+    torch.testing.assert_close(weighted, repeated, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@given(weight=st.floats(0.01, 1000))
+def test_the_mean_of_one_client_is_that_client(dtype, weight):
+    one = client(0, dtype)
+    torch.testing.assert_close(mean_of([one], [weight]).result(), one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_averaged_in_fp32_and_returned_as_it_came(dtype):
+    clients = [client(m, dtype) for m in range(50)]
+    for name, stream in mean_of(clients).result().items():
+        for key, got in stream.items():
+            expected = stacked(clients, name, key).double().mean(dim=0)
+            torch.testing.assert_close(got, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    # In half precision itself a sum of ones stops growing: at 256 in bf16, at 2048 in fp16.
+    ones = [{"params": {"a": torch.ones(3, dtype=dtype)}}] * 5000
+    assert torch.equal(mean_of(ones).result()["params"]["a"], torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_precisions_are_averaged_as_they_are(dtype):
+    result = mean_of([client(m, dtype) for m in range(3)]).result()
+    assert {tensor.dtype for stream in result.values() for tensor in stream.values()} == {dtype}
+
+
+def test_adding_neither_changes_nor_keeps_what_was_added():
+    streams, twin = client(0), client(0)
+    mean = mean_of([streams, client(1)])
+    torch.testing.assert_close(streams, twin, rtol=0, atol=0)
+    kept = [weakref.ref(tensor) for stream in streams.values() for tensor in stream.values()]
+    del streams
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+    assert mean.count == 2
+
+
+def test_a_result_does_not_change_when_more_is_added():
+    mean = mean_of([client(0)])
+    first = mean.result()
+    mean.add(client(1))
+    torch.testing.assert_close(first, client(0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_weight_is_refused(weight):
+    mean = mean_of([client(0)])
+    with pytest.raises(ValueError, match=f"positive and finite, got {weight}"):
+        mean.add(client(1), weight)
+    torch.testing.assert_close(mean.result(), client(0), rtol=0, atol=0)
+
+
+def test_the_mean_of_nobody_is_refused():
+    with pytest.raises(ValueError, match="no client"):
+        Mean().result()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("exp_avg"), r"streams are \['params'\], expected \['exp_avg', 'params'\]"),
+        (lambda s: s.update(exp_avg_sq=s["params"]), "'exp_avg_sq'"),
+        (lambda s: s["exp_avg"].pop("scalar"), "tensors of 'exp_avg' are"),
+        (lambda s: s["exp_avg"].update(more=torch.zeros(1)), "'more'"),
+        (
+            lambda s: s["params"].update(scalar=torch.zeros(1)),
+            r"'scalar' of stream 'params' has shape \(1,\), expected \(\)",
+        ),
+        (lambda s: s["params"].update(matrix=torch.zeros(5, 3)), r"shape \(5, 3\), .* \(3, 5\)"),
+    ],
+)
+def test_other_names_or_shapes_than_the_first_clients_are_refused(change, message):
+    mean, other = mean_of([client(0)]), client(1)
+    change(other)
+    with pytest.raises(ValueError, match=message):
+        mean.add(other)
+    torch.testing.assert_close(mean.result(), client(0), rtol=0, atol=0)
+    assert mean.count == 1
+
+
+# ------------------------------------------------------------------------------------------- Drift
+
+
+def two_pass(clients, weights, reference):
+    """Drift by its definition: the mean first, then the distances to it."""
+    W = sum(weights)
+    drifts = {}
+    for name in clients[0]:
+        s = [torch.cat([t.double().flatten() for t in c[name].values()]) for c in clients]
+        mean = sum(w * s_m for w, s_m in zip(weights, s, strict=True)) / W
+        spread = sum(w * (s_m - mean).square().sum() for w, s_m in zip(weights, s, strict=True)) / W
+        r = torch.zeros_like(mean)
+        if reference is not None:
+            r = torch.cat([t.double().flatten() for t in reference[name].values()])
+        drifts[name] = Drift(float(spread.sqrt()), float((mean - r).norm()), float(mean.norm()))
+    return drifts
+
+
+@pytest.mark.parametrize("reference", [None, client(99)], ids=["from_zero", "from_reference"])
+@given(weights=WEIGHTS.filter(lambda weights: len(weights) > 1))
+def test_drift_is_the_two_pass_formula(reference, weights):
+    clients = [client(m) for m in range(len(weights))]
+    mean = mean_of(clients, weights, reference)
+    got, expected = mean.drift(mean.result()), two_pass(clients, weights, reference)
+    for name, drift in expected.items():
+        assert got[name].spread == pytest.approx(drift.spread, rel=1e-9)
+        assert got[name].moved == pytest.approx(drift.moved, rel=1e-9)
+        assert got[name].norm == pytest.approx(drift.norm, rel=1e-9)
+
+
+def test_a_small_drift_of_large_fp32_tensors_is_seen():
+    """Clients a millionth of their size apart: the difference of two large squares is noise."""
+    base = torch.randn(10_000, generator=generator(0))
+    clients = [
+        {"params": {"a": base + 1e-4 * torch.randn(10_000, generator=generator(1, m))}}
+        for m in range(4)
+    ]
+    mean = mean_of(clients, reference={"params": {"a": base}})
+    expected = two_pass(clients, [1.0] * 4, None)["params"].spread
+    assert mean.drift(mean.result())["params"].spread == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reference", [None, 99], ids=["from_zero", "from_reference"])
+@pytest.mark.parametrize("M", [1, 2, 3, 5, 7])
+@given(weight=st.sampled_from([1.0, 3.0, 7.0, 0.1]))
+def test_clients_that_are_equal_do_not_drift(M, reference, dtype, weight):
+    same = {"params": {"a": torch.randn(1000, dtype=dtype, generator=generator(5))}}
+    last = reference and {"params": {"a": torch.randn(1000, dtype=dtype, generator=generator(6))}}
+    mean = mean_of([same] * M, [weight] * M, last)
+    torch.testing.assert_close(mean.result(), same, rtol=0, atol=0)
+    assert mean.drift(mean.result())["params"].spread == 0

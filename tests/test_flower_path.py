@@ -1,0 +1,624 @@
+"""The federated path, from the strategy through records and files to the clients and back."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from federation import (
+    OPTIMIZERS,
+    OptimizerCase,
+    Problem,
+    Quadratic,
+    Regression,
+    assert_close,
+    assert_same,
+    due_table,
+    initial,
+)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from reference import State
+
+from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
+from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.federation import FederationError
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.state import StateFile
+from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.record import Plan, WindowRecord
+from flower_desloc.schedule import PARAMS
+
+RUN = "run"
+
+
+class Grid(InProcessGrid):
+    """An in-process grid whose clients come and go, and that lets a test meddle with messages."""
+
+    def __init__(self, app: Any, num_clients: int, folder: Path) -> None:
+        nodes = [
+            {"partition-id": m, "num-partitions": num_clients, "state-dir": str(folder)}
+            for m in range(num_clients)
+        ]
+        super().__init__(app, nodes)
+        self.away: set[int] = set()
+        self.meddle: Callable[[Message, Message], Message | None] = lambda asked, reply: reply
+        self.sent: list[Message] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in self.contexts if node - 1 not in self.away]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.sent += messages
+        return super().push_messages(messages)
+
+    def _answer(self, message: Message) -> Message:
+        return self.meddle(message, super()._answer(message))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [reply for reply in super().pull_messages(message_ids) if reply is not None]
+
+
+class Watch:
+    """Keeps what it is told, and calls ``after`` when a window is over."""
+
+    def __init__(self, after: Callable[[WindowRecord], None] = lambda record: None) -> None:
+        self.records: list[WindowRecord] = []
+        self.plan: Plan | None = None
+        self.joiners: list[str] = []
+        self.after = after
+
+    def started(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def joined(self, client: str, about: Any) -> None:
+        self.joiners.append(client)
+
+    def window(self, record: WindowRecord) -> None:
+        self.records.append(record)
+        self.after(record)
+
+
+class Run:
+    """One run of the whole path over a problem of federation.py."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        case: OptimizerCase,
+        schedule: SyncSchedule,
+        folder: Path,
+        *,
+        num_clients: int,
+        num_steps: int,
+        lr_schedule: LRSchedule | None = None,
+        clipping: Clipping | None = None,
+        present: Callable[[int, int], bool] = lambda m, t: True,
+        policy: Policy | None = None,
+    ) -> None:
+        self.problem, self.case, self.schedule = problem, case, schedule
+        self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
+        self.present = present
+
+        def build(config: Any, context: Context) -> Worker:
+            m = int(context.node_config["partition-id"])
+            module = problem.module()
+            return Worker(
+                module=module,
+                optimizer=case.make(module.parameters()),
+                loss_at=lambda t: problem.loss(module, m, t),
+                num_examples=m + 1,
+                lr_schedule=lr_schedule or constant(),
+                clipping=clipping or Clipping(),
+            )
+
+        self.grid = Grid(client_app(build), num_clients, folder)
+        self.watch = Watch(self._after)
+        module = problem.module()
+        optimizer = case.make(module.parameters())
+        prime(optimizer)
+        streams = take(module, optimizer, stream_names(module, optimizer))
+        self.initial = to_record(streams.pop(PARAMS))
+        self.strategy = DesLoc(
+            schedule, num_steps, policy=policy, states=streams, evaluate_clients=False, run_key=RUN
+        )
+        self.states: list[State] = []
+
+    def start(self) -> list[State]:
+        """Run to the end and return what every client then holds, averages included."""
+        self._leave(0)
+        self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
+        return self.states
+
+    def file(self, m: int) -> StateFile:
+        return StateFile(self.folder, RUN, f"client-{m}")
+
+    def _after(self, record: WindowRecord) -> None:
+        self._leave(record.step)
+        if record.step == self.num_steps:
+            self.states = [self._state(m) for m in range(self.num_clients)]
+
+    def _leave(self, step: int) -> None:
+        self.grid.away = {m for m in range(self.num_clients) if not self.present(m, step)}
+
+    def _state(self, m: int) -> State:
+        common = self.strategy.globals
+        held = self.file(m).held()
+        assert held is not None
+        state = self.file(m).read(held.versions)
+        for stream, version in common.versions.items():
+            if version != held.versions[stream]:
+                state[stream] = from_record(common.averages[stream])
+        return state
+
+
+def oracle(run: Run, lr: Callable[[int], float] | None = None, **kwargs: Any) -> list[State]:
+    return reference.run(
+        run.case.oracle,
+        initial(run.problem),
+        run.problem.grad,
+        num_workers=run.num_clients,
+        num_steps=run.num_steps,
+        due=due_table(run.schedule, run.num_steps),
+        lr=lr or (lambda t: run.case.lr),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("num_clients", [1, 3, 7])
+@pytest.mark.parametrize("some", [(5, 7, 11), (4, 12, 24), (3, "never", 6)], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_federated_path_equals_the_oracle(name, some, num_clients, tmp_path):
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(*some))
+    run = Run(
+        Quadratic(), case, schedule, tmp_path, num_clients=num_clients, num_steps=26
+    )
+    assert_close(run.start(), oracle(run))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_federated_path_equals_the_oracle_on_tied_weights_with_clipping(name, tmp_path):
+    case = OPTIMIZERS[name]
+    run = Run(
+        Regression(),
+        case,
+        SyncSchedule(case.periods(2, 3, 5)),
+        tmp_path,
+        num_clients=3,
+        num_steps=15,
+        clipping=Clipping(norm=0.5),
+        lr_schedule=lambda t: 1 / (1 + t),
+    )
+    expected = oracle(run, lr=lambda t: case.lr / (1 + t), clip=reference.clip_norm(0.5))
+    assert_close(run.start(), expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_federated_path_equals_the_oracle_with_coins(name, tmp_path):
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(3, 5, 7), coin_seed=4)
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=25)
+    assert_close(run.start(), oracle(run))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_client_absent_for_two_windows_keeps_its_work_and_gets_the_averages(name, tmp_path):
+    case = OPTIMIZERS[name]
+    # Windows begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
+    schedule = SyncSchedule(case.periods(4, 12, 24))
+    run = Run(
+        Quadratic(),
+        case,
+        schedule,
+        tmp_path,
+        num_clients=3,
+        num_steps=24,
+        present=lambda m, t: not (m == 1 and 4 <= t < 12),
+    )
+    assert_close(run.start(), oracle(run, present=run.present))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_client_absent_while_params_are_not_due_is_merged_at_the_next_sync(name, tmp_path):
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(10, 2, 5))
+    run = Run(
+        Quadratic(),
+        case,
+        schedule,
+        tmp_path,
+        num_clients=3,
+        num_steps=20,
+        present=lambda m, t: not (m == 2 and 2 <= t < 4),
+    )
+    assert_close(run.start(), oracle(run, present=run.present))
+
+
+def test_two_runs_give_the_same_bits(tmp_path):
+    case = OPTIMIZERS["adopt"]
+    schedule = SyncSchedule(case.periods(2, 3, 5))
+    a, b = (
+        Run(Regression(), case, schedule, tmp_path / name, num_clients=5, num_steps=12).start()
+        for name in "ab"
+    )
+    assert_same(a, b)
+
+
+def test_the_sum_does_not_depend_on_who_is_first(tmp_path):
+    """Nodes have random ids, so neither their order nor that of the replies may matter."""
+    case = OPTIMIZERS["adam"]
+    schedule = SyncSchedule(case.periods(2, 3, 5))
+
+    def final(order: list[int], name: str) -> dict[str, torch.Tensor]:
+        run = Run(Regression(), case, schedule, tmp_path / name, num_clients=5, num_steps=12)
+        contexts = list(run.grid.contexts.values())
+        run.grid.contexts = {
+            100 - i: Context(1, 100 - i, contexts[m].node_config, RecordDict(), {})
+            for i, m in enumerate(order)
+        }
+        run.start()
+        return from_record(run.result.arrays)
+
+    expected = final([0, 1, 2, 3, 4], "a")
+    got = final([3, 0, 4, 2, 1], "b")
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def test_the_server_holds_one_reply_at_a_time(tmp_path):
+    case = OPTIMIZERS["sgdm"]
+    run = Run(
+        Quadratic(), case, SyncSchedule(case.periods(2, 4)), tmp_path, num_clients=9, num_steps=8
+    )
+    alive: list[weakref.ref[Message]] = []
+    most = []
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train":
+            gc.collect()
+            alive.append(weakref.ref(reply))
+            most.append(sum(ref() is not None for ref in alive))
+        return reply
+
+    run.grid.meddle = meddle
+    run.start()
+    assert len(most) == 9 * 4
+    assert max(most) == 1
+
+
+def test_down_goes_what_a_client_lacks_and_up_goes_what_is_due(tmp_path):
+    case = OPTIMIZERS["adam"]
+    run = Run(
+        Quadratic(),
+        case,
+        SyncSchedule({"params": 2, "exp_avg": 3, "exp_avg_sq": "never"}),
+        tmp_path,
+        num_clients=2,
+        num_steps=8,
+    )
+    ups = []
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 1:
+            ups.append(set(reply.content.array_records))
+        return reply
+
+    run.grid.meddle = meddle
+    run.start()
+    asked = [
+        m for m in run.grid.sent if m.metadata.message_type == "train" and m.metadata.dst_node_id == 1
+    ]
+    x, u = {"params"}, {"exp_avg"}
+    # Events after steps 2 (x), 3 (u), 4 (x), 6 (x, u), 8 (x).
+    assert [set(m.content.array_records) for m in asked] == [x, x, u, x, x | u]
+    assert ups == [x, u, x, x | u, x]
+    for message in asked:
+        assert set(message.content.config_records) == {"config"}
+        assert {"start-step", "stop-step", "streams-due"} <= set(message.content["config"])
+
+
+def test_the_steps_of_the_messages_are_the_federations(tmp_path):
+    case = OPTIMIZERS["sgdm"]
+    run = Run(
+        Quadratic(), case, SyncSchedule(case.periods(3, 4)), tmp_path, num_clients=1, num_steps=7
+    )
+    run.start()
+    windows = [
+        (m.content["config"]["start-step"], m.content["config"]["stop-step"])
+        for m in run.grid.sent
+        if m.metadata.message_type == "train"
+    ]
+    assert windows == [(0, 3), (3, 4), (4, 6), (6, 7)]
+
+
+def test_nothing_of_a_finished_run_is_left_on_the_clients(tmp_path):
+    case = OPTIMIZERS["adam"]
+    run = Run(
+        Quadratic(), case, SyncSchedule(case.periods(2, 3, 5)), tmp_path, num_clients=3, num_steps=6
+    )
+    run.start()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------- Joiners and lost state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
+    """It continues with the last averages of every stream and the federation's step."""
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(2, 4, 6))
+    run = Run(Quadratic(), case, schedule, tmp_path / "a", num_clients=3, num_steps=14)
+    after = run.watch.after
+
+    def lose(record: WindowRecord) -> None:
+        after(record)
+        if record.step == 8:
+            run.file(1).path.unlink()
+
+    run.watch.after = lose
+    got = run.start()
+
+    late = Run(Quadratic(), case, schedule, tmp_path / "b", num_clients=3, num_steps=14)
+    averages = {}
+
+    def remember(record: WindowRecord) -> None:
+        Run._after(late, record)
+        if record.step == 8:
+            averages.update(late.strategy.globals.averages)
+            # What the joiner is given, written into its file by hand.
+            held = late.file(1).held()
+            streams = late.file(1).read(held.versions)
+            late.file(1).write(held, {**streams, **{n: from_record(a) for n, a in averages.items()}})
+
+    late.watch.after = remember
+    assert_same(got, late.start())
+
+
+def test_a_joiner_takes_the_servers_step_for_bias_correction_and_clip(tmp_path):
+    for name in ("adam", "adopt"):
+        case = OPTIMIZERS[name]
+        run = Run(
+            Quadratic(),
+            case,
+            SyncSchedule(case.periods(2, 2, 2)),
+            tmp_path / name,
+            num_clients=2,
+            num_steps=8,
+            present=lambda m, t: m == 0 or t >= 4,
+        )
+        got = run.start()
+
+        # The oracle's worker 1 is given worker 0's averages at step 4 and works from there on.
+        expected = oracle(run, present=run.present)
+        assert_close(got, expected)
+        assert run.watch.joiners == ["client-1"]
+
+
+# ------------------------------------------------------------------------------------- Failures
+
+
+def failing(run: Run, client: int, start: int, times: int = 1) -> None:
+    """Let the client's training raise in the window that begins at ``start``."""
+    original = run.grid.client_app
+    left = [times]
+
+    def app(message: Message, context: Context) -> Message:
+        asked = message.metadata.message_type == "train"
+        if (
+            asked
+            and context.node_config["partition-id"] == client
+            and message.content["config"]["start-step"] == start
+            and left[0] > 0
+        ):
+            left[0] -= 1
+            raise RuntimeError("the disk is on fire")
+        return original(message, context)
+
+    run.grid.client_app = app
+
+
+def quadratic(tmp_path: Path, policy: Policy, num_clients: int = 3) -> Run:
+    case = OPTIMIZERS["adam"]
+    schedule = SyncSchedule(case.periods(2, 4, 8))
+    return Run(
+        Quadratic(), case, schedule, tmp_path, num_clients=num_clients, num_steps=8, policy=policy
+    )
+
+
+def test_a_client_that_raises_stops_the_run_by_default(tmp_path):
+    run = quadratic(tmp_path, Policy())
+    failing(run, client=1, start=2)
+    with pytest.raises(FederationError, match=r"client-1 .*steps 3 to 4.*the disk is on fire.*on_failure"):
+        run.start()
+
+
+def test_a_client_that_raises_is_left_out_if_so_configured_and_comes_back(tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue"))
+    failing(run, client=1, start=2)
+    got = run.start()
+    assert [set(r.left_out) for r in run.watch.records] == [set(), set(), {"client-1"}, set(), set()]
+    assert "the disk is on fire" in run.watch.records[2].left_out["client-1"]
+    # As if it had been away for that window: nothing else is lost.
+    assert_close(got, oracle(run, present=lambda m, t: not (m == 1 and 2 <= t < 4)))
+
+
+def test_a_window_below_the_quorum_is_repeated_and_changes_nothing(tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue", min_clients=3, repeats=1))
+    failing(run, client=2, start=2)
+    assert_close(run.start(), oracle(run))
+
+
+def test_a_run_that_stays_below_the_quorum_stops_and_says_so(tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue", min_clients=3, repeats=1))
+    failing(run, client=2, start=2, times=9)
+    with pytest.raises(FederationError, match=r"min_clients=3.*repeats=1.*client-2"):
+        run.start()
+    assert run.file(0).held().step == 4  # the others' work is on their disks
+
+
+def _nan(stream: ArrayRecord) -> None:
+    tensors = from_record(stream)
+    tensors["vector"][2] = torch.nan
+    stream["vector"] = to_record(tensors)["vector"]
+
+
+def _renamed(stream: ArrayRecord) -> None:
+    stream["victor"] = stream.pop("vector")
+
+
+def _reshaped(stream: ArrayRecord) -> None:
+    stream["vector"] = to_record({"vector": torch.zeros(6, dtype=torch.float64)})["vector"]
+
+
+def _retyped(stream: ArrayRecord) -> None:
+    stream["vector"] = to_record({"vector": torch.zeros(7)})["vector"]
+
+
+def _torn(stream: ArrayRecord) -> None:
+    stream["vector"].data = stream["vector"].data[:-9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_nan, "not finite"),
+        (_renamed, "'vector'"),
+        (_reshaped, r"shape \(6,\)"),
+        (_retyped, "float32"),
+        (_torn, "cannot be read"),
+    ],
+)
+def test_a_reply_that_cannot_be_averaged_is_left_out_by_name(spoil, reason, tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue"))
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
+            if asked.content["config"]["start-step"] == 2:
+                spoil(reply.content["params"])
+        return reply
+
+    run.grid.meddle = meddle
+    run.start()
+    (left,) = [r.left_out for r in run.watch.records if r.left_out]
+    assert set(left) == {"client-1"}
+    with pytest.raises(AssertionError, match=reason):
+        assert not left["client-1"], left["client-1"]
+
+
+def test_a_reply_that_does_not_come_is_an_absence(tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue", timeout=0.05))
+    run.grid.meddle = lambda asked, reply: (
+        None
+        if asked.metadata.message_type == "train"
+        and asked.metadata.dst_node_id == 2
+        and asked.content["config"]["start-step"] == 2
+        else reply
+    )
+    run.start()
+    (left,) = [r.left_out for r in run.watch.records if r.left_out]
+    assert "not answered" in left["client-1"]
+
+
+def test_a_due_stream_that_is_missing_or_one_too_many_is_refused(tmp_path):
+    for change in (lambda c: c.pop("params"), lambda c: c.update({"exp_avg": c["params"]})):
+        run = quadratic(tmp_path, Policy())
+
+        def meddle(asked, reply, change=change):
+            if asked.metadata.message_type == "train":
+                change(reply.content)
+            return reply
+
+        run.grid.meddle = meddle
+        with pytest.raises(FederationError, match="due are"):
+            run.start()
+
+
+def test_an_answer_to_another_window_is_left_out(tmp_path):
+    run = quadratic(tmp_path, Policy())
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train":
+            reply.content["metrics"]["start-step"] = 17
+        return reply
+
+    run.grid.meddle = meddle
+    with pytest.raises(FederationError, match="answers for the steps"):
+        run.start()
+
+
+def test_two_nodes_of_one_name_are_told_apart_by_an_error(tmp_path):
+    run = quadratic(tmp_path, Policy())
+    run.grid.contexts[2].node_config["partition-id"] = 0
+    with pytest.raises(FederationError, match=r"client-0.*partition-id"):
+        run.start()
+
+
+def test_a_client_of_other_code_is_refused(tmp_path, monkeypatch):
+    run = quadratic(tmp_path, Policy())
+    monkeypatch.setattr("flower_desloc.flower.client.fingerprint", lambda: "other")
+    with pytest.raises(FederationError, match="runs other code"):
+        run.start()
+
+
+def test_the_servers_streams_must_be_the_clients(tmp_path):
+    run = quadratic(tmp_path, Policy())
+    run.strategy = DesLoc(SyncSchedule({"params": 2, "exp_avg": 2}), 8, run_key=RUN)
+    with pytest.raises(FederationError, match=r"exp_avg_sq"):
+        run.start()
+
+
+def test_no_client_at_all_is_an_error_that_names_the_setting(tmp_path):
+    run = quadratic(tmp_path, Policy(timeout=0.05))
+    run.grid.contexts.clear()
+    with pytest.raises(FederationError, match=r"federation\.min_clients=1"):
+        run.start()
+
+
+# ----------------------------------------------------------------------------- Weights and draws
+
+
+def test_weighting_by_examples_weighs_by_examples(tmp_path):
+    run = quadratic(tmp_path, Policy(weighting="examples"))
+    assert_close(run.start(), oracle(run, weights=[1.0, 2.0, 3.0]))
+
+
+def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
+    policy = Policy(fraction_train=0.5, seed=3)
+    runs = [quadratic(tmp_path / str(i), policy, num_clients=6) for i in range(2)]
+    states = [run.start() for run in runs]
+    assert_same(*states)
+    chosen = [set(record.clients) for record in runs[0].watch.records[1:]]
+    assert all(len(names) == 3 for names in chosen)
+    assert len({frozenset(names) for names in chosen}) > 1
+
+
+def test_the_traffic_counted_is_that_of_the_messages(tmp_path):
+    run = quadratic(tmp_path, Policy())
+    run.start()
+    size = sum(t.numel() * t.element_size() for t in initial(run.problem).values())
+    up: dict[str, int] = {}
+    for record in run.watch.records:
+        for stream, count in record.traffic.up.items():
+            up[stream] = up.get(stream, 0) + count
+    assert up == {"params": 3 * 4 * size, "exp_avg": 3 * 2 * size, "exp_avg_sq": 3 * size}
+
+
+def test_config_records_of_the_app_reach_the_clients(tmp_path):
+    seen = []
+    run = quadratic(tmp_path, Policy())
+    original = run.grid.client_app
+
+    def app(message: Message, context: Context) -> Message:
+        seen.append(message.content["config"].get("colour"))
+        return original(message, context)
+
+    run.grid.client_app = app
+    run.strategy.start(run.grid, run.initial, ConfigRecord({"colour": "blue"}))
+    assert set(seen[:-3]) == {"blue"}  # the farewell brings no settings

@@ -1,0 +1,500 @@
+"""Every optimizer × every law of the algorithm, against reference.py and closed forms."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import reference
+import torch
+from federation import (
+    OPTIMIZERS,
+    Federation,
+    OptimizerCase,
+    Quadratic,
+    Regression,
+    assert_close,
+    assert_same,
+    due_table,
+    federate,
+    initial,
+    largest_gap,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import E, each
+from torch.nn.utils import clip_grad_norm_
+
+from flower_desloc import NEVER, Clipping, SyncSchedule, Window, prime, put, set_step, take
+from flower_desloc.lr_schedule import constant, wsd
+from flower_desloc.optim import Adam
+from flower_desloc.streams import stream_names
+
+T = 30
+PROBLEMS = {"quadratic": Quadratic(), "tied_mlp": Regression()}
+PERIODS = {
+    "coprime": (5, 7, 11),
+    "nested": (4, 12, 24),
+    "all_equal": (6,),
+    "every_step": (1,),
+    "some_never": (5, NEVER, 9),
+    "params_never": (NEVER, 4, 7),
+    "all_never": (NEVER,),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def case(request: pytest.FixtureRequest) -> OptimizerCase:
+    return OPTIMIZERS[request.param]
+
+
+def oracle(case: OptimizerCase, problem, schedule: SyncSchedule, **changed):
+    """The same run in reference.py."""
+    settings = {
+        "num_workers": 3,
+        "num_steps": T,
+        "due": due_table(schedule, T),
+        "lr": lambda t: case.lr,
+    }
+    return reference.run(case.oracle, initial(problem), problem.grad, **(settings | changed))
+
+
+# ------------------------------------------------------------------------ The core is Algorithm 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 7])
+@pytest.mark.parametrize("periods", PERIODS.values(), ids=PERIODS)
+def test_a_federation_is_algorithm_1(case, periods, num_workers):
+    problem, periods = Quadratic(), case.periods(*periods)
+    due = reference.every({s: None if k == NEVER else k for s, k in periods.items()}, T)
+    schedule = SyncSchedule(periods)
+    got = federate(problem, case.make, schedule, num_workers=num_workers, num_steps=T)
+    assert_close(got, oracle(case, problem, schedule, num_workers=num_workers, due=due))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_a_federation_with_coins_is_algorithm_1_with_the_same_coins(case, problem, seed):
+    schedule = SyncSchedule(case.periods(4, 3, 9), coin_seed=seed)
+    got = federate(problem, case.make, schedule, num_workers=3, num_steps=T)
+    assert_close(got, oracle(case, problem, schedule))
+
+
+@pytest.mark.parametrize(
+    ("clipping", "clip"),
+    [
+        (Clipping(norm=0.5), reference.clip_norm(0.5)),
+        (Clipping(value=0.1), reference.clip_coordinates(0.1)),
+        (Clipping(), lambda g: g),
+    ],
+    ids=["norm", "coordinates", "none"],
+)
+def test_clipping_and_learning_rate_are_those_of_the_global_step(case, clipping, clip):
+    problem, schedule = Regression(), SyncSchedule(case.periods(5, 7, 11))
+    factor = wsd(T, warmup_steps=8, decay_steps=10)
+    got = federate(
+        problem,
+        case.make,
+        schedule,
+        num_workers=3,
+        num_steps=T,
+        lr_schedule=factor,
+        clipping=clipping,
+    )
+    expected = oracle(case, problem, schedule, lr=lambda t: case.lr * factor(t), clip=clip)
+    assert_close(got, expected)
+
+
+def test_an_absent_worker_neither_steps_nor_counts_and_still_receives(case):
+    def present(m: int, t: int) -> bool:
+        window = next(w for w in schedule.windows(T) if w.start <= t < w.stop)
+        return m == 0 or (window.start + m) % 3 > 0
+
+    problem, schedule = Quadratic(), SyncSchedule(case.periods(5, 7, 11))
+    assert not all(present(m, w.start) for w in schedule.windows(T) for m in range(3))
+    got = federate(problem, case.make, schedule, num_workers=3, num_steps=T, present=present)
+    assert_close(got, oracle(case, problem, schedule, present=present))
+
+
+@given(
+    periods=st.fixed_dictionaries(
+        {s: st.integers(1, 9) | st.just(NEVER) for s in ("params", "exp_avg", "exp_avg_sq")}
+    ),
+    coin_seed=st.none() | st.integers(0, 2**32),
+    absent=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 11)), max_size=12),
+)
+@settings(max_examples=25)
+def test_any_periods_any_coins_any_absences(periods, coin_seed, absent):
+    def present(m: int, t: int) -> bool:
+        window = next(w for w in schedule.windows(12) if w.start <= t < w.stop)
+        return (m, window.start) not in absent
+
+    problem, case = Quadratic(), OPTIMIZERS["adam"]
+    schedule = SyncSchedule(periods, coin_seed)
+    got = federate(problem, case.make, schedule, num_workers=3, num_steps=12, present=present)
+    due = due_table(schedule, 12)
+    assert_close(got, oracle(case, problem, schedule, num_steps=12, due=due, present=present))
+
+
+# ------------------------------------------------------------------------------------ Closed forms
+
+
+def test_one_worker_is_its_local_optimizer_alone(case):
+    problem = Regression()
+    module = problem.module()
+    alone = case.make(module.parameters())
+    for t in range(T):
+        alone.zero_grad()
+        problem.loss(module, 0, t).backward()
+        alone.step()
+    schedule = SyncSchedule(case.periods(5, 7, 11))
+    got = federate(problem, case.make, schedule, num_workers=1, num_steps=T)
+    assert_same(got, [take(module, alone, stream_names(module, alone))])
+
+
+def test_sgdm_with_all_periods_1_is_minibatch_sgdm_on_the_union_batch():
+    problem, case, M = Regression(), OPTIMIZERS["sgdm"], 4
+    schedule = SyncSchedule(case.periods(1))
+    got = federate(problem, case.make, schedule, num_workers=M, num_steps=T)
+
+    module = problem.module()
+    union = case.make(module.parameters())
+    for t in range(T):
+        union.zero_grad()
+        (sum(problem.loss(module, m, t) for m in range(M)) / M).backward()
+        union.step()
+    assert_close(got, [take(module, union, stream_names(module, union))] * M)
+
+
+def test_equal_periods_are_local_adam():
+    """Local Adam, written out: K steps of Adam everywhere, then average everything."""
+    problem, K, M = Quadratic(), 6, 3
+    workers = [problem.module() for _ in range(M)]
+    adams = [Adam(module.parameters(), lr=0.05, betas=(0.9, 0.95)) for module in workers]
+    for t in range(T):
+        for m, (module, adam) in enumerate(zip(workers, adams, strict=True)):
+            adam.zero_grad()
+            problem.loss(module, m, t).backward()
+            adam.step()
+        if (t + 1) % K == 0:
+            for ps in zip(*(module.parameters() for module in workers), strict=True):
+                _replace_by_mean([p.data for p in ps])
+                for name in ("exp_avg", "exp_avg_sq"):
+                    _replace_by_mean(
+                        [adam.state[p][name] for adam, p in zip(adams, ps, strict=True)]
+                    )
+    case = OPTIMIZERS["adam"]
+    got = federate(problem, case.make, SyncSchedule(case.periods(K)), num_workers=M, num_steps=T)
+    expected = [take(*worker, case.periods(K)) for worker in zip(workers, adams, strict=True)]
+    assert_close(got, expected)
+
+
+def _replace_by_mean(tensors):
+    mean = torch.stack(tensors).mean(dim=0)
+    for tensor in tensors:
+        tensor.copy_(mean)
+
+
+def test_identical_data_on_all_workers_is_one_worker(case):
+    # Four: the mean of a power of two of equal numbers is exact.
+    problem = Quadratic(heterogeneous=False)
+    for periods in ((1,), (2, 3, 5)):
+        schedule = SyncSchedule(case.periods(*periods))
+        one = federate(problem, case.make, schedule, num_workers=1, num_steps=T)
+        four = federate(problem, case.make, schedule, num_workers=4, num_steps=T)
+        assert_same(four, one * 4)
+
+
+def test_workers_that_never_average_are_each_alone_and_end_at_their_mean(case):
+    problem, schedule = Quadratic(), SyncSchedule(case.periods(NEVER))
+    together = federate(problem, case.make, schedule, num_workers=3, num_steps=T)
+    no_averages = {T: ()}
+    alone = oracle(case, problem, schedule, due=no_averages)
+    mean = E([state["params"] for state in alone])
+    assert_close(together, [state | {"params": mean} for state in alone])
+
+
+# ------------------------------------------------------------------------------- What an event does
+
+
+@pytest.mark.parametrize("coin_seed", [None, 5])
+def test_a_stream_that_is_not_due_is_untouched_bit_for_bit(case, coin_seed):
+    schedule = SyncSchedule(case.periods(4, 6, 9), coin_seed=coin_seed)
+    federation = Federation(Quadratic(), case.make, 3)
+    kept = 0
+    for window in schedule.windows(T):
+        for m in range(3):
+            federation.train(m, window)
+        before = federation.states()
+        federation.average(window.due, range(3))
+        for old, new in zip(before, federation.states(), strict=True):
+            for stream in old.keys() - window.due:
+                assert_same([{stream: new[stream]}], [{stream: old[stream]}])
+                kept += 1
+    assert kept
+
+
+def test_a_stream_that_is_due_is_equal_on_all_workers(case):
+    schedule = SyncSchedule(case.periods(4, 6, 9))
+    federation = Federation(Quadratic(), case.make, 3)
+    for window in schedule.windows(T):
+        for m in range(3):
+            federation.train(m, window)
+        federation.average(window.due, range(3))
+        for a, b in pairwise(federation.states()):
+            for stream in window.due:
+                assert_same([{stream: a[stream]}], [{stream: b[stream]}])
+
+
+def test_a_window_taken_again_from_the_same_streams_is_the_same_window(case):
+    federation = Federation(Regression(), case.make, 2)
+    federation.train(0, Window(0, 5, frozenset()))
+    federation.average(case.periods(1), who=[0])
+    federation.train(0, Window(5, 11, frozenset()))
+    module, _ = federation.workers[1]
+    optimizer = federation.workers[1][1]
+    federation.problem = _AsWorker0(federation.problem)
+    federation.train(1, Window(5, 11, frozenset()))
+    first, second = federation.states()
+    assert_same([second], [first])
+    assert module.training
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+
+
+class _AsWorker0:
+    def __init__(self, problem):
+        self._problem = problem
+
+    def loss(self, module, m, t):
+        return self._problem.loss(module, 0, t)
+
+
+def test_a_joiner_with_streams_and_step_continues_exactly_as_the_original(case):
+    """Bias correction, AMSGrad's maximum and ADOPT's clip all follow the step it was given."""
+    problem, t = Regression(), 9
+    module = problem.module()
+    optimizer = case.make(module.parameters())
+    _by_hand(problem, module, optimizer, range(t))
+
+    newcomer = problem.module()
+    joined = case.make(newcomer.parameters())
+    prime(joined)
+    put(newcomer, joined, take(module, optimizer, stream_names(module, optimizer)))
+    set_step(joined, t)
+    _by_hand(problem, module, optimizer, range(t, T))
+    _by_hand(problem, newcomer, joined, range(t, T))
+    names = stream_names(module, optimizer)
+    assert_same([take(newcomer, joined, names)], [take(module, optimizer, names)])
+
+
+def _by_hand(problem, module, optimizer, steps):
+    for t in steps:
+        optimizer.zero_grad()
+        problem.loss(module, 0, t).backward()
+        clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------- The listings of the paper
+#
+# Algorithms 3 and 4 average at t mod K = 0 inside step t, after the gradient was taken. Post-step
+# averaging does the same one line earlier, before the gradient. Hence, for any periods:
+#
+#     listing with every synced gradient taken at E[x_t]  =  post-step, up to its last event.
+#
+# Algorithm 5 averages u before x takes it. Hence, for any coins in which u's implies x's:
+#
+#     listing  =  post-step;
+#
+# where u's coin falls alone, x differs by eta (u_m - E[u]), whose mean over workers is 0.
+
+
+def listing_3(problem, periods, num_workers=3, num_steps=T, **changed):
+    return reference.listing_adam(
+        initial(problem),
+        problem.grad,
+        num_workers=num_workers,
+        num_steps=num_steps,
+        periods=periods,
+        lr=lambda t: 0.02,
+        beta1=0.9,
+        beta2=0.95,
+        lam=1e-3,
+        **changed,
+    )
+
+
+def listing_4(problem, periods, num_workers=3, num_steps=T, **changed):
+    return reference.listing_adopt(
+        initial(problem),
+        problem.grad,
+        num_workers=num_workers,
+        num_steps=num_steps,
+        periods=periods,
+        lr=lambda t: 0.02,
+        beta1=0.9,
+        beta2=0.95,
+        eps=0.5,
+        **changed,
+    )
+
+
+def post_step(optimizer, problem, periods, num_workers=3, num_steps=T):
+    """Post-step averaging without the event at the end, which the listings do not have."""
+    due = reference.every(periods, num_steps)
+    due.pop(num_steps)
+    return reference.run(
+        optimizer,
+        initial(problem),
+        problem.grad,
+        num_workers=num_workers,
+        num_steps=num_steps,
+        due=due,
+        lr=lambda t: 0.02,
+    )
+
+
+ADAM, ADOPT = reference.paper_adam(0.9, 0.95, 1e-3), reference.paper_adopt(0.9, 0.95, 0.5)
+
+
+def ks(params, exp_avg, exp_avg_sq):
+    return {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def test_the_listings_are_post_step_averaging_for_one_worker():
+    problem, periods = Quadratic(), ks(5, 7, 11)
+    assert_close(listing_3(problem, periods, 1), post_step(ADAM, problem, periods, 1), 1e-13)
+    assert_close(listing_4(problem, periods, 1), post_step(ADOPT, problem, periods, 1), 1e-13)
+
+
+@pytest.mark.parametrize("periods", [ks(5, 7, 11), ks(4, 12, 24), ks(1, 1, 1), ks(3, None, 2)])
+def test_listing_3_is_post_step_averaging_but_for_the_point_of_the_synced_gradient(periods):
+    problem = Quadratic()
+    expected = post_step(ADAM, problem, periods)
+    assert_close(listing_3(problem, periods, gradient_at_mean=True), expected, 1e-13)
+    assert largest_gap(listing_3(problem, periods), expected) > 1e-3
+
+
+def test_listing_3_is_post_step_averaging_when_params_are_never_averaged():
+    problem, periods = Quadratic(), ks(None, 3, 7)
+    assert_close(listing_3(problem, periods), post_step(ADAM, problem, periods), 1e-13)
+
+
+def test_listing_3_is_post_step_averaging_when_the_gradient_does_not_depend_on_x():
+    problem = _Linear()
+    for periods in (ks(5, 7, 11), ks(1, 1, 1)):
+        assert_close(listing_3(problem, periods), post_step(ADAM, problem, periods), 1e-13)
+
+
+def test_listing_3_leaves_post_step_averaging_in_the_first_step_that_averages_params():
+    problem, periods = Quadratic(), ks(5, 2, 3)
+    for num_steps in (5, 6):
+        listing = listing_3(problem, periods, num_steps=num_steps)
+        expected = post_step(ADAM, problem, periods, num_steps=num_steps)
+        if num_steps == 5:
+            assert_close(listing, expected, 1e-13)
+        else:
+            # u differs by (1 - beta1) (g(x_m) - g(E[x])), for the quadratic (1 - beta1) a_m (x_m - E[x]).
+            x = [state["params"] for state in listing_3(problem, periods, num_steps=5)]
+            for m, a in enumerate((0.5, 1.5, 2.5)):
+                gap = each(torch.sub, listing[m]["exp_avg"], expected[m]["exp_avg"])
+                own = each(lambda x, mean: 0.1 * a * (x - mean), x[m], E(x))  # noqa: B023
+                assert_close([{"exp_avg": gap}], [{"exp_avg": own}], 1e-13)
+
+
+def test_listing_4_is_post_step_averaging_but_for_that_point_and_its_own_denominator():
+    problem, periods = Quadratic(), ks(5, 7, None)
+    expected = post_step(ADOPT, problem, periods)
+    assert_close(listing_4(problem, periods, gradient_at_mean=True), expected, 1e-13)
+    # With v averaged, n = g / sqrt(v) at a synced step takes the worker's v, not the average.
+    periods = ks(5, 7, 11)
+    got = listing_4(problem, periods, gradient_at_mean=True, num_steps=11)
+    assert_close(got, post_step(ADOPT, problem, periods, num_steps=11), 1e-13)
+    got = listing_4(problem, periods, gradient_at_mean=True, num_steps=12)
+    assert largest_gap(got, post_step(ADOPT, problem, periods, num_steps=12)) > 1e-3
+
+
+class _Linear(Quadratic):
+    def grad(self, m, t, x):
+        return self._optimum(m, t)
+
+
+def coins_of(periods, coin_seed=None):
+    return due_table(SyncSchedule(periods, coin_seed), T)
+
+
+def listing_5(problem, coins, num_steps=T):
+    return reference.listing_sgdm(
+        initial(problem),
+        problem.grad,
+        num_workers=3,
+        num_steps=num_steps,
+        coins=coins,
+        lr=lambda t: 0.2,
+        beta=0.8,
+    )
+
+
+def sgdm_post_step(problem, coins, num_steps=T):
+    return reference.run(
+        reference.sgdm(0.8),
+        initial(problem),
+        problem.grad,
+        num_workers=3,
+        num_steps=num_steps,
+        due=coins,
+        lr=lambda t: 0.2,
+    )
+
+
+def test_listing_5_is_post_step_averaging_when_the_coin_of_u_implies_that_of_x():
+    problem = Quadratic()
+    for coins in (
+        coins_of({"params": 3, "momentum_buffer": 9}),  # the paper's K_u = 3 K_x
+        coins_of({"params": 1, "momentum_buffer": 4}, coin_seed=0),
+        coins_of({"params": 3, "momentum_buffer": NEVER}, coin_seed=1),
+    ):
+        assert_close(listing_5(problem, coins), sgdm_post_step(problem, coins), 1e-13)
+
+
+def test_listing_5_gives_x_the_average_of_u_where_the_coin_of_u_falls_alone():
+    problem, coins = Quadratic(), {3: {"params"}, 5: {"momentum_buffer"}}
+    assert_close(listing_5(problem, coins, 4), sgdm_post_step(problem, coins, 4), 1e-13)
+    listing, expected = listing_5(problem, coins, 5), sgdm_post_step(problem, coins, 5)
+    local = sgdm_post_step(problem, {3: {"params"}}, 5)  # the same step, u not yet averaged
+    u = [state["momentum_buffer"] for state in local]
+    for m in range(3):
+        own = each(lambda u, mean: 0.2 * (u - mean), u[m], E(u))
+        gap = each(torch.sub, listing[m]["params"], expected[m]["params"])
+        assert_close([{"params": gap}], [{"params": own}], 1e-13)
+    assert largest_gap(listing, expected) > 1e-2
+    means = [E([state["params"] for state in states]) for states in (listing, expected)]
+    assert_close([{"params": means[0]}], [{"params": means[1]}], 1e-13)
+
+
+def test_listing_5_is_post_step_averaging_when_all_workers_are_alike():
+    coins = coins_of({"params": 5, "momentum_buffer": 2}, coin_seed=3)
+    same_data = Quadratic(heterogeneous=False)
+    assert_close(listing_5(same_data, coins), sgdm_post_step(same_data, coins), 1e-13)
+
+
+# -------------------------------------------------------------------------------------- Checkpoints
+
+
+def test_run_all_is_run_some_save_load_run_the_rest(case):
+    problem, schedule = Regression(), SyncSchedule(case.periods(5, 7, 11))
+    windows = list(schedule.windows(T))
+    straight = federate(problem, case.make, schedule, num_workers=2, num_steps=T)
+
+    before, after = (Federation(problem, case.make, 2) for _ in range(2))
+    for federation, some in ((before, windows[:4]), (after, windows[4:])):
+        if federation is after:
+            for (module, optimizer), (old, old_optimizer) in zip(
+                after.workers, before.workers, strict=True
+            ):
+                module.load_state_dict(copy.deepcopy(old.state_dict()))
+                optimizer.load_state_dict(copy.deepcopy(old_optimizer.state_dict()))
+        for window in some:
+            for m in range(2):
+                federation.train(m, window, constant())
+            federation.average(window.due, range(2))
+    assert_same(after.states(), straight)

@@ -1,0 +1,80 @@
+"""The paper's arithmetic of bytes, as laws."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_desloc import NEVER, PARAMS, SyncSchedule
+from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+
+PERIOD = st.integers(1, 12) | st.just(NEVER)
+STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
+P = 4 * 135_000_000  # bytes of the parameters, and of each moment
+SIZES = dict.fromkeys(STREAMS, P)
+
+
+def schedule_of(*periods, coin_seed=None):
+    return SyncSchedule(dict(zip(STREAMS, periods, strict=True)), coin_seed)
+
+
+def total(counts):
+    return sum(counts.values())
+
+
+def test_a_stream_weighs_its_elements_in_its_own_type():
+    streams = {
+        PARAMS: {"a": torch.zeros(3, 5), "b": torch.zeros(()), "c": torch.zeros(0, 4)},
+        "exp_avg": {"a": torch.zeros(7, dtype=torch.bfloat16)},
+        "exp_avg_sq": {},
+    }
+    assert stream_bytes(streams) == {PARAMS: 64, "exp_avg": 14, "exp_avg_sq": 0}
+
+
+@given(st.tuples(PERIOD, PERIOD, PERIOD), st.integers(1, 200), st.tuples(*[st.integers(0, 99)] * 3))
+def test_a_worker_sends_every_stream_once_per_period_and_params_at_the_end(periods, T, sizes):
+    sizes = dict(zip(STREAMS, sizes, strict=True))
+    events = {s: 0 if k == NEVER else T // k for s, k in zip(STREAMS, periods, strict=True)}
+    events[PARAMS] += periods[0] == NEVER or T % periods[0] > 0
+    expected = {s: sizes[s] * events[s] for s in STREAMS}
+    assert desloc_bytes(schedule_of(*periods), sizes, T) == expected
+
+
+@pytest.mark.parametrize("K", [1, 7, 16, 256])
+def test_the_clocks_of_the_paper_halve_local_adams_bytes(K):
+    """3/K against 1/K + 1/3K + 1/6K, and nothing left over when 6K divides T."""
+    schedule, T = schedule_of(K, 3 * K, 6 * K), 12 * K
+    local_adam = total(local_adam_bytes(schedule, SIZES, T))
+    assert Fraction(local_adam, total(desloc_bytes(schedule, SIZES, T))) == 2
+    assert local_adam == 3 * P * T // K
+
+
+def test_the_clocks_of_the_paper_are_170_times_below_data_parallelism():
+    """4 bytes a parameter and step against 4 (1/256 + 1/768 + 1/1536) = 0.0234375."""
+    T = 1536
+    sent = total(desloc_bytes(schedule_of(256, 768, 1536), SIZES, T))
+    assert Fraction(ddp_bytes(SIZES, T), sent) == Fraction(4) / Fraction("0.0234375")
+    assert Fraction(ddp_bytes(SIZES, T), sent) == 170 + Fraction(2, 3)
+
+
+@given(PERIOD, st.integers(1, 50))
+def test_local_adam_at_its_own_clocks_is_itself(K, T):
+    schedule = schedule_of(K, K, K)
+    assert local_adam_bytes(schedule, SIZES, T) == desloc_bytes(schedule, SIZES, T)
+
+
+@given(st.integers(0, 99), st.integers(1, 60))
+def test_with_coins_one_coin_decides_for_all_of_local_adams_streams(seed, T):
+    schedule = schedule_of(3, 9, 18, coin_seed=seed)
+    fell = sum(PARAMS in schedule.due(step) for step in range(1, T + 1))
+    at_the_end = PARAMS not in schedule.due(T)
+    sent = local_adam_bytes(schedule, SIZES, T)
+    assert sent == {PARAMS: P * (fell + at_the_end), "exp_avg": P * fell, "exp_avg_sq": P * fell}
+
+
+@given(PERIOD.filter(lambda k: k in (1, NEVER)), st.integers(1, 20))
+def test_a_certain_coin_costs_local_adam_what_the_period_does(K, T):
+    with_coin = local_adam_bytes(schedule_of(K, 2, 3, coin_seed=0), SIZES, T)
+    assert with_coin == local_adam_bytes(schedule_of(K, 2, 3), SIZES, T)

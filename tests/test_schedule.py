@@ -1,0 +1,163 @@
+"""Laws of the clocks: which stream is averaged when."""
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_desloc import NEVER, PARAMS, SyncSchedule, Window
+
+PERIOD = st.integers(1, 12) | st.just(NEVER)
+PERIODS = st.fixed_dictionaries(
+    {PARAMS: PERIOD}, optional={"exp_avg": PERIOD, "exp_avg_sq": PERIOD}
+)
+SCHEDULES = st.builds(SyncSchedule, PERIODS, coin_seed=st.none() | st.integers(0, 9))
+NUM_STEPS = st.integers(0, 60)
+FIXED = [(5, 7, 11), (4, 12, 24), (192, 192, 692), (256, 768, 1536), (16, NEVER, 3), (NEVER,) * 3]
+
+
+def schedule_of(*periods):
+    return SyncSchedule(dict(zip((PARAMS, "exp_avg", "exp_avg_sq"), periods, strict=True)))
+
+
+# ---------------------------------------------------------------------------------------- Windows
+
+
+@given(SCHEDULES, NUM_STEPS)
+def test_windows_cover_every_step_once_and_in_order(schedule, num_steps):
+    steps = [step for w in schedule.windows(num_steps) for step in range(w.start, w.stop)]
+    assert steps == list(range(num_steps))
+
+
+@given(SCHEDULES, NUM_STEPS)
+def test_no_event_lies_inside_a_window_and_each_ends_in_one(schedule, num_steps):
+    for window in schedule.windows(num_steps):
+        assert not any(schedule.due(step) for step in range(window.start + 1, window.stop))
+        at_the_end = {PARAMS} if window.stop == num_steps else set()
+        assert window.due == schedule.due(window.stop) | at_the_end
+        assert window.due
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 191, 192, 1536, 2000])
+@pytest.mark.parametrize("periods", FIXED)
+def test_a_stream_is_due_once_per_period_and_params_at_the_end(periods, num_steps):
+    schedule = schedule_of(*periods)
+    windows = list(schedule.windows(num_steps))
+    for stream, period in schedule.periods.items():
+        events = 0 if period == NEVER else num_steps // period
+        if stream == PARAMS and num_steps and (period == NEVER or num_steps % period):
+            events += 1
+        assert sum(stream in w.due for w in windows) == events
+        assert schedule.num_events(num_steps)[stream] == events
+
+
+def test_the_toy_problem_of_the_paper_cuts_at_multiples_of_192_and_692():
+    stops = {w.stop: w.due for w in schedule_of(192, 192, 692).windows(1400)}
+    both = frozenset({PARAMS, "exp_avg"})
+    assert stops == {
+        **dict.fromkeys((192, 384, 576, 768, 960, 1152, 1344), both),
+        **dict.fromkeys((692, 1384), frozenset({"exp_avg_sq"})),
+        1400: frozenset({PARAMS}),
+    }
+
+
+@given(SCHEDULES, NUM_STEPS)
+def test_windows_resume_at_every_boundary(schedule, num_steps):
+    windows = list(schedule.windows(num_steps))
+    for i, window in enumerate(windows):
+        assert list(schedule.windows(num_steps, start=window.stop)) == windows[i + 1 :]
+
+
+@given(SCHEDULES, st.integers(1, 60), st.integers(0, 60))
+def test_a_longer_run_begins_with_the_windows_of_a_shorter_one(schedule, num_steps, more):
+    shorter = list(schedule.windows(num_steps))
+    longer = list(schedule.windows(num_steps + more))
+    assert longer[: len(shorter) - 1] == shorter[:-1]
+
+
+def test_a_stream_that_is_never_due_only_knows_the_end():
+    assert list(schedule_of(NEVER, NEVER, NEVER).windows(9)) == [Window(0, 9, frozenset({PARAMS}))]
+
+
+@given(SCHEDULES, NUM_STEPS)
+def test_events_are_counted_from_the_windows(schedule, num_steps):
+    events = schedule.num_events(num_steps)
+    assert events.keys() == schedule.periods.keys()
+    for stream, count in events.items():
+        assert count == sum(stream in w.due for w in schedule.windows(num_steps))
+
+
+# ------------------------------------------------------------------------------------------- Coins
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 9))
+def test_a_coin_is_a_function_of_seed_stream_and_step_alone(seed, period, other):
+    alone = SyncSchedule({PARAMS: period}, coin_seed=seed)
+    among = SyncSchedule({"exp_avg": other, PARAMS: period}, coin_seed=seed)
+    forwards = [PARAMS in alone.due(step) for step in range(1, 40)]
+    backwards = [PARAMS in among.due(step) for step in reversed(range(1, 40))]
+    assert forwards == backwards[::-1]
+
+
+@pytest.mark.parametrize("period", [2, 7, 192])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_a_coin_falls_once_per_period_on_average(seed, period):
+    n, p = 20_000, 1 / period
+    schedule = SyncSchedule({PARAMS: period}, coin_seed=seed)
+    events = sum(len(schedule.due(step)) for step in range(1, n + 1))
+    assert abs(events - n * p) < 5 * math.sqrt(n * p * (1 - p))
+
+
+def test_coins_of_two_streams_seeds_and_steps_are_independent():
+    n, p = 10_000, 1 / 3
+    a = SyncSchedule({PARAMS: 3, "exp_avg": 3}, coin_seed=0)
+    b = SyncSchedule({PARAMS: 3}, coin_seed=1)
+    due = [a.due(step) for step in range(1, n + 1)]
+    both = {
+        "streams": sum(len(streams) == 2 for streams in due),
+        "seeds": sum(PARAMS in s and PARAMS in b.due(n) for n, s in enumerate(due, start=1)),
+        "steps": sum(PARAMS in s and PARAMS in t for s, t in pairwise(due)),
+    }
+    for what, count in both.items():
+        assert abs(count - n * p**2) < 5 * math.sqrt(n * p**2 * (1 - p**2)), what
+
+
+@given(st.integers(0, 2**32), st.integers(1, 10_000))
+def test_the_coin_of_never_never_falls_and_that_of_1_always_does(seed, step):
+    schedule = SyncSchedule({PARAMS: 1, "exp_avg": NEVER}, coin_seed=seed)
+    assert schedule.due(step) == {PARAMS}
+
+
+def test_coins_fall_as_they_fell_in_the_first_release():
+    """A resumed run must see the windows it left; these were written down once."""
+    schedule = SyncSchedule({PARAMS: 3, "exp_avg": 5}, coin_seed=7)
+    fell = {s: [n for n in range(1, 25) if s in schedule.due(n)] for s in schedule.periods}
+    assert fell == {PARAMS: [], "exp_avg": []}
+
+
+# ------------------------------------------------------------------------------------------ Errors
+
+
+@pytest.mark.parametrize("period", [0, -3, 1.5, True, "x", None, float("nan"), [3], "3"])
+@pytest.mark.parametrize("stream", [PARAMS, "exp_avg"])
+def test_a_period_that_is_no_period_is_refused_by_name_and_value(stream, period):
+    with pytest.raises(ValueError, match=f"'{stream}'.*positive integer, or 'never'") as error:
+        SyncSchedule({PARAMS: 2, stream: period})
+    assert repr(period) in str(error.value)
+
+
+def test_a_schedule_without_a_period_for_params_is_refused():
+    with pytest.raises(ValueError, match=r"no period for 'params'.*\['exp_avg'\]"):
+        SyncSchedule({"exp_avg": 3})
+
+
+def test_exactly_the_streams_of_the_optimizer_must_have_a_period():
+    schedule = schedule_of(1, 2, 3)
+    schedule.require([PARAMS, "exp_avg", "exp_avg_sq"], "Adam")
+    with pytest.raises(ValueError, match=re.escape("sync.max_exp_avg_sq is not stated")):
+        schedule.require([PARAMS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"], "Adam")
+    with pytest.raises(ValueError, match="sync.exp_avg: SGDM .* params, momentum_buffer"):
+        schedule.require([PARAMS, "momentum_buffer"], "SGDM")
