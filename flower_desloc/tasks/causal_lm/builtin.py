@@ -1,13 +1,17 @@
 """Text that every Python installation holds, in four naturally different domains."""
 
 import ast
+import gc
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.message import Message
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
+from typing import cast
 
 from flower_desloc.tasks.causal_lm.documents import cut
 from flower_desloc.tasks.causal_lm.source import Row, Unit
@@ -28,7 +32,7 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 def units() -> dict[str, Unit]:
     """Return the domains; their order is part of the contract, for clients are dealt by it."""
-    domains = {
+    domains: dict[str, Callable[[], Iterator[str]]] = {
         "docs": _descriptions,
         "code": partial(_standard_library, 0),
         "docstrings": partial(_standard_library, 1),
@@ -37,7 +41,7 @@ def units() -> dict[str, Unit]:
     return {name: Unit(partial(_rows, texts)) for name, texts in domains.items()}
 
 
-def _rows(texts: partial[Iterator[str]]) -> Iterator[Row]:
+def _rows(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
     """Cut each text into documents, so that none reaches from one file into the next."""
     for text in texts():
         for document in cut(text.split("\n\n")):
@@ -48,9 +52,9 @@ def _descriptions() -> Iterator[str]:
     """Yield the long descriptions (READMEs, mostly) of the installed distributions."""
     found = {}
     for distribution in metadata.distributions():
-        description = distribution.metadata.json.get("description", "")
-        assert isinstance(description, str)
-        found[distribution.metadata["Name"] or ""] = _well_formed(description)
+        message = cast(Message, distribution.metadata)
+        description = str(message.get_payload() or message.get("Description", ""))
+        found[str(message["Name"])] = _well_formed(description)
     yield from (found[name] for name in sorted(found, key=lambda name: (name.lower(), name)))
 
 
@@ -85,29 +89,50 @@ def _code_and_docstrings(path: Path) -> tuple[str, str]:
     """Return a module's code without docstrings and comments, and its docstrings."""
     source = path.read_bytes()
     try:
-        tree = ast.parse(source)
         lines: list[str | None] = [*source.decode().split("\n")]
+        found = _docstrings(source)
     except (SyntaxError, ValueError):  # A file of the library that is meant to be broken.
         return "", ""
     docstrings = []
-    for node, docstring in _documented(tree):
+    for first, last, docstring in found:
         docstrings.append(docstring)
-        statement = node.body[0]
-        for number in range(statement.lineno - 1, statement.end_lineno or statement.lineno):
-            lines[number] = None
+        lines[first - 1 : last] = [None] * (last + 1 - first)
     code = "\n".join(line for line in lines if line is not None)
     code = _STRING_OR_COMMENT.sub(lambda match: match[1] or "", code)
     return _BLANK_LINES.sub("\n\n", code).strip(), _well_formed("\n\n".join(docstrings))
 
 
+def _docstrings(source: bytes) -> list[tuple[int, int, str]]:
+    """Return the first and last line and the text of every docstring, in the order of the file."""
+    with _uncollected():
+        return [
+            (node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno, docstring)
+            for node, docstring in _documented(ast.parse(source))
+        ]
+
+
 def _documented(node: ast.AST) -> Iterator[tuple[_Documented, str]]:
-    """Yield the module, classes and functions that have a docstring, in the order of the file."""
     if isinstance(node, _Documented) and (docstring := ast.get_docstring(node)):
         yield node, docstring
     for statement in getattr(node, "body", ()):
         # Statements only: expressions are most of the tree, and document nothing.
         if isinstance(statement, _Documented | ast.If | ast.Try):
             yield from _documented(statement)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Suspend the collector of cycles, of which a syntax tree has none.
+
+    Its many nodes would set it going over all that is imported: three times the parser's own work.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _well_formed(text: str) -> str:

@@ -7,12 +7,12 @@ DOCUMENT_SIZE = 4000
 
 
 def cut(paragraphs: Iterable[str], size: int = DOCUMENT_SIZE) -> Iterator[str]:
-    """Join paragraphs to documents of at most ``size`` characters.
+    r"""Join paragraphs to documents of at most ``size`` characters.
 
     A longer paragraph is cut at an end of line, else at a blank, else anywhere.
 
     >>> list(cut(["one", "two", "three four"], size=8))
-    ['one\\n\\ntwo', 'three', 'four']
+    ['one\n\ntwo', 'three', 'four']
     """
     document = ""
     for paragraph in paragraphs:

@@ -31,16 +31,25 @@ def units(source: Source) -> dict[str, Unit]:
 def _domains(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {_stem(path): [path]} if _builder(path) else {}
-    here = [entry for entry in path.iterdir() if entry.is_file() and _builder(entry)]
+    here = [file for file in _files(path) if file.parent == path]
     if any(map(_is_heldout, here)) and any(_stem(file).startswith("train") for file in here):
-        return {path.name: sorted(here)}
+        return {path.name: here}
     domains: dict[str, list[Path]] = {}
-    for entry in sorted(path.iterdir()):
-        if entry.is_dir() and (files := [file for file in entry.rglob("*") if _builder(file)]):
-            domains.setdefault(entry.name, []).extend(sorted(files))
-        elif entry in here:
-            domains.setdefault(_stem(entry), []).append(entry)
+    for file in _files(path):
+        first, *rest = file.relative_to(path).parts
+        domains.setdefault(first if rest else _stem(file), []).append(file)
     return dict(sorted(domains.items()))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files below ``folder`` that can be read and are not hidden, sorted by path."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if _builder(file)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
 
 
 def _unit(source: Source, files: list[Path]) -> Unit:
@@ -54,32 +63,40 @@ def _unit(source: Source, files: list[Path]) -> Unit:
 def _rows(source: Source, files: list[Path]) -> Iterator[Row]:
     """Read the files as a stream: only what is needed, and no copy of private text in a cache."""
     for builder in ("json", "parquet", "text"):
-        # Escaped, for the library takes a path for a pattern.
-        paths = [glob.escape(str(file)) for file in files if _builder(file) == builder]
+        paths = [str(file) for file in files if _builder(file) == builder]
         if not paths:
             continue
-        options = {"sample_by": "paragraph"} if builder == "text" else {}
         try:
-            rows: Iterable[Row] = load_dataset(
-                builder, data_files=paths, split="train", streaming=True, **options
-            )
-            if builder == "text":
-                rows = ({"text": text} for text in cut(row["text"] for row in rows))
-            yield from rows
+            yield from _documents(paths) if builder == "text" else _stream(builder, paths)
         except Exception as error:
-            raise ValueError(
-                f"{source}: {', '.join(paths)} cannot be read as {builder}: {error}"
-            ) from error
+            what = paths[0] if len(paths) == 1 else f"{paths[0]} or {len(paths) - 1} others"
+            raise ValueError(f"{source}: cannot read {what} as {builder} ({error})") from error
+
+
+def _stream(builder: str, paths: list[str], **options: str) -> Iterable[Row]:
+    # Escaped, for the library takes a path for a pattern.
+    patterns = [glob.escape(path) for path in paths]
+    rows: Iterable[Row] = load_dataset(
+        builder, data_files=patterns, split="train", streaming=True, **options
+    )
+    return rows
+
+
+def _documents(paths: list[str]) -> Iterator[Row]:
+    for text in cut(row["text"] for row in _stream("text", paths, sample_by="paragraph")):
+        yield {"text": text}
 
 
 def _builder(file: Path) -> str | None:
-    if file.name.startswith("."):
-        return None
-    return _BUILDERS.get(Path(file.name.lower().removesuffix(".gz")).suffix)
+    return _BUILDERS.get(_unzipped(file).suffix.lower())
 
 
 def _stem(file: Path) -> str:
-    return file.name.split(".")[0]
+    return _unzipped(file).stem
+
+
+def _unzipped(file: Path) -> Path:
+    return file.with_suffix("") if file.suffix.lower() == ".gz" else file
 
 
 def _is_heldout(file: Path) -> bool:

@@ -14,8 +14,14 @@ _HELDOUT = ("validation", "valid", "test")
 def units(source: Source) -> dict[str, Unit]:
     """Return the configs of the data set ``name``, or the one of ``name:config``.
 
-    Raises ``ValueError`` when the library does not know it, or cannot reach it.
+    Raises ``ValueError`` when the library does not know it or cannot reach it, and for a stream
+    whose domains are neither stated nor its configs.
     """
+    if source.streaming and source.domain_field and not source.domains:
+        raise ValueError(
+            f"data.domains=[]: state the values of data.domain_field={source.domain_field} to use; "
+            "a stream may not end, so that they could be found"
+        )
     name, _, config = source.name.partition(":")
     try:
         configs = get_dataset_config_names(name)

@@ -1,18 +1,18 @@
 """Who gets which documents."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import cycle
 from typing import Any
 
 from datasets import Dataset
 
 from flower_desloc.tasks.causal_lm.source import Source
-from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks.causal_lm.text import Corpus, read
 
 Rows = list[int]
-"""Rows of a data set, ascending."""
+"""Rows of a data set."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Share:
-    """One client's documents, as rows of the corpus' two parts."""
+    """One client's documents, as rows of the corpus' two parts, ascending."""
 
     train: Rows
     heldout: Rows
@@ -37,8 +37,7 @@ def shares(source: Source, rule: Rule, num_clients: int) -> list[Share]:
     """Return every client's share of the source.
 
     Each training document goes to one client. The held-out documents are dealt by the same rule;
-    a client that was dealt none of a domain it trains on takes its turn in them, so that one may
-    serve several clients when there are many clients and few documents.
+    where they do not suffice, clients take turns, so that one document may serve several clients.
 
     Raises ``ValueError`` when there are more clients than training documents.
     """
@@ -54,7 +53,7 @@ def shares(source: Source, rule: Rule, num_clients: int) -> list[Share]:
     heldout: list[Rows] = [[] for _ in range(num_clients)]
     if num_clients <= len(corpus.heldout):
         heldout = deal(corpus.heldout, rule, num_clients)
-    _take_turns(heldout, train, corpus.heldout, corpus.train)
+    _take_turns(heldout, train, corpus)
     return [Share(sorted(mine), sorted(kept)) for mine, kept in zip(train, heldout, strict=True)]
 
 
@@ -64,12 +63,12 @@ def deal(documents: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
     The documents are shuffled by the seed first, so that no client gets its neighbours only.
     """
     numbered = Dataset.from_dict(
-        {"row": range(len(documents)), "domain": list(documents["domain"])}
+        {"row": range(len(documents)), "domain": documents["domain"][:]}
     ).shuffle(seed=rule.seed)
     return _RULES[rule.name](numbered, rule, num_clients)
 
 
-def _iid(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+def _iid(numbered: Dataset, _rule: Rule, num_clients: int) -> list[Rows]:
     # Imported when asked for, here and below: the default partition does without.
     from flwr_datasets.partitioner import IidPartitioner
 
@@ -97,21 +96,53 @@ def _dirichlet(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
 
 def _partitioned(partitioner: Any, numbered: Dataset) -> list[Rows]:
     partitioner.dataset = numbered
-    return [list(partitioner.load_partition(i)["row"]) for i in range(partitioner.num_partitions)]
+    return [partitioner.load_partition(i)["row"][:] for i in range(partitioner.num_partitions)]
 
 
-def _by_domain(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
+def _by_domain(numbered: Dataset, _rule: Rule, num_clients: int) -> list[Rows]:
     """Client i gets domain i mod D; where that is 0, the mixture of all D domains.
 
     The clients that hold a domain get equal parts of its documents, so that the mixture has the
     domains in their proportions, as far as others hold them too.
     """
-    rows: dict[str, Rows] = {}
-    for row, domain in sorted(zip(numbered["row"], numbered["domain"], strict=True)):
-        rows.setdefault(domain, []).append(row)
+    documents = [*zip(numbered["row"][:], numbered["domain"][:], strict=True)]
+    # In the order of the source, which the shuffle has lost.
+    shuffled: dict[str, Rows] = {domain: [] for _, domain in sorted(documents)}
+    for row, domain in documents:
+        shuffled[domain].append(row)
     clients: list[Rows] = [[] for _ in range(num_clients)]
-    ...
+    for index, rows in enumerate(shuffled.values()):
+        # Those that have nothing else come first, should the documents not suffice for all.
+        own = range(index, num_clients, len(shuffled)) if index else []
+        mixtures = range(0, num_clients, len(shuffled))
+        holders = [*own, *mixtures]
+        for turn, client in enumerate(holders):
+            clients[client].extend(rows[turn :: len(holders)])
     return clients
+
+
+def _leave_nobody_empty(clients: list[Rows]) -> None:
+    """Give a client to which the draw left nothing a document of the client with most.
+
+    A departure from the distribution, which for many clients leaves some without data.
+    """
+    for rows in clients:
+        if not rows:
+            rows.append(max(clients, key=len).pop())
+
+
+def _take_turns(heldout: list[Rows], train: list[Rows], corpus: Corpus) -> None:
+    """Give a client that was dealt no held-out document one of each domain it trains on."""
+    domains = corpus.train["domain"][:]
+    turns: dict[str, Iterator[int]] = {
+        domain: cycle(
+            [row for row, other in enumerate(corpus.heldout["domain"][:]) if other == domain]
+        )
+        for domain in corpus.domains
+    }
+    for mine, kept in zip(train, heldout, strict=True):
+        if not kept:
+            kept.extend(next(turns[domain]) for domain in sorted({domains[row] for row in mine}))
 
 
 _RULES: dict[str, Callable[[Dataset, Rule, int], list[Rows]]] = {

@@ -1,7 +1,7 @@
 """Documents by domain, from whatever source the configuration names."""
 
-import math
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -12,6 +12,9 @@ from datasets import Dataset, Features, Value
 from flower_desloc.tasks.causal_lm import builtin, files, named
 from flower_desloc.tasks.causal_lm.documents import split
 from flower_desloc.tasks.causal_lm.source import Row, Source, Unit
+
+Texts = dict[str, list[str]]
+"""Documents by domain."""
 
 _FEATURES = Features({"text": Value("large_string"), "domain": Value("string")})
 
@@ -43,10 +46,6 @@ def read(source: Source) -> Corpus:
     )
 
 
-Texts = dict[str, list[str]]
-"""Documents by domain."""
-
-
 def _units(source: Source) -> dict[str, Unit]:
     if source.name == "builtin":
         return builtin.units()
@@ -68,25 +67,16 @@ def _by_unit(source: Source, units: dict[str, Unit]) -> tuple[Texts, Texts]:
 
 
 def _by_column(source: Source, units: dict[str, Unit]) -> tuple[Texts, Texts]:
-    if source.streaming and not source.domains:
-        raise ValueError(
-            f"data.domains=[]: state the values of data.domain_field={source.domain_field} to use; "
-            "a stream does not end so that they could be found"
-        )
-    everything = units.values()
-    train = _collect(
-        source,
-        _with_domain(source, chain.from_iterable(unit.train() for unit in everything)),
-        source.domains,
-    )
-    heldout = _collect(
-        source,
-        _with_domain(
-            source, chain.from_iterable(unit.heldout() for unit in everything if unit.heldout)
-        ),
-        source.domains,
-    )
+    train = _regrouped(source, [unit.train for unit in units.values()])
+    heldout = _regrouped(source, [unit.heldout for unit in units.values() if unit.heldout])
     return {name: train[name] for name in _chosen(source, sorted(train))}, heldout
+
+
+def _regrouped(source: Source, parts: Iterable[Callable[[], Iterable[Row]]]) -> Texts:
+    rows = chain.from_iterable(part() for part in parts)
+    column = source.domain_field
+    named = ((str(_cell(source, row, "domain_field", column)), row) for row in rows)
+    return _collect(source, named, source.domains)
 
 
 def _chosen(source: Source, known: Collection[str]) -> Collection[str]:
@@ -99,42 +89,42 @@ def _chosen(source: Source, known: Collection[str]) -> Collection[str]:
     return source.domains or known
 
 
-def _with_domain(source: Source, rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
-    for row in rows:
-        yield str(_cell(source, row, "domain_field", source.domain_field)), row
-
-
-def _collect(
-    source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection[str]
-) -> dict[str, list[str]]:
+def _collect(source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection[str]) -> Texts:
     """Return the documents by domain, ``max_bytes`` of each.
 
     Stops reading when all of ``wanted`` have theirs; nothing wanted is everything wanted.
     """
     texts: Texts = {}
-    room: dict[str, float] = {}
-    limit = source.max_bytes or math.inf
+    limit = source.max_bytes or sys.maxsize
+    room: dict[str, int] = {}
     for domain, row in rows:
+        encoded = _text(source, row).encode()
         left = room.get(domain, limit)
-        text = _cell(source, row, "text_field", source.text_field)
-        if not left or not text or not text.strip():
-            continue
-        if (size := len(encoded := text.encode())) >= left:
-            text = encoded[: int(left)].decode(errors="ignore")
-        room[domain] = max(0, left - size)
-        texts.setdefault(domain, []).append(text)
+        if text := encoded[:left].decode(errors="ignore"):
+            texts.setdefault(domain, []).append(text)
+        room[domain] = max(0, left - len(encoded))
         if wanted and not any(room.get(name, limit) for name in wanted):
             break
     return texts
 
 
-def _cell(source: Source, row: Row, setting: str, column: str) -> str | None:
+def _text(source: Source, row: Row) -> str:
+    """Return the row's document; empty if there are only blanks."""
+    text = _cell(source, row, "text_field", source.text_field)
+    if not isinstance(text, str | None):
+        raise ValueError(
+            f"data.text_field={source.text_field}: this column of {source} holds "
+            f"{type(text).__name__}, not text"
+        )
+    return text if text and text.strip() else ""
+
+
+def _cell(source: Source, row: Row, setting: str, column: str) -> object:
     if column not in row:
         raise ValueError(
             f"data.{setting}={column}: {source} has no such column; it has {', '.join(row)}"
         )
-    value: str | None = row[column]
-    return value
+    return row[column]
 
 
 def _split(source: Source, domain: str, train: Texts, heldout: Texts) -> tuple[list[str], ...]:

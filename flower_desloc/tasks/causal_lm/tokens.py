@@ -1,0 +1,170 @@
+"""Text to tokens, and how many bytes of text each token stands for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from flower_desloc.tasks.causal_lm.quiet import quiet
+
+BYTES = "bytes"
+_SEPARATOR = "\n\n"
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+_CHUNK = 256
+"""Documents tokenised at a time: their offsets take far more memory than their tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Documents as one array of tokens."""
+
+    ids: NDArray[Any]
+    num_bytes: NDArray[Any]
+    """UTF-8 bytes each token stands for; they add up to the text's, whatever the tokenizer."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Tokenizer(Protocol):
+    """What the model reads instead of text."""
+
+    vocab_size: int
+    eos_id: int | None
+    """The token between documents, if there is one."""
+
+    def encode(self, documents: Sequence[str]) -> Tokens:
+        """Return the documents, joined."""
+
+    def save(self, folder: Path) -> None:
+        """Write what ``transformers.AutoTokenizer`` needs into ``folder``."""
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of ``data.tokenizer``, loaded once a process.
+
+    Raises ``ValueError`` when there is none of that name, or it cannot say where tokens lie in
+    the text.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if name.endswith(".json") and not path.is_file():
+        raise ValueError(f"data.tokenizer={name}: there is no such file")
+    try:
+        with quiet():
+            if path.is_file():
+                return Subwords(_from_file(path))
+            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except Exception as error:
+        raise ValueError(
+            f"data.tokenizer={name}: neither `bytes`, nor a tokenizer.json, nor a tokenizer that "
+            f"transformers could load ({' '.join(str(error).split())})"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"data.tokenizer={name}: transformers has no fast tokenizer of that name, and without "
+            "one the bytes a token stands for are unknown"
+        )
+    return Subwords(tokenizer)
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8; a blank line between documents."""
+
+    vocab_size = 256
+    eos_id: int | None = None
+
+    def encode(self, documents: Sequence[str]) -> Tokens:
+        """Return the bytes of the documents."""
+        ids = np.frombuffer(_SEPARATOR.join(documents).encode(), dtype=np.uint8)
+        return Tokens(ids, np.broadcast_to(np.uint8(1), ids.shape))
+
+    def save(self, folder: Path) -> None:
+        """Write an equal tokenizer that ``transformers`` can load."""
+        # No piece is in the vocabulary, so that every character falls back to its bytes.
+        model = models.BPE({f"<0x{b:02X}>": b for b in range(256)}, [], byte_fallback=True)
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.decoder = decoders.ByteFallback()
+        _wrapped(tokenizer, None).save_pretrained(folder)
+
+
+class Subwords:
+    """A tokenizer of the ``tokenizers`` library; its end-of-text token ends every document.
+
+    One without such a token gets a blank line between documents instead.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size: int = 1 + max(self._backend.get_vocab().values())
+        self.eos_id: int | None = tokenizer.eos_token_id
+
+    def encode(self, documents: Sequence[str]) -> Tokens:
+        """Return the tokens of the documents."""
+        if self.eos_id is None:
+            documents = [text + _SEPARATOR for text in documents[:-1]] + [*documents[-1:]]
+        ids: list[NDArray[Any]] = [np.empty(0, self._dtype)]
+        num_bytes: list[NDArray[Any]] = [np.empty(0, np.uint32)]
+        for text, encoding in self._encodings(documents):
+            ids.append(np.asarray(encoding.ids, self._dtype))
+            num_bytes.append(_bytes_per_token(text, encoding.offsets))
+            if self.eos_id is not None:
+                ids.append(np.asarray([self.eos_id], self._dtype))
+                num_bytes.append(np.zeros(1, np.uint32))
+        return Tokens(np.concatenate(ids), np.concatenate(num_bytes))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer itself."""
+        self._tokenizer.save_pretrained(folder)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.min_scalar_type(self.vocab_size - 1)
+
+    def _encodings(self, documents: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        for start in range(0, len(documents), _CHUNK):
+            chunk = [*documents[start : start + _CHUNK]]
+            yield from zip(
+                chunk, self._backend.encode_batch(chunk, add_special_tokens=False), strict=True
+            )
+
+
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    # The file does not say which token ends a text.
+    end = next((token for token in _END_OF_TEXT if tokenizer.token_to_id(token) is not None), None)
+    return _wrapped(tokenizer, end)
+
+
+def _wrapped(tokenizer: tokenizers.Tokenizer, end: str | None) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end
+    )
+
+
+def _bytes_per_token(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
+    """Return the bytes from the end of the token before to the end of each token.
+
+    What no token covers (blanks, in some tokenizers) goes to the next one, or at the end of the
+    text to the last; of several tokens that share a character the first has its bytes.
+    """
+    if not offsets:
+        return np.empty(0, np.uint32)
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.uint32) + (points >= 0x800) + (points >= 0x10000)
+    before = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate([end for _, end in offsets])
+    ends[-1] = len(text)
+    return np.diff(before[ends], prepend=0).astype(np.uint32)

@@ -1,0 +1,533 @@
+"""Laws of the task: batches, tokens, the model, its measures and its files."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flower_desloc.config import Config
+from flower_desloc.tasks import Site, build_task
+from flower_desloc.tasks.causal_lm import CausalLM, TextBatch
+from flower_desloc.tasks.causal_lm.batches import heldout_batches, random_batch
+from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer, Tokens, load_tokenizer
+
+LETTERS = st.text(max_size=40) | st.text("ab é€😀\n\t ", max_size=40)
+
+
+def prose(seed: str, count: int = 60) -> list[str]:
+    rng = random.Random(seed)
+    words = [f"{seed}{'xyz'[i % 3] * (i % 5 + 1)}é" for i in range(50)]
+    return [" ".join(rng.choices(words, k=40)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three domains of unlike text."""
+    path = tmp_path_factory.mktemp("text")
+    for name in "abc":
+        (path / f"{name}.jsonl").write_text(
+            "\n".join(json.dumps({"text": text}) for text in prose(name))
+        )
+    return path
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    """Return a small model on the three domains."""
+    config = Config()
+    config.data = replace(config.data, source=str(folder), seq_len=32, batch_size=4)
+    config.model = replace(config.model, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.evaluation.sequences = 10
+    return config
+
+
+@pytest.fixture
+def task(config: Config) -> CausalLM:
+    return CausalLM(config)
+
+
+def numbered(count: int) -> Tokens:
+    return Tokens(np.arange(count), np.arange(count) % 3)
+
+
+# ----------------------------------------------------------------------------------------- batches
+
+
+def test_a_training_batch_is_a_pure_function_of_seed_client_and_step(config, task):
+    def batch(seed, client, step):
+        config.run.seed = seed
+        return CausalLM(config).client_data(Site(client, 4)).train_batch(step).tokens
+
+    first = batch(0, 1, 5)
+    np.random.default_rng().random(7)
+    torch.rand(7)
+    assert torch.equal(batch(0, 1, 5), first)
+    assert first.shape == (4, 33)
+    assert first.dtype == torch.int64
+    for key in ((1, 1, 5), (0, 2, 5), (0, 1, 6)):
+        assert not torch.equal(batch(*key), first)
+
+
+def test_clients_that_hold_the_same_text_draw_other_windows():
+    draws = {
+        tuple(random_batch(numbered(10_000), seq_len=4, batch_size=2, key=[0, c, t]).tokens[:, 0])
+        for c in range(5)
+        for t in range(5)
+    }
+    assert len(draws) == 25
+
+
+@given(st.integers(5, 40), st.integers(0, 50))
+def test_every_window_is_consecutive_tokens(count, step):
+    batch = random_batch(numbered(count), seq_len=4, batch_size=8, key=[0, 0, step])
+    assert (batch.tokens.diff(dim=1) == 1).all()
+    assert batch.tokens.max() < count
+    assert batch.num_bytes == (batch.tokens[:, 1:] % 3).sum()
+
+
+def test_every_window_is_drawn():
+    keys = ([0, 0, step] for step in range(100))
+    starts = {
+        int(start)
+        for key in keys
+        for start in random_batch(numbered(9), seq_len=4, batch_size=8, key=key).tokens[:, 0]
+    }
+    assert starts == set(range(5))
+
+
+@given(st.integers(2, 200), st.integers(2, 9), st.integers(1, 5), st.integers(1, 12))
+def test_held_out_windows_do_not_overlap_and_are_spread_evenly(
+    count, seq_len, batch_size, sequences
+):
+    batches = heldout_batches(
+        numbered(count), seq_len=seq_len, batch_size=batch_size, sequences=sequences
+    )
+    windows = torch.cat([batch.tokens for batch in batches])
+    length = min(count, seq_len + 1)
+    assert windows.shape == (min(sequences, count // length), length)
+    gaps = windows[:, 0].diff()
+    assert (gaps >= length).all()
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= length
+    assert all(len(batch.tokens) <= batch_size for batch in batches)
+    assert sum(batch.num_bytes for batch in batches) == (windows[:, 1:] % 3).sum()
+
+
+def test_the_held_out_part_is_always_the_same(task):
+    data = task.client_data(Site(1, 4))
+    for first, second in zip(data.heldout(), data.heldout(), strict=True):
+        assert torch.equal(first.tokens, second.tokens)
+
+
+def test_central_evaluation_has_every_domain(config, task):
+    heldout = task.heldout()
+    assert list(heldout) == ["a", "b", "c"]
+    for name, batches in heldout.items():
+        tokens = torch.cat([batch.tokens for batch in batches])
+        assert len(tokens) <= config.evaluation.sequences
+        assert name in bytes(tokens[0].tolist()).decode(errors="ignore")
+
+
+# ------------------------------------------------------------------------------------------ shards
+
+
+def test_a_shard_says_what_it_holds(task):
+    data = task.client_data(Site(1, 4))
+    assert data.description.keys() == {"b"}
+    assert data.num_examples == pytest.approx(data.description["b"] / 33, rel=0.05)
+    assert task.client_data(Site(0, 4)).description.keys() == {"a", "b", "c"}
+
+
+def test_a_site_with_data_of_its_own_has_all_of_it_and_nothing_else(config, task, tmp_path):
+    (tmp_path / "own.txt").write_text("\n\n".join(prose("own")))
+    config.data.domains = ["a"]  # Of the common source.
+    data = task.client_data(Site(3, 4, data_path=tmp_path / "own.txt"))
+    assert data.description.keys() == {"own"}
+    for batch in (data.train_batch(0), *data.heldout()):
+        assert set(bytes(batch.tokens.flatten().tolist()).decode(errors="ignore")) <= set(
+            "ownxyzé \n"
+        )
+
+
+def test_a_shard_shorter_than_a_sequence(config, folder, tmp_path):
+    config.data.seq_len = 10**6
+    with pytest.raises(
+        ValueError,
+        match=r"^partition 2 of 4 \(data.partition=by_domain, .* holds \d+ tokens .* data.seq_len",
+    ):
+        CausalLM(config).client_data(Site(2, 4))
+    with pytest.raises(ValueError, match=rf"^data-path={folder} holds \d+ tokens to train on"):
+        CausalLM(config).client_data(Site(0, 1, data_path=folder))
+
+
+def test_a_partition_without_a_document(config, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "word " * 40}))
+    config.data.source = str(tmp_path)
+    task = CausalLM(config)
+    assert task.client_data(Site(1, 2)).description.keys() == {"b"}
+    with pytest.raises(ValueError, match=r"federation.num_clients=4: .* only 2 documents"):
+        task.client_data(Site(3, 4))
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in prose("c")))
+    task = CausalLM(replace(config, data=replace(config.data, domains=["a", "b", "c"])))
+    with pytest.raises(ValueError, match=r"^partition 4 of 6 .* holds 0 tokens to train on"):
+        task.client_data(Site(4, 6))
+
+
+def test_a_partition_that_does_not_exist(task):
+    with pytest.raises(ValueError, match=r"partition-id=4: .* below num-partitions=4"):
+        task.client_data(Site(4, 4))
+
+
+@pytest.mark.parametrize("partition", ["iid", "by_domain", "dirichlet"])
+def test_a_hundred_clients_share_the_builtin_text(config, partition):
+    config.data = replace(
+        config.data, source="builtin", max_bytes=400_000, partition=partition, seq_len=128
+    )
+    task = CausalLM(config)
+    for client in (0, 1, 50, 99):
+        data = task.client_data(Site(client, 100))
+        assert data.num_examples > 0
+        assert list(data.heldout())
+
+
+# ------------------------------------------------------------------------------------------ tokens
+
+
+def byte_level(eos: bool = True) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"] if eos else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(prose("a"), trainer)
+    return tokenizer
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """Return one that drops blanks and accents."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=200, special_tokens=["[UNK]"], show_progress=False
+    )
+    tokenizer.train_from_iterator(prose("a"), trainer)
+    return tokenizer
+
+
+def unigram() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(prose("a"), trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the names of three tokenizers in files."""
+    path = tmp_path_factory.mktemp("tokenizers")
+    trained = {
+        "byte_level": byte_level(),
+        "no_end": byte_level(eos=False),
+        "word_piece": word_piece(),
+        "unigram": unigram(),
+    }
+    names = {name: str(path / f"{name}.json") for name in trained}
+    for name, tokenizer in trained.items():
+        tokenizer.save(names[name])
+    return names
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte_level", "no_end", "word_piece", "unigram"])
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(files, name):
+    tokenizer = load_tokenizer(files.get(name, name))
+    joined = "" if tokenizer.eos_id is not None else "\n\n"
+
+    @given(st.lists(LETTERS.map("é{}.".format), min_size=1, max_size=5))
+    def law(documents):
+        tokens = tokenizer.encode(documents)
+        assert tokens.ids.shape == tokens.num_bytes.shape
+        assert tokens.num_bytes.sum() == len(joined.join(documents).encode())
+        assert len(tokens) == 0 or tokens.ids.max() < tokenizer.vocab_size
+
+    law()
+
+
+def test_bytes_are_one_token_each():
+    tokens = ByteTokenizer().encode(["aé", "b"])
+    assert bytes(tokens.ids) == "aé\n\nb".encode()
+    assert ByteTokenizer().vocab_size == 256
+
+
+def test_the_end_of_text_token_ends_every_document(files):
+    tokenizer = load_tokenizer(files["byte_level"])
+    tokens = tokenizer.encode(["one", "two", "three"])
+    ends = tokens.ids == tokenizer.eos_id
+    assert ends.sum() == 3
+    assert ends[-1]
+    assert (tokens.num_bytes[ends] == 0).all()
+
+
+def test_a_tokenizer_gives_the_tokens_of_its_library(files):
+    for name in ("byte_level", "word_piece", "unigram"):
+        ours = load_tokenizer(files[name])
+        theirs = tokenizers.Tokenizer.from_file(files[name]).encode("axx ayé  bz").ids
+        assert [i for i in ours.encode(["axx ayé  bz"]).ids if i != ours.eos_id] == theirs[:]
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte_level", "word_piece"])
+def test_a_saved_tokenizer_is_loaded_by_name_of_its_folder(files, name, tmp_path):
+    ours = load_tokenizer(files.get(name, name))
+    ours.save(tmp_path)
+    text = "axx ayé, b\nz"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
+    again = load_tokenizer(str(tmp_path))
+    assert [i for i in ours.encode([text]).ids if i != ours.eos_id] == theirs
+    assert again.encode([text]).ids.tolist() == ours.encode([text]).ids.tolist()
+    assert (again.eos_id, again.vocab_size) == (ours.eos_id, ours.vocab_size)
+
+
+def test_a_tokenizer_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"^data.tokenizer=no/such.json: there is no such file$"):
+        load_tokenizer("no/such.json")
+    with pytest.raises(ValueError, match=r"^data.tokenizer=.*: neither `bytes`, nor a tokenizer.j"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^data.tokenizer=.*broken.json: neither `bytes`, nor"):
+        load_tokenizer(str(tmp_path / "broken.json"))
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+def test_the_weights_are_a_function_of_the_seed(config):
+    def weights(seed):
+        config.run.seed = seed
+        return nn.utils.parameters_to_vector(CausalLM(config).build_model().parameters())
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_building_a_model_leaves_the_global_generator_alone(task):
+    before = torch.get_rng_state()
+    task.build_model()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_weights_start_with_the_papers_deviation(config):
+    config.model = replace(config.model, hidden_size=64)
+    matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
+    assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
+    config.model.initializer_range = 0.02
+    matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_random_model_predicts_nothing(config, task):
+    config.model.initializer_range = 0.02
+    config.model.tie_word_embeddings = False  # A tied one predicts what it just read.
+    sums = task.evaluate(task.build_model(), task.heldout()["a"])
+    assert task.metrics(sums)["loss"] == pytest.approx(math.log(256), abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt"])
+def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
+    config.model.type = name
+    model = CausalLM(config).build_model().train()
+    tokens = torch.arange(32)[None]
+    changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
+    logits, others = (model(input_ids=t, use_cache=False).logits for t in (tokens, changed))
+    assert logits.shape == (1, 32, 256)
+    torch.testing.assert_close(logits[:, :-1], others[:, :-1])
+    assert not torch.equal(logits[:, -1], others[:, -1])
+
+
+def test_the_model_has_the_shape_the_configuration_states(config):
+    config.model.rope_theta = 500.0
+    built = CausalLM(config).build_model().config
+    assert (built.hidden_size, built.intermediate_size, built.num_hidden_layers) == (32, 64, 2)
+    assert built.rope_parameters["rope_theta"] == 500.0
+    assert built.max_position_embeddings >= config.data.seq_len
+    assert built._attn_implementation == "sdpa"
+
+
+def test_a_model_type_that_does_not_exist(config):
+    config.model.type = "lama"
+    with pytest.raises(ValueError, match=r"^model.type=lama: must be a causal .* such as llama"):
+        CausalLM(config).build_model()
+    config.model.type = "t5"
+    with pytest.raises(ValueError, match=r"^model.type=t5: must be a causal language model"):
+        CausalLM(config).build_model()
+    config.model.type = "gpt_neo"
+    with pytest.raises(ValueError, match=r"^model.type=gpt_neo: transformers cannot build it"):
+        CausalLM(config).build_model()
+
+
+# ---------------------------------------------------------------------------------------- measures
+
+
+class Fixed(nn.Module):
+    """Predicts the same logits everywhere."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> "Fixed.Output":
+        return self.Output(self.logits.expand(*input_ids.shape, -1))
+
+    class Output:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+
+def test_the_measures_are_those_worked_out_by_hand(task):
+    # p = (1/2, 1/4, 1/4); predicted are 0, 0 and 1, 2, which stand for 5 + 3 bytes of text.
+    model = Fixed(torch.tensor([0.5, 0.25, 0.25]).log())
+    batches = [TextBatch(torch.tensor([[2, 0, 0]]), 5), TextBatch(torch.tensor([[0, 1, 2]]), 3)]
+    sums = task.evaluate(model, batches)
+    nats = 2 * math.log(2) + 2 * math.log(4)
+    assert sums == {"nats": pytest.approx(nats), "tokens": 4, "bytes": 8}
+    metrics = task.metrics(sums)
+    assert metrics["loss"] == pytest.approx(nats / 4)
+    assert metrics["perplexity"] == pytest.approx(math.exp(nats / 4))
+    assert metrics["nats_per_byte"] == pytest.approx(nats / 8)
+    assert metrics["bits_per_byte"] == pytest.approx(6 / 8)
+
+
+def test_bits_per_byte_are_those_of_the_logits(task):
+    model = task.build_model()
+    (batch, *_) = task.heldout()["b"]
+    log_p = model(input_ids=batch.tokens[:, :-1]).logits.double().log_softmax(-1)
+    nats = -log_p.gather(-1, batch.tokens[:, 1:, None]).sum().item()
+    metrics = task.metrics(task.evaluate(model, [batch]))
+    num_bytes = batch.tokens[:, 1:].numel()  # One token a byte.
+    assert metrics["bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(metrics["nats_per_byte"])
+
+
+def test_totals_add(task):
+    model = task.build_model()
+    batches = [batch for each in task.heldout().values() for batch in each]
+    whole = task.evaluate(model, batches)
+    parts = [task.evaluate(model, [batch]) for batch in batches]
+    assert whole == {key: pytest.approx(sum(part[key] for part in parts)) for key in whole}
+
+
+def test_the_loss_is_the_metric_of_its_batch(task):
+    model = task.build_model()
+    batch = task.client_data(Site(0, 1)).train_batch(0)
+    loss = task.metrics(task.evaluate(model, [batch]))["loss"]
+    assert task.loss(model, batch).item() == pytest.approx(loss)
+
+
+def test_evaluating_changes_nothing(task):
+    model = task.build_model().train()
+    before = nn.utils.parameters_to_vector(model.parameters()).clone()
+    task.evaluate(model, task.heldout()["a"])
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+    task.evaluate(model.eval(), task.heldout()["a"])
+    assert not model.training
+
+
+def test_a_diverged_model_has_an_infinite_perplexity(task):
+    assert task.metrics({"nats": 1e6, "tokens": 1.0, "bytes": 1.0})["perplexity"] == math.inf
+    assert math.isnan(task.metrics({"nats": math.nan, "tokens": 1.0, "bytes": 1.0})["perplexity"])
+
+
+def test_half_precision_is_measured_in_single(task):
+    logits = torch.randn(256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    batch = TextBatch(torch.arange(200)[None], 199)
+    loss = task.loss(Fixed(logits), batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(task.loss(Fixed(logits.double()), batch).item())
+
+
+def test_a_batch_goes_to_where_the_model_is(task):
+    model = Fixed(torch.zeros(256, device="meta"))
+    assert task.loss(model, task.client_data(Site(0, 1)).train_batch(0)).device.type == "meta"
+
+
+def test_a_few_steps_lower_the_loss(task):
+    model, data = task.build_model(), task.client_data(Site(0, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    before = task.metrics(task.evaluate(model, data.heldout()))["loss"]
+    for step in range(20):
+        optimizer.zero_grad()
+        task.loss(model, data.train_batch(step)).backward()
+        optimizer.step()
+    assert task.metrics(task.evaluate(model, data.heldout()))["loss"] < before - 1
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_saved_model_is_loaded_by_transformers_with_equal_weights(config, tmp_path, tied, dtype):
+    config.model = replace(config.model, tie_word_embeddings=tied, dtype=dtype)
+    task = CausalLM(config)
+    model = task.build_model()
+    task.save(model, tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    with safe_open(tmp_path / "final" / "model.safetensors", framework="pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_a_model_is_saved_without_a_word(task, tmp_path, capfd):
+    task.save(task.build_model(), tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_saved_model_with_subwords_brings_its_tokenizer(config, files, tmp_path):
+    config.data.tokenizer = files["byte_level"]
+    task = CausalLM(config)
+    model = task.build_model()
+    assert (
+        model.get_input_embeddings().num_embeddings
+        == load_tokenizer(files["byte_level"]).vocab_size
+    )
+    sums = task.evaluate(model, task.heldout()["a"])
+    assert sums["bytes"] > sums["tokens"]
+    task.save(model, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "</s>"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.eos_token_id == 0
+
+
+def test_the_task_goes_by_the_name_causal_lm(config):
+    assert isinstance(build_task(config), CausalLM)
+
+
+def test_the_text_is_read_once_a_process(task):
+    task.client_data(Site(0, 4))
+    misses = read.cache_info().misses
+    task.client_data(Site(3, 4))
+    task.heldout()
+    assert read.cache_info().misses == misses

@@ -1,0 +1,436 @@
+"""Laws of the text: what is read, what is held out, and who gets which documents."""
+
+import ast
+import gzip
+import hashlib
+import inspect
+import io
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import huggingface_hub.constants
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_desloc.tasks.causal_lm import builtin, named, text
+from flower_desloc.tasks.causal_lm.documents import cut, split
+from flower_desloc.tasks.causal_lm.partition import Rule, deal, shares
+from flower_desloc.tasks.causal_lm.source import Source
+from flower_desloc.tasks.causal_lm.text import read
+
+WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
+RULES = ("iid", "by_domain", "dirichlet")
+
+
+def prose(seed: str, count: int = 40) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{seed} {i} " + " ".join(rng.choices(WORDS, k=30)) for i in range(count)]
+
+
+def write(path: Path, documents: list[str], **columns: list[str]) -> Path:
+    """Write documents in the format that the path's suffix names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"text": document} | {name: column[i] for name, column in columns.items()}
+        for i, document in enumerate(documents)
+    ]
+    match path.name.removesuffix(".gz").rsplit(".")[-1]:
+        case "jsonl":
+            content = "\n".join(map(json.dumps, rows)).encode()
+        case "json":
+            content = json.dumps(rows).encode()
+        case "txt":
+            content = "\n\n".join(documents).encode()
+        case "parquet":
+            buffer = io.BytesIO()
+            Dataset.from_list(rows).to_parquet(buffer)
+            content = buffer.getvalue()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
+
+
+def texts(documents: Dataset, domain: str | None = None) -> list[str]:
+    pairs = zip(documents["text"][:], documents["domain"][:], strict=True)
+    return [document for document, name in pairs if domain in (None, name)]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Three domains of unlike size, a to c."""
+    folder = tmp_path_factory.mktemp("three")
+    for name, count in {"a": 300, "b": 200, "c": 100}.items():
+        write(folder / f"{name}.jsonl.gz", prose(name, count))
+    return Source(str(folder))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a data set with two configs, as the library knows them."""
+    folder = tmp_path / "repository"
+    for name in ("en", "fr"):
+        write(folder / name / "train.jsonl", prose(name))
+        write(folder / name / "validation.jsonl", [f"{name} held out"])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: en\n  data_dir: en\n- config_name: fr\n  data_dir: fr\n---\n"
+    )
+    return folder
+
+
+# --------------------------------------------------------------------------------------- documents
+
+
+@given(st.lists(st.text("ab \n", max_size=60), max_size=8), st.integers(1, 30))
+def test_cutting_keeps_every_letter_in_order_and_the_size(paragraphs, size):
+    documents = list(cut(paragraphs, size))
+    assert all(len(document) <= size for document in documents)
+    assert "".join("".join(documents).split()) == "".join("".join(paragraphs).split())
+
+
+@given(st.lists(st.text(min_size=2), min_size=1, max_size=30), st.floats(0.001, 0.5))
+def test_held_out_documents_are_never_trained_on(documents, fraction):
+    train, heldout = split(documents, fraction)
+    assert train
+    assert heldout
+    if len(set(documents)) > 1:
+        assert not set(train) & set(heldout)
+        assert Counter(train + heldout) == Counter(documents)
+    else:
+        assert "".join(train + heldout) == documents[0]
+
+
+@given(st.permutations(prose("a", 12)))
+def test_who_is_held_out_does_not_depend_on_the_order(documents):
+    assert set(split(documents, 0.25)[1]) == set(split(prose("a", 12), 0.25)[1])
+
+
+# ----------------------------------------------------------------------------------------- builtin
+
+
+def test_the_builtin_text_has_four_domains_in_a_fixed_order():
+    corpus = read(Source("builtin", max_bytes=300_000))
+    assert corpus.domains == ("docs", "code", "docstrings", "reference")
+    for domain in corpus.domains[1:]:  # `docs` is what happens to be installed.
+        size = sum(
+            len(t.encode()) for p in (corpus.train, corpus.heldout) for t in texts(p, domain)
+        )
+        assert 200_000 < size <= 300_000
+    assert texts(corpus.train, "docs")
+
+
+def test_the_builtin_code_is_code_alone(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""Module."""\nx = "# no comment"  # comment\n\n\ndef f():\n'
+        "    '''Function\n\n    of # two'''\n    # comment\n    return '''#'''\n"
+    )
+    code, docstrings = builtin._code_and_docstrings(module)
+    assert code == "x = \"# no comment\"\n\ndef f():\n\n    return '''#'''"
+    assert docstrings == "Module.\n\nFunction\n\nof # two"
+
+
+def test_the_builtin_code_of_real_modules_has_no_comments_or_docstrings():
+    for module in (ast, json, random, subprocess):
+        code, docstrings = builtin._code_and_docstrings(Path(module.__file__))
+        tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+        assert not any(token.type == tokenize.COMMENT for token in tokens)
+        assert inspect.cleandoc(module.__doc__) in docstrings
+        assert module.__doc__ not in code
+
+
+def test_no_more_of_the_library_is_parsed_than_is_needed():
+    builtin._code_and_docstrings.cache_clear()
+    text.read.__wrapped__(Source("builtin", ("code",), max_bytes=100_000))
+    assert 0 < builtin._code_and_docstrings.cache_info().misses < 40
+
+
+def test_an_installation_without_the_text_is_told_so(monkeypatch):
+    monkeypatch.setattr(builtin, "_library_files", list)
+    with pytest.raises(
+        ValueError, match=r"data.source=builtin: its domain 'code' holds too little"
+    ):
+        text.read.__wrapped__(Source("builtin", max_bytes=1000))
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json", "json.gz", "parquet"])
+def test_every_format_holds_the_same_documents(tmp_path, suffix):
+    corpus = read(Source(str(write(tmp_path / f"a.{suffix}", prose("a")))))
+    assert corpus.domains == ("a",)
+    assert sorted(texts(corpus.train) + texts(corpus.heldout)) == sorted(prose("a"))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
+def test_plain_text_is_cut_at_paragraph_ends(tmp_path, suffix):
+    corpus = read(Source(str(write(tmp_path / f"a.{suffix}", prose("a", 100)))))
+    documents = texts(corpus.train) + texts(corpus.heldout)
+    assert sorted("\n\n".join(documents).split("\n\n")) == sorted(prose("a", 100))
+    assert all(len(document) <= 4000 for document in documents)
+    assert len(documents) < 10
+
+
+def test_a_folder_has_a_domain_a_file_or_subfolder(tmp_path):
+    write(tmp_path / "b-1.5.jsonl.gz", prose("b"))
+    write(tmp_path / "a" / "train-0.jsonl", prose("a"))
+    write(tmp_path / "a" / "train-1.parquet", prose("more"))
+    write(tmp_path / "a" / "validation.jsonl", ["kept"])
+    write(tmp_path / ".hidden.jsonl", ["hidden"])
+    write(tmp_path / ".git" / "a.jsonl", ["hidden"])
+    (tmp_path / "README.md").write_text("passed over")
+    corpus = read(Source(str(tmp_path)))
+    assert corpus.domains == ("a", "b-1.5")
+    assert sorted(texts(corpus.train, "a")) == sorted(prose("a") + prose("more"))
+    assert texts(corpus.heldout, "a") == ["kept"]
+    assert len(texts(corpus.heldout, "b-1.5")) == 4
+
+
+def test_training_and_validation_files_side_by_side_are_one_domain(tmp_path):
+    write(tmp_path / "site" / "train.jsonl", prose("a"))
+    write(tmp_path / "site" / "validation.jsonl", ["kept"])
+    corpus = read(Source(str(tmp_path / "site")))
+    assert corpus.domains == ("site",)
+    assert texts(corpus.heldout) == ["kept"]
+
+
+def test_a_path_is_not_a_pattern(tmp_path):
+    path = write(tmp_path / "run [1]*" / "a.jsonl", prose("a"))
+    assert read(Source(str(path))).domains == ("a",)
+
+
+def test_a_column_makes_the_domains(tmp_path):
+    path = write(tmp_path / "all.jsonl", prose("u") + prose("v"), site=["u"] * 40 + ["v"] * 40)
+    corpus = read(Source(str(path), domain_field="site"))
+    assert corpus.domains == ("u", "v")
+    assert all(document.startswith("v ") for document in texts(corpus.heldout, "v"))
+    only = read(Source(str(path), ("v",), domain_field="site"))
+    assert only.domains == ("v",)
+    assert len(only.train) + len(only.heldout) == 40
+
+
+@pytest.mark.parametrize("max_bytes", [2, 101, 1000, 1800, 5000])
+def test_max_bytes_is_the_most_read_of_a_domain(max_bytes):
+    rows = (("a", {"text": "é" * 100}) for _ in range(9))
+    found = text._collect(Source("x", max_bytes=max_bytes), rows, {"a"})
+    size = sum(len(document.encode()) for document in found["a"])
+    assert min(max_bytes, 1800) - 1 <= size <= max_bytes
+    assert sum(1 for _ in rows) == max(0, 9 - math.ceil(max_bytes / 200))  # What was not read.
+
+
+def test_requested_domains_come_in_their_order(three):
+    assert read(replace(three, domains=("c", "a"))).domains == ("c", "a")
+
+
+def test_a_domain_of_one_document_is_split_by_its_text(tmp_path):
+    corpus = read(Source(str(write(tmp_path / "a.jsonl", ["word " * 100]))))
+    assert texts(corpus.train)[0] + texts(corpus.heldout)[0] == "word " * 100
+
+
+# ------------------------------------------------------------------------------------------- named
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_config_of_a_named_data_set_is_a_domain(repository, tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    corpus = read(Source(f"{repository}:fr", streaming=streaming, max_bytes=2000))
+    assert corpus.domains == ("fr",)
+    assert texts(corpus.heldout) == ["fr held out"]
+    assert texts(corpus.train)[:5] == prose("fr")[:5]
+    assert sum(map(len, texts(corpus.train))) == 2000
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_loading_a_named_data_set_shows_no_progress(repository, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    text.read.__wrapped__(Source(f"{repository}:en"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_configs_are_known_without_reading_them(repository):
+    assert list(named.units(Source(str(repository)))) == ["en", "fr"]
+
+
+# ---------------------------------------------------------------------------------------- messages
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", ["no-such-set", "../no/such/path", "no/such.jsonl"])
+def test_a_source_that_does_not_exist(name):
+    with pytest.raises(
+        ValueError, match=rf"^data.source={name}: neither `builtin`, nor a file or folder here, nor"
+    ):
+        read(Source(name))
+
+
+def test_a_config_that_does_not_exist(repository):
+    with pytest.raises(ValueError, match=r"data.source=.*:de: .* no such config, only en, fr"):
+        read(Source(f"{repository}:de"))
+
+
+def test_a_domain_that_does_not_exist(three):
+    with pytest.raises(ValueError, match=r"data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"):
+        read(replace(three, domains=("a", "x")))
+    with pytest.raises(ValueError, match=r"data.domains=.* it has docs, code, docstrings, ref"):
+        read(Source("builtin", ("x",)))
+
+
+def test_a_column_that_does_not_exist(three):
+    with pytest.raises(ValueError, match=r"data.text_field=body: .* it has text$"):
+        read(replace(three, text_field="body"))
+    with pytest.raises(ValueError, match=r"data.domain_field=site: .* it has text$"):
+        read(replace(three, domain_field="site"))
+
+
+def test_a_column_that_is_not_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": 1}')
+    with pytest.raises(ValueError, match=r"data.text_field=text: .* holds int, not text$"):
+        read(Source(str(path)))
+
+
+def test_domains_of_a_stream_are_to_be_stated(repository):
+    with pytest.raises(ValueError, match=r"data.domains=\[\]: state the values of data.domain_fi"):
+        read(Source(f"{repository}:en", domain_field="text", streaming=True))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data.source=.*: there is no file here of the kinds read"
+    ):
+        read(Source(str(tmp_path)))
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nbroken')
+    with pytest.raises(ValueError, match=r"data.source=.*cannot read .*a.jsonl as json \("):
+        read(Source(str(tmp_path)))
+
+
+def test_a_domain_without_text(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["  ", "\n"])
+    with pytest.raises(ValueError, match=r"data.source=.*: its domain 'a' holds too little text"):
+        read(Source(str(path)))
+
+
+def test_private_data_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"data-path=/no/such: there is no such file or folder"):
+        Source("builtin").at_site(Path("/no/such"))
+
+
+# --------------------------------------------------------------------------------------- partition
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 5, 9, 100])
+def test_every_training_document_goes_to_one_client(three, name, num_clients):
+    dealt = shares(three, Rule(name, 0.5, seed=0), num_clients)
+    rows = [row for share in dealt for row in share.train]
+    assert sorted(rows) == list(range(len(read(three).train)))
+    assert all(share.train and share.heldout for share in dealt)
+    assert all(share.train == sorted(share.train) for share in dealt)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("num_clients", [2, 9, 100])
+def test_held_out_text_is_of_a_domain_the_client_trains_on(three, name, num_clients):
+    corpus = read(three)
+    for share in shares(three, Rule(name, 0.5, seed=0), num_clients):
+        trained = {corpus.train["domain"][row] for row in share.train}
+        kept = {corpus.heldout["domain"][row] for row in share.heldout}
+        assert kept & trained
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_seed_makes_the_partition(three, name):
+    documents = read(three).train
+    one, same, other = (deal(documents, Rule(name, 0.5, seed), 4) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def digest(source: Source) -> str:
+    dealt = [shares(source, Rule(name, 0.5, seed=7), 9) for name in RULES]
+    corpus = read(source)
+    content = repr((dealt, texts(corpus.train), texts(corpus.heldout)))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def test_another_process_deals_the_same_documents(three):
+    code = f"import test_text; print(test_text.digest(test_text.Source({three.name!r})))"
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = os.environ | {"PYTHONHASHSEED": "3", "PYTHONPATH": os.pathsep.join(path)}
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert output.strip() == digest(three)
+
+
+def mixture(source: Source, name: str, num_clients: int, alpha: float = 0.5) -> list[Counter]:
+    domains = read(source).train["domain"][:]
+    rule = Rule(name, alpha, seed=0)
+    return [Counter(domains[row] for row in s.train) for s in shares(source, rule, num_clients)]
+
+
+def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(three):
+    clients = mixture(three, "by_domain", 6)
+    assert [set(client) for client in clients] == [
+        {"a", "b", "c"}, {"b"}, {"c"},
+        {"a", "b", "c"}, {"b"}, {"c"},
+    ]  # fmt: skip
+    for domain in ("b", "c"):  # Those who hold a domain hold equal parts of it.
+        held = [client[domain] for client in clients if client[domain]]
+        assert max(held) - min(held) <= 1
+
+
+def test_a_client_alone_has_everything(three):
+    total = Counter(read(three).train["domain"][:])
+    assert all(mixture(three, name, 1) == [total] for name in RULES)
+
+
+def test_iid_every_client_has_as_many_documents(three):
+    sizes = [client.total() for client in mixture(three, "iid", 7)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def skew(clients: list[Counter]) -> float:
+    """Mean share of a client's largest domain."""
+    return sum(max(client.values()) / client.total() for client in clients) / len(clients)
+
+
+def test_a_smaller_alpha_is_more_unlike(three):
+    assert (
+        skew(mixture(three, "iid", 9))
+        < skew(mixture(three, "dirichlet", 9, alpha=1.0))
+        < skew(mixture(three, "dirichlet", 9, alpha=0.01))
+    )
+
+
+@pytest.mark.parametrize("name", ["by_domain", "dirichlet"])
+def test_a_client_is_dealt_its_share_of_the_held_out_text_too(three, name):
+    corpus = read(three)
+    trained, kept = corpus.train["domain"][:], corpus.heldout["domain"][:]
+    for share in shares(three, Rule(name, 0.5, seed=1), 4):
+        train = Counter(trained[row] for row in share.train)
+        heldout = Counter(kept[row] for row in share.heldout)
+        for domain in corpus.domains:  # But for rounding, twice.
+            expected = train[domain] * kept.count(domain) / trained.count(domain)
+            assert heldout[domain] == pytest.approx(expected, abs=1.2)
+
+
+def test_more_clients_than_documents(three):
+    with pytest.raises(ValueError, match=r"federation.num_clients=1000: .* only 540 documents"):
+        shares(three, Rule("iid", 0.5, seed=0), 1000)
