@@ -85,15 +85,15 @@ class WindowRecord:
     train_loss: float | None
     """Mean over clients; None in round 0."""
     clients: Mapping[str, ClientRecord]
-    """By client name, in the fixed order of summation."""
+    """Those whose contribution is in the averages, by name, in the order of summation."""
     left_out: Mapping[str, str]
     """Client name -> why its contribution is not in the averages."""
     traffic: Traffic
     drift: Mapping[str, Drift]
     """Of each averaged stream: spread between clients, distance moved, norm."""
     seconds: Mapping[str, float]
-    """Wall-clock: `total`, and of it `clients` (the slowest client's own time), `averaging`
-    and `evaluation`; the rest is exchange."""
+    """Wall-clock: `total`, and of it `clients` (the slowest client's own time), `averaging` and
+    `evaluation` (exchange included); the rest is exchange, and clients waiting for a core."""
     central: EvaluationRecord | None = None
     """Evaluated on the server, by domain."""
     federated: EvaluationRecord | None = None
@@ -107,7 +107,7 @@ class Plan:
     num_steps: int
     num_windows: int
     stream_bytes: Mapping[str, int]
-    """Size of each stream in bytes."""
+    """Size of each stream in bytes, as far as the strategy was told (``DesLoc(states=...)``)."""
     clients: Mapping[str, Mapping[str, str]]
     """Client name -> what it said of itself (device, data, ...)."""
 

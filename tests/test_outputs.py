@@ -6,14 +6,21 @@ import json
 import math
 import os
 import random
+import re
+import resource
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flower_desloc.averaging import Drift
 from flower_desloc.config import Config, ConfigError, parse
@@ -24,6 +31,7 @@ from flower_desloc.outputs.metrics import read_lines
 from flower_desloc.outputs.picture import draw
 from flower_desloc.outputs.progress import Progress
 from flower_desloc.outputs.summary import download_bytes
+from flower_desloc.outputs.tensorboard import TensorBoard
 from flower_desloc.outputs.units import bytes_text
 from flower_desloc.record import ClientRecord, EvaluationRecord, Plan, Traffic, WindowRecord
 from flower_desloc.schedule import PARAMS, SyncSchedule, Window
@@ -138,3 +146,504 @@ def windows_of(
 
 def order(schedule: SyncSchedule, window: Window) -> list[str]:
     return [stream for stream in schedule.periods if stream in window.due]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def record(
+    folder: Path,
+    periods: Mapping[str, Any] = PERIODS,
+    steps: int = 192,
+    *,
+    coin_seed: int | None = None,
+    change: Any = lambda window: window,
+    stream: io.StringIO | None = None,
+    clients: int = 4,
+    finish: bool = True,
+) -> tuple[RunRecorder, RunFolder]:
+    """Record the run of :func:`windows_of`."""
+    schedule = SyncSchedule(periods, coin_seed)
+    sizes = dict.fromkeys(periods, 275_200)
+    run = RunFolder.create(folder, "a-run")
+    recorder = RunRecorder(a_config(periods, steps), schedule, run, stream=stream or io.StringIO())
+    recorder.started(a_plan(schedule, steps, sizes, clients))
+    for window in windows_of(schedule, steps, sizes, clients):
+        recorder.window(change(window))
+    if finish:
+        recorder.finish("completed", "5ha256")
+    return recorder, run
+
+
+def summary_of(run: RunFolder) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    loaded = json.loads(run.summary.read_text(), parse_constant=refuse)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
+    """A finished run's folder, and what it printed."""
+    stream = io.StringIO()
+    _, run = record(tmp_path_factory.mktemp("runs"), stream=stream)
+    return run, stream.getvalue()
+
+
+# The folder
+
+
+def test_a_former_run_is_never_written_into(tmp_path: Path) -> None:
+    (tmp_path / "a-run-3").write_text("a file of that name is somebody's too")
+    made = [RunFolder.create(tmp_path, "a-run").path.name for _ in range(4)]
+    assert made == ["a-run", "a-run-2", "a-run-4", "a-run-5"]
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+    together, made = threading.Barrier(8), []
+
+    def start() -> None:
+        together.wait()
+        made.append(RunFolder.create(tmp_path / "new", "a-run").path)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 8
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_file_in_the_way_of_output_dir_is_one_clear_error(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^output-dir=.*file.*give a folder"):
+        RunFolder.create(tmp_path / "file" / below, "a-run")
+
+
+def test_an_output_dir_that_cannot_be_written_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"^output-dir=/proc/desloc: "):
+        RunFolder.create("/proc/desloc", "a-run")
+
+
+def test_the_configuration_is_read_back_as_it_was(finished: tuple[RunFolder, str]) -> None:
+    assert parse(finished[0].config.read_text()) == a_config()
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(tmp_path, "a-run")
+    run.write_summary({"status": "former"})
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        run.write_summary({"status": "newer"})
+    assert summary_of(run) == {"status": "former"}
+    assert [path.name for path in run.path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("end", [OSError("disk"), KeyboardInterrupt()])
+def test_a_model_is_left_whole_or_not_at_all(tmp_path: Path, end: BaseException) -> None:
+    run = RunFolder.create(tmp_path, "a-run")
+
+    def save_half(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        assert not run.final.exists()
+        raise end
+
+    with pytest.raises(type(end)):
+        run.write_final(save_half)
+    assert not list(run.path.iterdir())
+    run.write_final(lambda folder: (folder / "model.safetensors").touch())
+    assert [path.name for path in run.final.iterdir()] == ["model.safetensors"]
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# metrics.jsonl
+
+
+def test_every_line_is_json_whatever_the_run_does(tmp_path: Path) -> None:
+    def diverge(window: WindowRecord) -> WindowRecord:
+        if window.round != 3:
+            return window
+        clients = {
+            name: replace(client, losses=[math.nan, math.inf], train_loss=math.nan)
+            for name, client in window.clients.items()
+        }
+        bad = {"loss": math.nan, "perplexity": math.inf, "nats_per_byte": math.nan}
+        return replace(
+            window,
+            clients=clients,
+            train_loss=math.nan,
+            central=EvaluationRecord(overall=bad, parts={"library": bad}),
+        )
+
+    _, run = record(tmp_path, change=diverge)
+    text = run.metrics.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert [json.loads(line)["round"] for line in text.splitlines()] == list(range(13))
+    line = list(read_lines(run.metrics))[3]
+    assert line["train_loss"] is None
+    assert line["clients"]["client-0"]["losses"] == [None, None]
+    assert line["evaluation"]["central"]["overall"]["perplexity"] is None
+    course = summary_of(run)["evaluation"]["central"]["loss"]
+    assert course["best"] == course["final"]  # a NaN is never the best
+    assert run.picture.exists()
+
+
+def test_a_line_says_what_the_contract_promises(finished: tuple[RunFolder, str]) -> None:
+    first, *lines = read_lines(finished[0].metrics)
+    assert first["step"] == 0
+    assert first["train_loss"] is None
+    for line in lines:
+        assert line.keys() >= {
+            "round", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
+            "framed_bytes_down", "train_loss", "seconds", "seconds_split", "clients", "left_out",
+            "drift",
+        }  # fmt: skip
+        parts = dict(line["seconds_split"])
+        assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))
+        assert line["clients"]["client-0"].keys() == {
+            "num_examples", "train_loss", "losses", "grad_norms", "learning_rates",
+            "update_norm", "param_norm", "seconds",
+        }  # fmt: skip
+        assert line["drift"].keys() == set(line["streams"])
+        assert line["drift"]["params"].keys() == {"spread", "moved", "norm"}
+    assert [line["step"] for line in lines if "evaluation" in line] == [48, 96, 144, 192]
+    assert lines[-1]["evaluation"].keys() == {"central", "federated"}
+
+
+def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path: Path) -> None:
+    recorder, run = record(tmp_path, finish=False)
+    whole = run.metrics.read_bytes()
+    window = next(windows_of(SyncSchedule(PERIODS), 192, SIZES))
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The limit falls inside the line: the system takes a part of it, then refuses.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, former[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot record the window.*metrics\.jsonl"):
+            recorder.window(window)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert run.metrics.read_bytes() == whole
+    recorder.finish("failed", error="disk full")
+    assert summary_of(run)["steps"] == 192
+
+
+def test_a_line_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"round": 0}\n{"rou')
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"round": 0}]
+    assert list(read_lines(tmp_path / "not-there.jsonl")) == []
+
+
+# summary.json
+
+
+def test_the_papers_periods_halve_local_adams_traffic(finished: tuple[RunFolder, str]) -> None:
+    summary = summary_of(finished[0])
+    assert summary["bytes"]["measured"]["up"] == summary["bytes"]["analytic"]["up"]
+    assert summary["bytes"]["measured"]["down"] == summary["bytes"]["analytic"]["down"]
+    assert summary["ratio"] == {"local_adam": 2.0, "ddp": 192 / 18}
+
+
+def test_170_times_less_than_ddp_at_256_768_1536(tmp_path: Path) -> None:
+    _, run = record(tmp_path, {"params": 256, "exp_avg": 768, "exp_avg_sq": 1536}, 1536, clients=1)
+    assert summary_of(run)["ratio"]["local_adam"] == 2.0
+    assert summary_of(run)["ratio"]["ddp"] == pytest.approx(4 / 0.0234375)
+
+
+def test_totals_are_the_sums_of_the_windows(finished: tuple[RunFolder, str]) -> None:
+    lines, summary = list(read_lines(finished[0].metrics)), summary_of(finished[0])
+    measured = summary["bytes"]["measured"]
+    for way in ("up", "down"):
+        total = measured[way].pop("total")
+        assert total == sum(measured[way].values())
+        for stream in PERIODS:
+            by_window = [line[f"bytes_{way}"].get(stream, 0) for line in lines]
+            assert measured[way][stream] == sum(by_window)
+        assert measured[f"framed_{way}"] == sum(line[f"framed_bytes_{way}"] for line in lines)
+    assert summary["syncs"] == {"params": 12, "exp_avg": 4, "exp_avg_sq": 2}
+    assert summary["seconds"]["total"] == pytest.approx(sum(line["seconds"] for line in lines))
+    assert summary["windows"] == 12
+    assert summary["clients"] == 4
+    assert summary["weights_sha256"] == "5ha256"
+
+
+def test_losses_are_told_first_final_and_best(tmp_path: Path) -> None:
+    losses = {0: 5.0, 48: 2.0, 96: 1.5, 144: 1.75, 192: 1.6}
+
+    def change(window: WindowRecord) -> WindowRecord:
+        if window.central is None:
+            return window
+        overall = {"loss": losses[window.step], "bits_per_byte": 2 * losses[window.step]}
+        return replace(window, federated=None, central=EvaluationRecord(overall=overall, parts={}))
+
+    _, run = record(tmp_path, change=change)
+    assert summary_of(run)["evaluation"] == {
+        "central": {
+            "loss": {"first": 5.0, "final": 1.6, "best": 1.5, "best_step": 96},
+            "bits_per_byte": {"first": 10.0, "final": 3.2, "best": 3.0, "best_step": 96},
+        }
+    }
+
+
+def test_half_the_clients_are_compared_with_half_the_clients(tmp_path: Path) -> None:
+    def halve(window: WindowRecord) -> WindowRecord:
+        present = dict(list(window.clients.items())[window.round % 2 :: 2])
+        traffic = replace(
+            window.traffic, up={s: count // 2 for s, count in window.traffic.up.items()}
+        )
+        return replace(window, clients=present, traffic=traffic)
+
+    _, run = record(tmp_path, change=halve)
+    summary = summary_of(run)
+    assert summary["clients"] == 4
+    assert summary["bytes"]["measured"]["up"] == summary["bytes"]["analytic"]["up"]
+    assert summary["ratio"]["local_adam"] == 2.0
+
+
+@pytest.mark.parametrize("end", [RuntimeError("client-2 is gone"), KeyboardInterrupt()])
+def test_a_run_that_is_cut_off_still_has_its_summary(tmp_path: Path, end: BaseException) -> None:
+    schedule, run = SyncSchedule(PERIODS), RunFolder.create(tmp_path, "a-run")
+    stream = io.StringIO()
+
+    def train() -> None:
+        with RunRecorder(a_config(), schedule, run, stream=stream) as recorder:
+            recorder.started(a_plan(schedule, 192, SIZES))
+            for window in windows_of(schedule, 192, SIZES):
+                if window.step > 100:
+                    raise end
+                recorder.window(window)
+
+    with pytest.raises(type(end)):
+        train()
+    summary = summary_of(run)
+    assert summary["status"] == "failed"
+    assert summary["error"] == ": ".join(filter(None, [type(end).__name__, str(end)]))
+    assert summary["steps"] == list(read_lines(run.metrics))[-1]["step"] == 96
+    measured, analytic = summary["bytes"]["measured"], summary["bytes"]["analytic"]
+    assert measured["up"] == analytic["up"]
+    assert summary["ratio"]["local_adam"] == 2.0
+    assert f"failed after 96 steps in 0:25: {summary['error']}" in stream.getvalue()
+    assert run.picture.exists()
+
+
+def test_a_run_that_never_began_has_a_summary_too(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a-run")
+    stream = io.StringIO()
+    recorder = RunRecorder(a_config(), SyncSchedule(PERIODS), run, stream=stream)
+    recorder.finish("failed", error="no client came")
+    recorder.finish("completed")  # too late
+    assert summary_of(run)["error"] == "no client came"
+    assert summary_of(run)["ratio"] == {"local_adam": None, "ddp": None}
+    assert stream.getvalue().count("folder: ") == 1
+
+
+periods = st.dictionaries(
+    st.sampled_from(["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    st.one_of(st.integers(1, 9), st.just("never")),
+).flatmap(
+    lambda states: st.one_of(st.integers(1, 9), st.just("never")).map(
+        lambda period: {PARAMS: period, **states}
+    )
+)
+schedules = st.builds(SyncSchedule, periods, st.one_of(st.none(), st.integers(0, 5)))
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quick
+@given(schedule=schedules, num_steps=st.integers(0, 40), workers=st.integers(1, 3))
+def test_counting_window_by_window_ends_at_the_ledger(
+    schedule: SyncSchedule, num_steps: int, workers: int
+) -> None:
+    sizes = {stream: 10 + i for i, stream in enumerate(schedule.periods)}
+    uploads = Uploads(schedule, sizes, num_steps)
+    for window in schedule.windows(num_steps):
+        uploads.add(window.start, window.stop, workers)
+
+    def all_workers(counts: Mapping[str, int]) -> dict[str, int]:
+        return {stream: workers * count for stream, count in counts.items()}
+
+    assert uploads.desloc == all_workers(desloc_bytes(schedule, sizes, num_steps))
+    assert uploads.local_adam == all_workers(local_adam_bytes(schedule, sizes, num_steps))
+    assert uploads.ddp == workers * ddp_bytes(sizes, num_steps)
+
+
+@quick
+@given(
+    schedule=schedules,
+    num_steps=st.integers(1, 40),
+    federated=st.booleans(),
+    eval_every=st.integers(1, 20),
+)
+def test_download_bytes_are_what_a_client_lacks(
+    schedule: SyncSchedule, num_steps: int, federated: bool, eval_every: int
+) -> None:
+    sizes = {stream: 10 + i for i, stream in enumerate(schedule.periods)}
+    versions = dict.fromkeys(schedule.periods, 0)
+    held: dict[str, int | None] = {**versions, PARAMS: None}  # zero states need no sending
+    sent = dict.fromkeys(schedule.periods, 0)
+
+    def send(streams: Any) -> None:
+        for stream in streams:
+            if held[stream] != versions[stream]:
+                sent[stream] += sizes[stream]
+                held[stream] = versions[stream]
+
+    if federated:
+        send([PARAMS])
+    for window in schedule.windows(num_steps):
+        send(versions)
+        for stream in window.due:
+            versions[stream] = window.stop
+        evaluates = window.stop // eval_every > window.start // eval_every
+        if federated and (window.stop == num_steps or (PARAMS in window.due and evaluates)):
+            send([PARAMS])
+    assert download_bytes(schedule, sizes, num_steps, federated=federated) == sent
+
+
+# TensorBoard
+
+
+def test_tensorboard_holds_every_curve(finished: tuple[RunFolder, str]) -> None:
+    events = EventAccumulator(str(finished[0].tensorboard))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags >= {
+        "loss/mean", "loss/client-0", "grad_norm/client-3", "learning_rate",
+        "update_norm/client-0", "param_norm/client-0",
+        "heldout_perplexity/central", "heldout_perplexity/central/library",
+        "heldout_bits_per_byte/central", "heldout_bits_per_byte/federated/client-2",
+        "heldout_loss/federated", "bytes_up/params", "bytes_up/total", "bytes_down/exp_avg_sq",
+        "drift/params", "drift/exp_avg", "change/params",
+    }  # fmt: skip
+    assert [event.step for event in events.Scalars("loss/mean")] == list(range(1, 193))
+    assert [event.step for event in events.Scalars("drift/exp_avg_sq")] == [96, 192]
+    total = summary_of(finished[0])["bytes"]["measured"]["up"]["total"]
+    last = events.Scalars("bytes_up/total")[-1]
+    assert (last.step, last.value) == (192, pytest.approx(total))
+
+
+def test_a_view_that_fails_is_reported_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TensorBoard, "window", no_space)
+    _, run = record(tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard failed and is left out; the run is not touched: "
+        "OSError(28, 'No space left on device')"
+    ]
+    assert len(list(read_lines(run.metrics))) == 13
+    assert summary_of(run)["status"] == "completed"
+
+
+# The terminal
+
+
+def test_a_plain_line_holds_step_streams_loss_and_bytes(finished: tuple[RunFolder, str]) -> None:
+    lines = [line for line in finished[1].splitlines() if line.startswith("step")]
+    third = next(line for line in lines if "window  3/12" in line)
+    assert re.fullmatch(
+        r"step  48/192  window  3/12  synced params exp_avg +loss  2\.\d{3}"
+        r"  up  4\.4 MB \(Local Adam 9\.9 MB, DDP 52\.8 MB\)  \d:\d\d, 0:36 left",
+        third,
+    )
+    assert re.fullmatch(
+        r"step  48/192  held-out loss 2\.\d{3} \(ppl 16\.\d\), on clients 2\.\d{3} \(ppl .*\)",
+        lines[lines.index(third) + 1],
+    )
+    loss_at = {line.index("  loss ") for line in lines if "window" in line}
+    assert len(loss_at) == 1  # aligned
+
+
+def test_who_is_left_out_and_who_joins_is_named(tmp_path: Path) -> None:
+    schedule, stream = SyncSchedule(PERIODS), io.StringIO()
+    progress = Progress(a_config(), schedule, tmp_path, stream=stream)
+    progress.started(a_plan(schedule, 192, SIZES))
+    progress.joined("client-9", {"device": "cuda:0"})
+    window = list(windows_of(schedule, 192, SIZES))[3]
+    progress.window(replace(window, left_out={"client-2": "its [params]\n hold NaN"}))
+    assert "\njoined: client-9: device cuda:0\n" in stream.getvalue()
+    assert "\nstep  48/192  left out: client-2: its [params] hold NaN\n" in stream.getvalue()
+
+
+def test_the_closing_table_sums_up(finished: tuple[RunFolder, str]) -> None:
+    closing = finished[1].split("\n\n")[-1]
+    assert re.search(r"exp_avg +every 48 +4 +4\.4 MB +4\.4 MB +13\.2 MB", closing)
+    assert re.search(r"total +19\.8 MB +19\.8 MB +39\.6 MB", closing)
+    assert "Local Adam 39.6 MB, 2.00 times as much; DDP 211 MB, 10.7 times as much" in closing
+    assert re.search(r"held-out loss: 5\.\d{3} to 1\.\d{3}; perplexity", closing)
+    assert closing.endswith(f"folder: {finished[0].path}\n")
+
+
+def test_on_a_terminal_the_view_is_live_and_ends(tmp_path: Path) -> None:
+    stream = Terminal()
+    record(tmp_path, stream=stream)
+    assert "held-out" in stream.getvalue()
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"  # the cursor
+    assert -1 < stream.getvalue().rfind(hidden) < stream.getvalue().rfind(shown)
+    assert not [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+
+
+def test_a_stream_that_is_copied_into_a_log_gets_plain_lines(tmp_path: Path) -> None:
+    stream = Terminal()
+    stream.write = stream.write  # type: ignore[method-assign]  # what Flower does to stdout
+    record(tmp_path, stream=stream)
+    assert "\x1b[" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "1.0 MB"), (10**13, "10.0 TB")],
+)
+def test_bytes_are_told_in_thousands(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+# The picture
+
+
+@pytest.mark.parametrize(
+    ("streams", "steps", "coin_seed"),
+    [
+        (PERIODS, 192, None),
+        ({"params": 8, "exp_avg": "never"}, 100, 3),
+        ({"params": 1}, 1, None),
+    ],
+)
+def test_the_picture_is_a_png_of_decent_size(
+    tmp_path: Path, streams: Mapping[str, Any], steps: int, coin_seed: int | None
+) -> None:
+    _, run = record(tmp_path, streams, steps, coin_seed=coin_seed)
+    data = run.picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 1200 <= width <= 4000
+    assert 800 <= height <= 3000
+    assert len(data) > 20_000
+
+
+def test_a_run_without_evaluation_or_windows_can_be_drawn(tmp_path: Path) -> None:
+    record(tmp_path, change=lambda window: replace(window, central=None, federated=None))
+    RunRecorder(
+        a_config(), SyncSchedule(PERIODS), RunFolder.create(tmp_path, "empty"), stream=io.StringIO()
+    ).finish("failed", error="no client came")
+    assert draw(tmp_path / "a-run").exists()
+    assert draw(tmp_path / "empty").exists()
+
+
+def test_outputs_need_neither_flower_nor_pyplot() -> None:
+    code = (
+        "import sys, flower_desloc.outputs, flower_desloc.outputs.picture;"
+        "print([m for m in ('flwr', 'matplotlib.pyplot', 'tensorboard') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

@@ -25,7 +25,7 @@ class RunFolder:
 
         Raises :class:`ConfigError` when that cannot be done in ``output_dir``.
         """
-        parent = Path(output_dir).expanduser().absolute()
+        parent = Path(output_dir).expanduser().resolve()
         try:
             parent.mkdir(parents=True, exist_ok=True)
             names = chain([name], (f"{name}-{number}" for number in count(2)))

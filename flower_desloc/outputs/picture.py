@@ -92,11 +92,12 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
     overall = _points((step, e["overall"].get(metric)) for step, e in evaluations)
     final = evaluations[-1][1]
     labels = []
-    for part, colour in zip(final["parts"], cycle(_PART_COLOURS), strict=False):
+    named = len(final["parts"]) <= len(_PART_COLOURS)
+    for part, colour in zip(final["parts"], cycle(_PART_COLOURS if named else [_GREY])):
         points = _points((step, e["parts"].get(part, {}).get(metric)) for step, e in evaluations)
         if points:
-            panel.plot(*zip(*points, strict=True), color=colour, lw=1.2, alpha=0.9)
-            labels.append(_Label(points[-1], part, colour))
+            panel.plot(*zip(*points, strict=True), color=colour, lw=1.2 if named else 0.6)
+            labels += [_Label(points[-1], part, colour)] if named else []
     # The training loss is per token; here is what that makes per byte, on the held-out text.
     per_token = (final["overall"].get("loss"), final["overall"].get(metric))
     scale = per_token[1] / per_token[0] if all(per_token) else 1.0
@@ -106,7 +107,12 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
         labels.append(_Label(train[-1], "training", _GREY))
     if overall:
         panel.plot(
-            *zip(*overall, strict=True), color=_INK, lw=2.4, marker="o", ms=4.5, clip_on=False
+            *zip(*overall, strict=True),
+            color=_INK,
+            lw=2.4,
+            marker="o",
+            ms=_size(overall),
+            clip_on=False,
         )
         labels.append(_Label(overall[-1], f"all {overall[-1][1]:.3f}", _INK, bold=True))
     _labels(panel, labels)
@@ -174,10 +180,11 @@ def _timeline(
 ) -> None:
     _name(panel, "When each stream was averaged", "one mark a sync")
     rows = list(colours)
+    width = min(4.0, max(0.8, 160 / max(1, *summary["syncs"].values())))
     for row, stream in enumerate(rows):
         steps = [line["step"] for line in lines if stream in line["streams"]]
         panel.axhline(row, color=_FAINT, lw=1, zorder=0)
-        _marks(panel, row, steps, colours[stream])
+        panel.vlines(steps, row - 0.3, row + 0.3, color=colours[stream], lw=width)
         panel.annotate(
             f"{len(steps)} times" if len(steps) != 1 else "once",
             (1.015, row),
@@ -195,7 +202,9 @@ def _timeline(
         ("left out", left_out, _ALARM),
     ):
         if steps:
-            panel.plot(steps, [len(names)] * len(steps), "d", color=colour, ms=5, clip_on=False)
+            panel.plot(
+                steps, [len(names)] * len(steps), "d", color=colour, ms=_size(steps), clip_on=False
+            )
             names.append(name)
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.4, -0.6)
@@ -214,7 +223,7 @@ def _drift(panel: Axes, lines: Sequence[Line], colours: dict[str, str]) -> None:
             if stream in line["drift"]
         )
         if points:
-            size = 5 if len(points) <= 60 else 0
+            size = _size(points)
             panel.plot(
                 *zip(*points, strict=True), color=colour, lw=1.8, marker="o", ms=size, clip_on=False
             )
@@ -262,7 +271,7 @@ def _tidy(panel: Axes, num_steps: int, period: Period) -> None:
     panel.grid(visible=True, axis="y", color="#EDEDED", lw=0.8)
     panel.set_axisbelow(True)
     panel.set_xlim(0, _WIDTH * num_steps)
-    panel.yaxis.set_major_locator(MaxNLocator(6))
+    panel.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
     panel.xaxis.set_major_locator(_ticks(num_steps, period))
     panel.set_xlabel("local steps", fontsize=_TEXT, color=_INK)
 
@@ -338,9 +347,9 @@ def _top(crowd: Sequence[float]) -> float:
     return _bottom(crowd) + _GAP * (len(crowd) - 1)
 
 
-def _marks(panel: Axes, row: int, steps: Sequence[int], colour: str) -> None:
-    width = min(4.0, max(0.8, 160 / max(len(steps), 1)))
-    panel.vlines(steps, row - 0.3, row + 0.3, color=colour, lw=width, clip_on=False)
+def _size(points: Sequence[object]) -> float:
+    """Return the size of a marker, smaller where there are many."""
+    return max(1.5, 5 - len(points) / 25)
 
 
 def _empty(panel: Axes, text: str) -> None:

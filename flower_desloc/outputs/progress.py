@@ -77,7 +77,7 @@ class Progress:
     def window(self, record: WindowRecord) -> None:
         """Say what the window brought."""
         for client, reason in record.left_out.items():
-            self._say(f"{self._at(record.step)}  left out: {client}: {reason}")
+            self._say(f"{self._at(record.step)}  left out: {client}: {_one_line(reason)}")
         self._count(record)
         held_out = _held_out(record)
         if held_out:
@@ -172,7 +172,7 @@ class Progress:
         if self._held_out:
             table.add_row("held-out", self._held_out)
         table.add_row("time", self._times())
-        return Panel(table, title=self._config.run.name, title_align="left", expand=False)
+        return Panel(table, title=self._config.run.name, title_align="left", width=84)
 
     def _say(self, line: str) -> None:
         if self._live:
@@ -191,14 +191,13 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """Return what is printed at the end of a run: a table, what was saved, and where it all is."""
     counts = summary["bytes"]
     columns = (counts["measured"]["up"], counts["analytic"]["up"], counts["local_adam"]["up"])
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("stream")
     for heading in ("averaged", "times", "sent up", "by formula", "Local Adam"):
         table.add_column(heading, justify="right")
     for stream, period in summary["config"]["periods"].items():
         sent = (bytes_text(column.get(stream, 0)) for column in columns)
         table.add_row(stream, period_text(period), str(summary["syncs"][stream]), *sent)
-    table.add_section()
     table.add_row("total", "", "", *(bytes_text(column["total"]) for column in columns))
 
     return "\n".join([_rendered(table), *_verdict(summary), f"folder: {folder}"])
@@ -257,6 +256,10 @@ def _loss_and_perplexity(evaluation: EvaluationRecord) -> str:
 
 def _about(about: Mapping[str, str]) -> str:
     return f": {', '.join(f'{key} {value}' for key, value in about.items())}" if about else ""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())  # a client's error may bring its traceback
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -24,7 +24,7 @@ class View(Observer, Protocol):
         """Called once, after the last window."""
 
 
-class RunRecorder:
+class RunRecorder(Observer):
     """Observer that fills the run's folder and tells the terminal.
 
     ``metrics.jsonl`` and ``summary.json`` are the record: when they cannot be written, ``OSError``

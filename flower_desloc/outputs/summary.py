@@ -31,8 +31,8 @@ def build(
 
     ``plan`` is None for a run that failed before it had one. Byte counts are of all clients
     together. Those of the other methods are for the same steps and the clients that took part in
-    each window; for clients that are there from start to end, :mod:`flower_desloc.ledger` times
-    their number.
+    each window: with all of them from start to end, :mod:`flower_desloc.ledger` times their
+    number. The analytic download is that of clients which are there from start to end.
     """
     lines = list(lines)
     plan = plan or _NO_PLAN
