@@ -1,0 +1,76 @@
+"""Write docs/configuration.md from the sentences in flower_desloc/config/schema.py.
+
+Run it as ``python docs/make_configuration.py``.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+SCHEMA = ROOT / "flower_desloc" / "config" / "schema.py"
+
+_AS_YAML = {
+    "None": "null",
+    "True": "true",
+    "False": "false",
+    "field(default_factory=list)": "[]",
+    "field(default_factory=dict)": "{}",
+}
+
+HEAD = """# Configuration
+
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
+
+```bash
+desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
+flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=3"'
+```
+
+A file may build on a preset with `extends: quickstart`; it then states what differs. Its `sync`
+section, if it has one, replaces the preset's: which streams have which clock is one decision.
+
+What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
+`partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
+keeps its own state (by default `desloc/` in Flower's home folder); `device`; `name`.
+
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    sections = dict(_sections())
+    lines = [HEAD]
+    lines += _table("", sections.pop("Config"))
+    for name, (doc, fields) in sections.items():
+        key = "lr_schedule" if name == "LRSchedule" else name.lower()
+        lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:
+    for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, (ast.get_docstring(node) or "", list(_fields(node)))
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            doc = " ".join(ast.literal_eval(text.value).split())
+            assert isinstance(field.target, ast.Name)
+            assert field.value is not None
+            default = ast.unparse(field.value)
+            yield field.target.id, _AS_YAML.get(default, default), doc
+
+
+def _table(prefix: str, section: tuple[str, list[tuple[str, str, str]]]) -> list[str]:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, default, doc in section[1]:
+        rows.append(f"| `{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')} |")
+    return [*rows, ""]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
