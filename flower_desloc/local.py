@@ -61,7 +61,7 @@ def local_steps(
     for step in range(start, stop):
         optimizer.zero_grad(set_to_none=True)
         loss = loss_at(step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         grad_norms.append(_clip(params, clipping))
         losses.append(loss.detach())
         factor = lr_schedule(step)

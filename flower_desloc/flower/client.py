@@ -158,23 +158,17 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
 
 
 def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply:
-    """Evaluate the federation's parameters on the client's held-out data.
+    """Evaluate the parameters that were sent on the client's held-out data.
 
     They are kept, so that the next window need not bring them again.
     """
     if worker.evaluate is None:
         return Reply(metrics={"num-examples": 0})
-    held = file.held()
     if not worker.optimizer.state:
         prime(worker.optimizer)
-    given = {name: request.streams[name] for name in request.streams}
-    if PARAMS not in given:
-        if held is None or held.versions.get(PARAMS) != request.versions[PARAMS]:
-            return Reply(metrics={"num-examples": 0, STATE_LOST: 1})
-        given = file.read([PARAMS])
-    put(worker.module, worker.optimizer, given)
+    put(worker.module, worker.optimizer, request.streams)
     totals = worker.evaluate()
-    _keep(file, held, request)
+    _keep(file, request)
     return Reply(
         metrics={
             "num-examples": worker.num_examples,
@@ -233,7 +227,8 @@ def _has_done(held: Held, request: Request) -> bool:
     )
 
 
-def _keep(file: StateFile, held: Held | None, request: Request) -> None:
+def _keep(file: StateFile, request: Request) -> None:
+    held = file.held()
     newer = {
         name: stream
         for name, stream in request.streams.items()

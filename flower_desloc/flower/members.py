@@ -53,14 +53,14 @@ class Member:
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
         return cls(name, node_id, {k: str(v) for k, v in about.items()}, held)
 
-    def lacks(self, versions: Mapping[str, int], names: Iterable[str]) -> list[str]:
-        """Return those of the streams ``names`` that must be sent to this client."""
+    def lacks(self, versions: Mapping[str, int]) -> list[str]:
+        """Return the streams that must be sent to this client, given the ``versions`` of all."""
         return [
             name
-            for name in names
-            if self.held.get(name) != versions[name]
+            for name, version in versions.items()
+            if self.held.get(name) != version
             # Optimizer states are zero before their first average: nothing to send.
-            and not (versions[name] == 0 and starts_at_zero(name))
+            and not (version == 0 and starts_at_zero(name))
         ]
 
 

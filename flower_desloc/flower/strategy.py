@@ -338,7 +338,8 @@ class DesLoc(Strategy):
             versions=versions,
             config=plain(config),
         )
-        names = member.lacks(versions, [PARAMS] if evaluates else versions)
+        # An evaluation follows an average of params, so params are what everybody lacks.
+        names = [PARAMS] if evaluates else member.lacks(versions)
         averages = {name: self.globals.averages[name] for name in names}
         return self._federation.request(member, message_type, server_round, request, averages)
 
