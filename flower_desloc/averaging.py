@@ -14,22 +14,22 @@ Stream = Mapping[str, Tensor]
 class Mean:
     """Weighted mean of streams that arrive one client at a time.
 
-    Holds one accumulator per tensor, whatever the number of clients. Floating-point addition
-    does not commute, so the sum depends on the order of the calls to :meth:`add`: call it in an
+    Holds one running mean per tensor, whatever the number of clients. Floating-point addition is
+    not associative, so the mean depends on the order of the calls to :meth:`add`: call it in an
     order that does not depend on who finished first.
 
-    Half precision is accumulated in fp32, all else in its own type; the mean is returned in the
+    Half precision is averaged in fp32, all else in its own type; the mean is returned in the
     type the tensors came in.
 
-    Beside the mean it keeps what the drift between clients needs (:meth:`drift`), measured from
-    ``reference``, the last mean: there the squares do not cancel.
+    Beside the mean it keeps what the drift between clients needs (:meth:`drift`): the squares of
+    the steps the mean made (Welford). Nothing cancels, and clients that are equal are their mean.
     """
 
     def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
         self.count = 0
         self._weight = 0.0
         self._reference = reference or {}
-        self._sums: dict[str, dict[str, Tensor]] = {}
+        self._means: dict[str, dict[str, Tensor]] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._squares: dict[str, float] = {}
 
@@ -42,16 +42,18 @@ class Mean:
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"a client's weight must be positive and finite, got {weight}")
         if self.count == 0:
-            self._sums = {name: _zeros(stream) for name, stream in streams.items()}
+            self._means = {name: _zeros(stream) for name, stream in streams.items()}
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
             self._squares = dict.fromkeys(streams, 0.0)
-        _require_same(streams, self._sums)
-        for name, stream in streams.items():
-            reference = self._reference.get(name, {})
-            for key, tensor in stream.items():
-                self._sums[name][key].add_(tensor, alpha=weight)
-                self._squares[name] += weight * _squared_distance(tensor, reference.get(key))
+        _require_same(streams, self._means)
         self._weight += weight
+        share = weight / self._weight
+        for name, stream in streams.items():
+            for key, tensor in stream.items():
+                mean = self._means[name][key]
+                step = tensor - mean
+                mean.add_(step, alpha=share)
+                self._squares[name] += weight * (1 - share) * _squared_distance(step, None)
         self.count += 1
 
     def result(self) -> dict[str, dict[str, Tensor]]:
@@ -59,24 +61,18 @@ class Mean:
         if self.count == 0:
             raise ValueError("no client's streams to average")
         return {
-            name: {
-                key: (total / self._weight).to(self._dtypes[name][key])
-                for key, total in sums.items()
-            }
-            for name, sums in self._sums.items()
+            name: {key: mean.to(self._dtypes[name][key], copy=True) for key, mean in means.items()}
+            for name, means in self._means.items()
         }
 
     def drift(self, mean: Mapping[str, Stream]) -> dict[str, "Drift"]:
-        """Return how far the clients were apart, given the ``mean`` that :meth:`result` gave.
-
-        E_m|s_m - s|^2 = E_m|s_m - r|^2 - |s - r|^2 for any reference r.
-        """
+        """Return how far the clients were apart, given the ``mean`` that :meth:`result` gave."""
         drifts = {}
         for name, stream in mean.items():
             reference = self._reference.get(name, {})
             moved = sum(_squared_distance(t, reference.get(key)) for key, t in stream.items())
             norm = math.sqrt(sum(_squared_distance(t, None) for t in stream.values()))
-            spread = math.sqrt(max(0.0, self._squares[name] / self._weight - moved))
+            spread = math.sqrt(self._squares[name] / self._weight)
             drifts[name] = Drift(spread=spread, moved=math.sqrt(moved), norm=norm)
         return drifts
 

@@ -42,14 +42,15 @@ def build_schedule(config: Config) -> SyncSchedule:
 def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:
     """Return the learning rate's factor as a function of the global step."""
     s, steps = config.lr_schedule, config.run.steps
+    warmup = steps // 12 if s.warmup_steps is None else s.warmup_steps
     match s.name:
         case "wsd":
-            decay = max(1, steps // 10) if s.decay_steps is None else s.decay_steps
-            return lr_schedule.wsd(steps, s.warmup_steps, decay)
+            decay = steps // 10 if s.decay_steps is None else s.decay_steps
+            return lr_schedule.wsd(steps, warmup, decay)
         case "cosine":
-            return lr_schedule.cosine(steps, s.warmup_steps, s.final)
+            return lr_schedule.cosine(steps, warmup, s.final)
         case "constant":
-            return lr_schedule.constant(s.warmup_steps)
+            return lr_schedule.constant(warmup)
     raise AssertionError(s.name)
 
 

@@ -6,7 +6,6 @@ Local Adam sends every stream every K_x steps, data parallelism sends a gradient
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from flower_desloc.averaging import Stream
 from flower_desloc.schedule import PARAMS, SyncSchedule
@@ -32,12 +31,12 @@ def local_adam_bytes(
     schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
 ) -> dict[str, int]:
     """Return the same for Local Adam (or Local ADOPT, SGDM): all streams on the clock of K_x."""
-    together = replace(schedule, periods=dict.fromkeys(schedule.periods, schedule.periods[PARAMS]))
-    if schedule.coin_seed is None:
-        return desloc_bytes(together, sizes, num_steps)
-    # With coins, "together" means that one coin decides for all.
-    events = schedule.num_events(num_steps)[PARAMS]
-    return {stream: events * sizes[stream] for stream in schedule.periods}
+    # Counted from the clock of params itself: with coins, one coin decides for all.
+    due = sum(PARAMS in schedule.due(step) for step in range(1, num_steps + 1))
+    events = dict.fromkeys(schedule.periods, due) | {
+        PARAMS: schedule.num_events(num_steps)[PARAMS]  # and once more at the end
+    }
+    return {stream: events[stream] * sizes[stream] for stream in schedule.periods}
 
 
 def ddp_bytes(sizes: Mapping[str, int], num_steps: int) -> int:

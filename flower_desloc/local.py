@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from flower_desloc.lr_schedule import LRSchedule
+from flower_desloc.optim import ADOPT
 from flower_desloc.streams import set_step
 
 
@@ -54,7 +55,7 @@ def local_steps(
     """
     set_step(optimizer, start)
     module.train()
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    params = _params(optimizer)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     losses, grad_norms, rates = [], [], []
@@ -72,6 +73,23 @@ def local_steps(
     optimizer.zero_grad(set_to_none=True)
     # Read once a window: a read in the loop would make the device wait for the host.
     return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
+
+
+def seed_adopt(
+    optimizer: ADOPT, loss_at: Callable[[int], Tensor], *, step: int, clipping: Clipping
+) -> None:
+    """Give an ADOPT that starts with zeros at a later ``step`` the v its first step would have.
+
+    This costs the gradient of one batch, which is then used again for the step itself.
+    """
+    loss_at(step).backward()
+    _clip(_params(optimizer), clipping)
+    optimizer.seed()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _clip(params: list[Tensor], clipping: Clipping) -> Tensor:

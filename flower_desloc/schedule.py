@@ -48,6 +48,8 @@ class SyncSchedule:
     coin_seed: int | None = None
 
     def __post_init__(self) -> None:
+        # What was checked must not change afterwards.
+        object.__setattr__(self, "periods", dict(self.periods))
         if PARAMS not in self.periods:
             raise ValueError(
                 f"the schedule states no period for {PARAMS!r}, only for "

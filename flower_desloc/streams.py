@@ -22,23 +22,29 @@ def prime(optimizer: Optimizer) -> None:
     """Create every optimizer state as it is before the first step, with ``step`` at 0.
 
     Optimizers create their states when first needed, but a worker that joins must have tensors
-    to put the federation's states into. A step on zero gradients with a learning rate of 0
-    creates them for any optimizer; they are then zeroed.
+    to put the federation's states into. A step on zero gradients creates them for any optimizer;
+    the parameters are zero meanwhile, or weight decay would put them into the moments.
+
+    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for p in group["params"]:
+    kept = [(p, p.detach().clone()) for p in _given(optimizer)]
+    with torch.no_grad():
+        for p, _ in kept:
+            p.zero_()
             p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for p, x in kept:
+            p.copy_(x)
     set_step(optimizer, 0)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                # Not exactly zero: Adamax adds its eps to the gradient.
+                if (value.abs() > 1e-6).any():
+                    what = f"{name!r} of {type(optimizer).__name__}"
+                    raise ValueError(f"{what} is not zero before the first step")
+                value.zero_()
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
@@ -63,7 +69,7 @@ def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     names = dict.fromkeys(
         name
         for p in _trained(module, optimizer).values()
-        for name, value in optimizer.state[p].items()
+        for name, value in optimizer.state.get(p, {}).items()
         if name != _STEP and isinstance(value, Tensor) and value.is_floating_point()
     )
     return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
@@ -138,13 +144,15 @@ def _tensors(
     if name == PARAMS:
         return {key: p.detach() for key, p in trained.items()}
     return {
-        key: optimizer.state[p][name] for key, p in trained.items() if name in optimizer.state[p]
+        key: optimizer.state[p][name]
+        for key, p in trained.items()
+        if name in optimizer.state.get(p, {})
     }
 
 
 def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     # named_parameters() yields a tied weight once; state_dict() would yield it twice.
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    ids = {id(p) for p in _given(optimizer)}
     trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
     if len(trained) != len(ids):
         raise ValueError(
@@ -152,6 +160,11 @@ def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             "build it from the module's parameters"
         )
     return trained
+
+
+def _given(optimizer: Optimizer) -> list[Tensor]:
+    # What it trains of what it was given: Adam(model.parameters()) hands over frozen ones too.
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -190,6 +190,9 @@ class Regression:
 # ------------------------------------------------------------------------------------- Federation
 
 
+CONSTANT, UNCLIPPED = constant(), Clipping()
+
+
 class Federation:
     """Workers in one process; each has a module and a primed optimizer of its own."""
 
@@ -209,8 +212,8 @@ class Federation:
         self,
         m: int,
         window: Window,
-        lr_schedule: LRSchedule = constant(),
-        clipping: Clipping = Clipping(),
+        lr_schedule: LRSchedule = CONSTANT,
+        clipping: Clipping = UNCLIPPED,
     ) -> None:
         """Take worker m's local steps of the window."""
         module, optimizer = self.workers[m]
@@ -250,8 +253,8 @@ def federate(
     *,
     num_workers: int,
     num_steps: int,
-    lr_schedule: LRSchedule = constant(),
-    clipping: Clipping = Clipping(),
+    lr_schedule: LRSchedule = CONSTANT,
+    clipping: Clipping = UNCLIPPED,
     present: Callable[[int, int], bool] = lambda m, t: True,
 ) -> list[State]:
     """Run DES-LOC window by window; a worker is present for the whole of a window or not at all."""

@@ -27,7 +27,7 @@ def each(f: Callable[..., Tensor], *trees: Tree) -> Tree:
     return {key: f(*(tree[key] for tree in trees)) for key in trees[0]}
 
 
-def E(trees: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
+def E(trees: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:  # noqa: N802
     """The mean over workers, uniform unless weights are given."""
     w = list(weights or [1.0] * len(trees))
     return each(lambda *s: sum(w_m * s_m for w_m, s_m in zip(w, s, strict=True)) / sum(w), *trees)

@@ -397,6 +397,32 @@ def test_a_joiner_takes_the_servers_step_for_bias_correction_and_clip(tmp_path):
         assert run.watch.joiners == ["client-1"]
 
 
+def test_an_adopt_that_joins_before_v_was_averaged_seeds_v_from_its_first_batch(tmp_path):
+    case = OPTIMIZERS["adopt"]
+    run = Run(
+        Quadratic(),
+        case,
+        SyncSchedule({"params": 2, "exp_avg": 2, "exp_avg_sq": "never"}),
+        tmp_path,
+        num_clients=2,
+        num_steps=6,
+        present=lambda m, t: m == 0 or t >= 4,
+    )
+    x_at_4 = {}
+
+    def remember(record: WindowRecord) -> None:
+        Run._after(run, record)
+        if record.step == 4:
+            x_at_4.update(from_record(run.strategy.globals.averages["params"]))
+
+    run.watch.after = remember
+    v = run.start()[1]["exp_avg_sq"]
+    g4 = run.problem.grad(1, 4, x_at_4)
+    for key in ("matrix", "vector", "scalar"):
+        # v = g^2 whole, then two EMA steps with beta2 = 0.99: 98 % of it are left.
+        assert (v[key] >= 0.98 * g4[key].square() - 1e-12).all()
+
+
 # ------------------------------------------------------------------------------------- Failures
 
 

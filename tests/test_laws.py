@@ -393,7 +393,7 @@ def test_listing_3_leaves_post_step_averaging_in_the_first_step_that_averages_pa
         if num_steps == 5:
             assert_close(listing, expected, 1e-13)
         else:
-            # u differs by (1 - beta1) (g(x_m) - g(E[x])), for the quadratic (1 - beta1) a_m (x_m - E[x]).
+            # u differs by (1 - beta1) (g(x_m) - g(E[x])), here (1 - beta1) a_m (x_m - E[x]).
             x = [state["params"] for state in listing_3(problem, periods, num_steps=5)]
             for m, a in enumerate((0.5, 1.5, 2.5)):
                 gap = each(torch.sub, listing[m]["exp_avg"], expected[m]["exp_avg"])

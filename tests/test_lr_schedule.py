@@ -64,7 +64,7 @@ def test_after_the_end_the_learning_rate_stays_at_its_last_value(factor):
 
 def test_what_does_not_fit_is_refused():
     wsd(T, T - D, D)
-    with pytest.raises(ValueError, match="warm-up of 81 and a decay of 20 .* 100 steps"):
+    with pytest.raises(ValueError, match=r"warm-up of 81 and a decay of 20 .* 100 steps"):
         wsd(T, T - D + 1, D)
-    with pytest.raises(ValueError, match="warm-up of 101 .* 100 steps"):
+    with pytest.raises(ValueError, match=r"warm-up of 101 .* 100 steps"):
         cosine(T, T + 1)

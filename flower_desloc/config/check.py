@@ -58,8 +58,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key}={value}: must be one of {', '.join(allowed)}")
     for key, (least, most) in _RANGES.items():
         value = _value(config, key)
-        if value is not None and not least <= value <= most:
-            upto = "" if most == math.inf else f" and at most {most:g}"
+        if value is not None and not (least <= value <= most and math.isfinite(value)):
+            upto = " and finite" if most == math.inf else f" and at most {most:g}"
             raise ConfigError(f"{key}={value}: must be at least {least:g}{upto}")
     if any(not 0 <= beta < 1 for beta in config.optimizer.betas):
         raise ConfigError(
@@ -79,7 +79,25 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"run.name={config.run.name}: it names a folder, so no '/' and no leading '.'"
         )
+    _check_lr_schedule(config)
+    if config.optimizer.name == "paper_adam" and config.optimizer.weight_decay:
+        raise ConfigError(
+            f"optimizer.weight_decay={config.optimizer.weight_decay}: paper_adam has none; use 0, "
+            "or adamw"
+        )
     _check_sync(config)
+
+
+def _check_lr_schedule(config: Config) -> None:
+    schedule, steps = config.lr_schedule, config.run.steps
+    warmup, decay = schedule.warmup_steps or 0, schedule.decay_steps or 0
+    if schedule.name == "wsd" and warmup + decay > steps:
+        raise ConfigError(
+            f"lr_schedule.warmup_steps={warmup} and lr_schedule.decay_steps={decay}: they do not "
+            f"fit into run.steps={steps}"
+        )
+    if schedule.name == "cosine" and warmup > steps:
+        raise ConfigError(f"lr_schedule.warmup_steps={warmup}: must be at most run.steps={steps}")
 
 
 def _check_sync(config: Config) -> None:

@@ -63,6 +63,8 @@ def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[
         raise ConfigError(f"cannot read {path}: {error}") from error
     parent = layer.pop(_EXTENDS, None)
     if parent is not None:
+        if str(parent).endswith((".yaml", ".yml")):
+            parent = path.parent / str(parent)
         yield from _file_layers(str(parent), presets, (*seen, str(path)))
     yield layer
 
@@ -143,7 +145,10 @@ def _typed(values: Mapping[str, Any]) -> Config:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_one_line(error)}") from error
     assert isinstance(node, DictConfig)
-    config = OmegaConf.to_object(node)
+    try:
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or a ???
+        raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
     assert isinstance(config, Config)
     check(config)
     return config
@@ -159,7 +164,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -101,7 +101,8 @@ class Optimizer:
     clip_norm: float | None = 1.0
     """Clip the gradient's global norm, the paper's rho; null: do not."""
     clip_value: float | None = None
-    """Clip each coordinate of the gradient instead, as in the paper's listings."""
+    """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
+    are set."""
 
 
 @dataclass(kw_only=True)
@@ -110,8 +111,8 @@ class LRSchedule:
 
     name: str = "wsd"
     """`wsd` (warm-up, stable, 1 - sqrt decay), `cosine` or `constant`."""
-    warmup_steps: int = 16
-    """Steps of linear warm-up."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; null: a twelfth of the run."""
     decay_steps: int | None = None
     """Steps of wsd's decay; null: the last tenth of the run, as in the paper."""
     final: float = 0.0

@@ -30,8 +30,9 @@ from flower_desloc.flower.records import (
     Request,
 )
 from flower_desloc.flower.state import Held, StateFile
-from flower_desloc.local import Clipping, local_steps
+from flower_desloc.local import Clipping, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.optim import ADOPT
 from flower_desloc.schedule import PARAMS
 from flower_desloc.streams import prime, put, starts_at_zero, stream_names, take
 
@@ -124,6 +125,8 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     if begin is None:
         return Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
     put(module, optimizer, begin)
+    if isinstance(optimizer, ADOPT) and request.start > 0 and _is_zero(begin["exp_avg_sq"]):
+        seed_adopt(optimizer, worker.loss_at, step=request.start, clipping=worker.clipping)
     before = {
         key: tensor.clone() for key, tensor in take(module, optimizer, [PARAMS])[PARAMS].items()
     }
@@ -261,6 +264,10 @@ def _require_same_code(request: Request) -> None:
             "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
             "restart it from an empty folder"
         )
+
+
+def _is_zero(stream: Stream) -> bool:
+    return not any(tensor.any() for tensor in stream.values())
 
 
 def _norm(stream: Stream) -> float:

@@ -60,7 +60,8 @@ class ForeachOptimizer(Optimizer):
                 raise ValueError(f"{type(self).__name__} does not take sparse gradients")
             state = self.state[p]
             if not state:
-                state["step"] = torch.zeros(())  # on the CPU: reading it must not stop the device
+                # On the CPU, as reading it must not stop the device; bf16 would end at 256.
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 for name in self.streams:
                     state[name] = torch.zeros_like(p)
             groups[int(state["step"])].append(p)

@@ -91,6 +91,18 @@ class ADOPT(ForeachOptimizer):
         }
         super().__init__(params, defaults)
 
+    @torch.no_grad()
+    def seed(self) -> None:
+        """Set v to g^2 from the gradients at hand, as the first step does.
+
+        For a worker that joins before v was ever averaged: with v at zero its normalised
+        gradients would all be at the clip, for as long as beta_2 takes to build v up.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["exp_avg_sq"].copy_(p.grad.square())
+
     def _update(
         self,
         group: dict[str, Any],

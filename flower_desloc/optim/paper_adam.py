@@ -57,7 +57,7 @@ class PaperAdam(ForeachOptimizer):
         require_rate("lr", lr)
         require_rate("beta1", betas[0], below=1)
         require_rate("beta2", betas[1], below=1)
-        if eps <= 0:
+        if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 

@@ -35,9 +35,8 @@ class Uploads:
         at_end = {PARAMS} if stop == self.num_steps else set()
         for stream in due | at_end:
             self.desloc[stream] += workers * self.sizes.get(stream, 0)
-        # Local Adam has one clock, that of params; with coins, one coin.
-        all_at_end = at_end and self.schedule.coin_seed is not None
-        together = self.schedule.periods if PARAMS in due or all_at_end else at_end
+        # Local Adam has one clock, that of params.
+        together = self.schedule.periods if PARAMS in due else at_end
         for stream in together:
             self.local_adam[stream] += workers * self.sizes.get(stream, 0)
         self.ddp += workers * (stop - start) * self.sizes.get(PARAMS, 0)

@@ -1,0 +1,299 @@
+"""Laws of the configuration: typed once, and one clear sentence for whatever is wrong."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from flower_desloc.config import PRESETS, Config, ConfigError, dump, load, parse
+
+NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def quickstart(overrides=()):
+    return load("quickstart", overrides)
+
+
+@pytest.fixture
+def presets(tmp_path):
+    """Write files into a folder of presets: ``presets(base="run: ...", child="extends: base")``."""
+
+    def write(**files: str | bytes) -> Path:
+        for name, text in files.items():
+            path = tmp_path / f"{name}.yaml"
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return tmp_path
+
+    return write
+
+
+BASE = "run: {steps: 96}\noptimizer: {name: adam, lr: 0.5}\nsync: {params: 4, exp_avg: 8}\n"
+
+# ----------------------------------------------------------------------------------------- Presets
+
+
+def test_the_presets_are_those_of_the_repository():
+    assert Path(__file__).parents[1] / "configs" == PRESETS
+    assert "quickstart" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_loads_by_name_and_by_path(name):
+    by_name = load(name)
+    assert by_name.run.name == name
+    assert load(str(PRESETS / f"{name}.yaml")) == by_name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_says_on_its_first_line_what_it_is_for(name):
+    assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_dumped_parses_to_itself(name):
+    config = load(name, "run.seed=7 optimizer.clip_norm=null sync.params=never")
+    assert parse(dump(config)) == config
+    assert dump(parse(dump(config))) == dump(config)
+
+
+def test_what_looks_like_something_else_survives_the_dump():
+    for name in ("007", "no", "1e3", "null", "a: b", "#x", "ü", " x"):
+        config = quickstart([f"run.name='{name}'"])
+        assert config.run.name == name
+        assert parse(dump(config)) == config
+
+
+def test_a_configuration_is_plain_typed_objects():
+    config = quickstart("optimizer.lr=1 data.domains=[a,b]")
+    assert isinstance(config, Config)
+    assert isinstance(config.optimizer.lr, float)
+    assert isinstance(config.optimizer.betas, tuple)
+    assert config.data.domains == ["a", "b"]
+    assert type(config.sync) is dict
+    assert type(config.data.domains) is list
+
+
+def test_a_dump_states_every_field():
+    text = dump(quickstart())
+    for section in dataclasses.fields(Config):
+        assert f"{section.name}:" in text
+        if dataclasses.is_dataclass(section.type):
+            for field in dataclasses.fields(section.type):
+                assert f"  {field.name}:" in text
+
+
+# --------------------------------------------------------------------------------------- Overrides
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "sync.params=32 optimizer.name=adam run.seed=3",
+        "  sync.params=32   optimizer.name=adam\trun.seed=3 ",
+        ["sync.params=32", "optimizer.name=adam", "run.seed=3"],
+        ("run.seed=9", "sync.params=32", "optimizer.name=adam", "run.seed=3"),
+    ],
+)
+def test_overrides_win_as_text_or_list_and_the_last_one_wins(overrides):
+    config, default = quickstart(overrides), quickstart()
+    assert config.sync == default.sync | {"params": 32}
+    assert config == dataclasses.replace(
+        default,
+        sync=config.sync,
+        run=dataclasses.replace(default.run, seed=3),
+        optimizer=dataclasses.replace(default.optimizer, name="adam"),
+    )
+
+
+def test_no_overrides_change_nothing():
+    assert quickstart("") == quickstart(" ") == quickstart([]) == quickstart()
+
+
+def test_an_element_of_a_list_may_hold_blanks():
+    assert quickstart(["data.domains=[a b, c]"]).data.domains == ["a b", "c"]
+
+
+def test_loading_twice_shares_nothing():
+    one, two = quickstart(), quickstart()
+    one.sync["params"] = 1
+    one.data.domains.append("x")
+    assert two == quickstart()
+
+
+# ----------------------------------------------------------------------------------------- Extends
+
+
+def test_a_child_changes_what_it_states_and_inherits_the_rest(presets):
+    folder = presets(base=BASE, child="extends: base\noptimizer: {lr: 0.25}\n")
+    child, base = load("child", presets=folder), load("base", presets=folder)
+    assert (child.run.steps, child.optimizer.name, child.optimizer.lr) == (96, "adam", 0.25)
+    assert child.sync == base.sync
+
+
+def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
+    """Else SGDM's child of an Adam preset would keep a clock for ``exp_avg``."""
+    folder = presets(
+        base=BASE,
+        child="extends: base\nsync: {params: 3, momentum_buffer: never}\n",
+        grandchild="extends: child\nrun: {seed: 1}\n",
+    )
+    own = {"params": 3, "momentum_buffer": "never"}
+    assert load("child", presets=folder).sync == own
+    assert load("grandchild", presets=folder).sync == own
+    assert load("child", "sync.params=9", presets=folder).sync == own | {"params": 9}
+    assert load("base", "sync.params=9", presets=folder).sync == {"params": 9, "exp_avg": 8}
+
+
+def test_a_file_anywhere_extends_a_preset(presets, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "mine.yaml"
+    path.write_text("extends: base\nrun: {seed: 5}\n")
+    config = load(str(path), presets=presets(base=BASE))
+    assert (config.run.seed, config.run.steps, config.run.name) == (5, 96, "mine")
+
+
+def test_a_run_is_named_after_its_file_unless_it_says(presets):
+    folder = presets(
+        plain=BASE,
+        named="extends: plain\nrun: {name: mine}\n",
+        child="extends: named\n",
+        grandchild="extends: plain\n",
+    )
+    assert load("plain", presets=folder).run.name == "plain"
+    assert load("named", presets=folder).run.name == "mine"
+    assert load("child", presets=folder).run.name == "mine"
+    assert load("grandchild", presets=folder).run.name == "grandchild"
+    assert load("named", "run.name=yours", presets=folder).run.name == "yours"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a": "extends: a\n"},
+        {"a": "extends: b\n", "b": "extends: a\n"},
+        {"a": "extends: b\n", "b": "extends: c\n", "c": "extends: b\n"},
+    ],
+)
+def test_a_circle_of_files_is_refused(presets, files):
+    folder = presets(**files)
+    with pytest.raises(ConfigError, match="extends itself"):
+        load("a", presets=folder)
+
+
+# ------------------------------------------------------------------------------------------ Errors
+
+# override -> what the one line must say: the key, the value, and what is allowed
+WRONG = {
+    "optimzer.lr=1": ["optimzer", "did you mean optimizer?", "lr_schedule", "sync"],
+    "optimizer.lrr=1": ["optimizer.lrr", "did you mean lr?", "betas", "weight_decay"],
+    "optimizer=adam": ["optimizer=adam", "section", "optimizer.KEY=VALUE"],
+    "extends=quickstart": ["extends: no such key"],
+    "run.seed": ["'run.seed'", "key=value"],
+    "run.steps=many": ["run.steps=many", "Integer"],
+    "run.steps=1.5": ["run.steps=1.5", "Integer"],
+    "run.steps=true": ["run.steps=True", "Integer"],
+    "run.steps=null": ["run.steps=None", "not Optional"],
+    "run.steps=0": ["run.steps=0", "at least 1"],
+    "run.steps=[1": ["run.steps=[1"],
+    "run.seed=-1": ["run.seed=-1", "at least 0"],
+    "run.seed=4294967296": ["run.seed=4294967296", "at most"],
+    "run.name=a/b": ["run.name=a/b", "no '/'"],
+    "run.name=.a": ["run.name=.a", "leading '.'"],
+    "run.name=": ["run.name="],
+    "run.name=${nope}": ["run.name", "nope"],
+    "run.steps=${oc.env:DESLOC_UNSET}": ["run.steps", "DESLOC_UNSET"],
+    "run.steps=???": ["run.steps"],
+    "task=vision": ["task=vision", "causal_lm"],
+    "model.dtype=float16": ["model.dtype=float16", "float32, float64"],
+    "model.hidden_size=130": ["model.num_attention_heads=4", "divide", "model.hidden_size=130"],
+    "data.partition=random": ["data.partition=random", "iid, by_domain, dirichlet"],
+    "data.domains=code": ["data.domains=code"],
+    "data.alpha=nan": ["data.alpha=nan", "at least 1e-06"],
+    "data.validation_fraction=0.9": ["data.validation_fraction=0.9", "at most 0.5"],
+    "optimizer.name=adm": ["optimizer.name=adm", "adopt, adam, adamw, amsgrad, sgdm, paper_adam"],
+    "optimizer.lr=-0.1": ["optimizer.lr=-0.1", "at least 0"],
+    "optimizer.lr=inf": ["optimizer.lr=inf"],
+    "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
+    "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "2"],
+    "optimizer.betas=0.9": ["optimizer.betas=0.9"],
+    "optimizer.momentum=1": ["optimizer.momentum=1.0", "at most 1"],
+    "optimizer.clip_norm=0": ["optimizer.clip_norm=0.0", "at least"],
+    "lr_schedule.name=linear": ["lr_schedule.name=linear", "wsd, cosine, constant"],
+    "lr_schedule.final=2": ["lr_schedule.final=2.0", "at most 1"],
+    "sync=5": ["sync=5", "Dict"],
+    "sync=null": ["sync=None"],
+    "sync.params=0": ["sync", "'params'", "positive integer, or 'never'", "got 0"],
+    "sync.params=-3": ["sync", "'params'", "positive integer, or 'never'", "got -3"],
+    "sync.params=1.5": ["sync", "'params'", "positive integer, or 'never'", "got 1.5"],
+    "sync.params=true": ["sync", "'params'", "positive integer, or 'never'", "got True"],
+    "sync.params=sometimes": ["sync", "'params'", "'never'", "got 'sometimes'"],
+    "sync.exp_avg=null": ["sync", "'exp_avg'", "'never'", "got None"],
+    "sync_mode=random": ["sync_mode=random", "periodic, probabilistic"],
+    "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
+    "federation.on_failure=retry": ["federation.on_failure=retry", "stop, continue"],
+    "federation.min_clients=9": ["federation.min_clients=9", "federation.num_clients=4"],
+    "federation.fraction_train=0": ["federation.fraction_train=0.0", "at most 1"],
+    "evaluation.central=maybe": ["evaluation.central=maybe", "bool"],
+}
+
+
+@pytest.mark.parametrize(("override", "parts"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_is_refused_in_one_line_with_key_value_and_what_is_allowed(override, parts):
+    with pytest.raises(ConfigError) as error:
+        quickstart([override])
+    message = str(error.value)
+    assert "\n" not in message
+    assert not [part for part in parts if part not in message], message
+
+
+BROKEN_FILES = {
+    "invalid_yaml": ("run: [", ["not valid YAML", "broken.yaml"]),
+    "tabs": ("run:\n\tsteps: 3", ["not valid YAML", "broken.yaml"]),
+    "duplicate_key": ("run: {seed: 1}\nrun: {seed: 2}", ["not valid YAML", "duplicate key run"]),
+    "python_object": ("!!python/object/apply:os.getcwd []", ["not valid YAML"]),
+    "list": ("- 1\n- 2", ["keys and values", "list"]),
+    "word": ("hello", ["hello: no such key"]),
+    "empty": ("", ["sync", "no period is stated"]),
+    "not_utf8": (b"\xff\xfe\x00", ["cannot read", "broken.yaml", "utf-8"]),
+    "empty_section": ("extends: base\nrun:", ["run=None", "section"]),
+    "empty_sync": ("extends: base\nsync: {}", ["sync", "no period is stated"]),
+    "list_for_section": ("extends: base\nrun: [1]", ["run=[1]", "section"]),
+    "number_for_key": ("extends: base\nrun: {1: 2}", ["run.1", "seed, steps"]),
+    "unknown_parent": ("extends: bsae", ["config=bsae", "did you mean base?", "broken"]),
+    "no_params": ("sync: {exp_avg: 3}", ["sync", "'params'", "exp_avg"]),
+}
+
+
+@pytest.mark.parametrize(("text", "parts"), BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_a_broken_file_is_refused_in_one_line(presets, text, parts):
+    folder = presets(base=BASE, broken=text)
+    with pytest.raises(ConfigError) as error:
+        load("broken", presets=folder)
+    message = str(error.value)
+    assert "\n" not in message
+    assert not [part for part in parts if part not in message], message
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("quikstart", ["config=quikstart", "did you mean quickstart?", "desloc_adam", ".yaml"]),
+        ("nowhere/mine.yaml", ["config=nowhere/mine.yaml", "no such file"]),
+        ("", ["config=", "quickstart"]),
+    ],
+)
+def test_a_missing_file_is_refused_with_the_names_there_are(name, parts):
+    with pytest.raises(ConfigError) as error:
+        load(name)
+    assert not [part for part in parts if part not in str(error.value)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sync: {params: 0}", "run: {sead: 1}", "[", "run: {steps: x}"]
+)
+def test_a_parsed_text_is_held_to_the_same(text):
+    with pytest.raises(ConfigError):
+        parse(text)
+
+
+def test_a_configuration_error_is_a_value_error():
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,157 @@
+"""Laws of a worker's local steps."""
+
+import math
+
+import pytest
+import torch
+from federation import Quadratic, Regression, TiedMLP
+from torch import nn
+
+from flower_desloc import Clipping, StepMetrics, local_steps, prime
+from flower_desloc.lr_schedule import constant, wsd
+from flower_desloc.optim import SGDM, Adam
+
+PROBLEM = Regression()
+
+
+def worker(lr=0.05, make=Adam):
+    module = TiedMLP()
+    optimizer = make(module.parameters(), lr=lr)
+    prime(optimizer)
+    return module, optimizer
+
+
+def steps(module, optimizer, start, stop, **changed) -> StepMetrics:
+    settings = {"lr_schedule": constant(), "clipping": Clipping()} | changed
+    return local_steps(
+        module,
+        optimizer,
+        lambda t: PROBLEM.loss(module, 0, t),
+        start=start,
+        stop=stop,
+        **settings,
+    )
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
+
+
+def test_the_batches_are_those_of_the_steps_in_order():
+    module, optimizer = worker()
+    asked = []
+
+    def loss_at(t):
+        asked.append(t)
+        return PROBLEM.loss(module, 0, t)
+
+    settings = {"lr_schedule": constant(), "clipping": Clipping()}
+    local_steps(module, optimizer, loss_at, start=7, stop=12, **settings)
+    assert asked == [7, 8, 9, 10, 11]
+
+
+def test_two_windows_are_one():
+    (one, a), (two, b) = worker(), worker()
+    whole = steps(one, a, 0, 9)
+    first, second = steps(two, b, 0, 4), steps(two, b, 4, 9)
+    assert_same(one, two)
+    assert whole.losses == first.losses + second.losses
+    assert whole.grad_norms == first.grad_norms + second.grad_norms
+
+
+def test_a_window_begins_at_the_federations_step_whatever_the_worker_counted():
+    module, optimizer = worker()
+    steps(module, optimizer, 0, 3)
+    steps(module, optimizer, 40, 42)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {42.0}
+
+
+def test_the_learning_rate_is_each_groups_own_times_the_schedule():
+    module = TiedMLP()
+    groups = [{"params": [module.a.weight], "lr": 0.5}, {"params": [module.a.bias, module.b.bias]}]
+    optimizer = Adam(groups, lr=0.1)
+    prime(optimizer)
+    factor = wsd(20, warmup_steps=4, decay_steps=10)
+    for start, stop in ((0, 3), (3, 15)):
+        steps(module, optimizer, start, stop, lr_schedule=factor)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [0.5 * factor(stop - 1), 0.1 * factor(stop - 1)]
+
+
+def test_a_learning_rate_of_zero_moves_nothing():
+    module, optimizer = worker()
+    steps(module, optimizer, 0, 5, lr_schedule=lambda t: 0.0)
+    assert_same(module, TiedMLP())
+
+
+def test_the_window_reports_every_loss_and_norm_as_they_were_before_the_step_and_the_clip():
+    module, optimizer = worker()
+    metrics = steps(module, optimizer, 3, 9, clipping=Clipping(norm=1e-3))
+    twin, twins_optimizer = worker()
+    for i, t in enumerate(range(3, 9)):
+        loss = PROBLEM.loss(twin, 0, t)
+        gradients = torch.autograd.grad(loss, list(twin.parameters()))
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        assert metrics.losses[i] == loss.item()
+        assert metrics.grad_norms[i] == pytest.approx(norm, rel=1e-12)
+        assert norm > 1e-3
+        steps(twin, twins_optimizer, t, t + 1, clipping=Clipping(norm=1e-3))
+    assert len(metrics.losses) == len(metrics.grad_norms) == 6
+
+
+@pytest.mark.parametrize("rho", [1e-3, 0.3])
+def test_a_clipped_gradient_has_at_most_the_norm_rho(rho):
+    """Plain SGD with a learning rate of 1 walks exactly the gradient."""
+    module, optimizer = worker(lr=1.0, make=lambda p, lr: SGDM(p, lr=lr, momentum=0.0))
+    before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    [norm] = steps(module, optimizer, 0, 1, clipping=Clipping(norm=rho)).grad_norms
+    after = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    assert float((after - before).norm()) == pytest.approx(min(rho, norm), rel=1e-5)
+
+
+def test_a_clipped_coordinate_is_at_most_rho_and_the_others_stay():
+    module, optimizer = worker(lr=1.0, make=lambda p, lr: SGDM(p, lr=lr, momentum=0.0))
+    before = {key: p.detach().clone() for key, p in module.named_parameters()}
+    steps(module, optimizer, 0, 1, clipping=Clipping(value=0.1))
+    moved = {key: before[key] - p.detach() for key, p in module.named_parameters()}
+    gradient = PROBLEM.grad(0, 0, before)
+    assert any((g.abs() > 0.1).any() for g in gradient.values())
+    for key, g in gradient.items():
+        torch.testing.assert_close(moved[key], g.clamp(-0.1, 0.1), rtol=1e-12, atol=1e-12)
+
+
+def test_afterwards_no_gradient_is_kept_and_the_module_trains():
+    module, optimizer = worker()
+    module.eval()
+    steps(module, optimizer, 0, 2)
+    assert module.training
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_gradient_left_over_from_elsewhere_is_not_added():
+    (one, a), (two, b) = worker(), worker()
+    for p in one.parameters():
+        p.grad = torch.full_like(p, 1e6)
+    steps(one, a, 0, 2)
+    steps(two, b, 0, 2)
+    assert_same(one, two)
+
+
+def test_a_parameter_the_loss_does_not_use_stays():
+    module = nn.ParameterDict(
+        {**dict(Quadratic().module().named_parameters()), "unused": nn.Parameter(torch.ones(3))}
+    )
+    optimizer = Adam(module.parameters(), lr=0.1)
+    prime(optimizer)
+    local_steps(
+        module,
+        optimizer,
+        lambda t: module["vector"].square().sum(),
+        start=0,
+        stop=3,
+        lr_schedule=constant(),
+        clipping=Clipping(norm=1.0),
+    )
+    assert torch.equal(module["unused"], torch.ones(3))
+    assert torch.equal(module["matrix"], Quadratic().module().matrix)
+    assert not torch.equal(module["vector"], Quadratic().module().vector)
