@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.build import build_clipping, build_lr_schedule, build_optimizer
-from flower_desloc.config import parse
+from flower_desloc.config import Config, parse
 from flower_desloc.flower.client import Worker
 from flower_desloc.tasks import ClientData, Site, Task, build_task
 
@@ -21,10 +21,10 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
     settings = str(config["settings"])
+    typed = _config(settings)
     device, site = _device(context), _site(context)
     task, data = _task(settings), _data(settings, site)
     module, optimizer = _model(settings, device)
-    typed = parse(settings)
 
     def loss_at(step: int) -> Tensor:
         # Dropout and the like draw from the global generator.
@@ -54,8 +54,13 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
 
 
 @lru_cache(maxsize=1)
+def _config(settings: str) -> Config:
+    return parse(settings)
+
+
+@lru_cache(maxsize=1)
 def _task(settings: str) -> Task:
-    return build_task(parse(settings))
+    return build_task(_config(settings))
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +71,7 @@ def _data(settings: str, site: Site) -> ClientData:
 @lru_cache(maxsize=1)
 def _model(settings: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
     module = _task(settings).build_model().to(device)
-    return module, build_optimizer(parse(settings), module.parameters())
+    return module, build_optimizer(_config(settings), module.parameters())
 
 
 def _device(context: Context) -> torch.device:

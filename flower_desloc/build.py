@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc import lr_schedule, optim
-from flower_desloc.config import Config
-from flower_desloc.flower.members import Policy
+from flower_desloc.config import Config, ConfigError
 from flower_desloc.local import Clipping
 from flower_desloc.schedule import SyncSchedule
+from flower_desloc.streams import BUFFERS, prime, starts_at_zero, stream_names, take
 
 
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
@@ -31,6 +31,32 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
         case "paper_adam":
             return optim.PaperAdam(params, o.lr, o.betas, o.eps)
     raise AssertionError(o.name)
+
+
+def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the streams a run of ``model`` begins with; optimizer states as meta tensors.
+
+    The model's own tensors, and for the states no more memory than it takes to find them.
+    """
+    optimizer = build_optimizer(config, model.parameters())
+    prime(optimizer)
+    streams = take(model, optimizer, stream_names(model, optimizer))
+    return {
+        name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
+        for name, stream in streams.items()
+    }
+
+
+def check_streams(config: Config) -> None:
+    """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other."""
+    module = nn.Linear(1, 1)
+    optimizer = build_optimizer(config, module.parameters())
+    prime(optimizer)
+    names = [*stream_names(module, optimizer), *({BUFFERS} & config.sync.keys())]
+    try:
+        build_schedule(config).require(names, config.optimizer.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:
@@ -57,17 +83,3 @@ def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:
 def build_clipping(config: Config) -> Clipping:
     """Return how gradients are clipped."""
     return Clipping(norm=config.optimizer.clip_norm, value=config.optimizer.clip_value)
-
-
-def build_policy(config: Config) -> Policy:
-    """Return who takes part, and what happens when somebody does not."""
-    f = config.federation
-    return Policy(
-        min_clients=f.min_clients,
-        fraction_train=f.fraction_train,
-        weighting=f.weighting,
-        on_failure=f.on_failure,
-        timeout=f.timeout,
-        repeats=f.repeats,
-        seed=config.run.seed,
-    )

@@ -8,16 +8,17 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
-from torch import Tensor, nn
+from torch import nn
 
 from flower_desloc.averaging import Stream
-from flower_desloc.build import build_optimizer, build_policy, build_schedule
+from flower_desloc.build import build_schedule, build_streams
 from flower_desloc.config import Config, dump, load
+from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.outputs import RunFolder, RunRecorder
 from flower_desloc.schedule import NEVER, PARAMS
-from flower_desloc.streams import BUFFERS, digest, prime, stream_names, take
+from flower_desloc.streams import BUFFERS, digest
 from flower_desloc.tasks import Task, build_task
 
 app = ServerApp()
@@ -30,18 +31,19 @@ def main(grid: Grid, context: Context) -> None:
     config = load(str(run_config["config"]), str(run_config["overrides"]))
     task = build_task(config)
     model = task.build_model()
-    params, states = _streams(config, model)
-    _leave_buffers_local(config, states)
+    streams = build_streams(config, model)
+    params = streams.pop(PARAMS)
+    _leave_buffers_local(config, streams)
     schedule = build_schedule(config)
-    schedule.require([PARAMS, *states], config.optimizer.name)
+    schedule.require([PARAMS, *streams], config.optimizer.name)
     folder = RunFolder.create(Path(str(run_config["output-dir"])), config.run.name)
     with RunRecorder(config, schedule, folder) as recorder:
         strategy = DesLoc(
             schedule,
             config.run.steps,
-            policy=build_policy(config),
+            policy=_policy(config),
             eval_every=config.run.eval_every,
-            states=states,
+            states=streams,
             metrics=task.metrics,
             evaluate_clients=config.evaluation.federated,
         )
@@ -58,20 +60,21 @@ def main(grid: Grid, context: Context) -> None:
         recorder.finish("completed", digest(final))
 
 
-def _streams(config: Config, model: nn.Module) -> tuple[Stream, dict[str, dict[str, Tensor]]]:
-    """Return the parameters, and tensors like those of the other streams, without their memory."""
-    optimizer = build_optimizer(config, model.parameters())
-    prime(optimizer)
-    streams = take(model, optimizer, stream_names(model, optimizer))
-    params = streams.pop(PARAMS)
-    return params, {
-        name: {k: t if name == BUFFERS else t.to("meta") for k, t in stream.items()}
-        for name, stream in streams.items()
-    }
+def _policy(config: Config) -> Policy:
+    f = config.federation
+    return Policy(
+        min_clients=f.min_clients,
+        fraction_train=f.fraction_train,
+        weighting=f.weighting,
+        on_failure=f.on_failure,
+        timeout=f.timeout,
+        repeats=f.repeats,
+        seed=config.run.seed,
+    )
 
 
-def _leave_buffers_local(config: Config, states: Container[str]) -> None:
-    if BUFFERS in states and BUFFERS not in config.sync:
+def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
+    if BUFFERS in streams and BUFFERS not in config.sync:
         config.sync[BUFFERS] = NEVER
         log(
             WARNING,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flower_desloc import __version__
-from flower_desloc.cli.run import run
+from flower_desloc.cli import run
 
 __all__ = ["app"]
 
@@ -14,6 +14,7 @@ app = typer.Typer(
     name="desloc",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     # A traceback is for a bug of ours, and goes into a report: plain text.
     pretty_exceptions_enable=False,
 )
@@ -37,4 +38,4 @@ def desloc(
     """Train one model across organisations, every tensor family on a clock of its own."""
 
 
-app.command()(run)
+app.command()(run.run)

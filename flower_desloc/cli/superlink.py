@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_desloc.cli.guard import take_down
+
 CONNECTION = "local"
 """Name of the connection, as in the configuration Flower itself writes: a command printed by us
 works when it is typed again without us."""
@@ -113,7 +115,12 @@ class SuperLink:
         # With `--format json` Flower exits by 0 even when it says "success": false.
         if not (isinstance(answer, dict) and answer.get("success")):
             self.check_alive()
-            raise SuperLinkError(str(answer.get("error-message", answer)).strip())
+            reason = str(answer.get("error-message", answer)).splitlines()
+            raise SuperLinkError(
+                "\n".join(
+                    line for line in reason if line and not line.startswith("Using SuperLink")
+                )
+            )
         return answer
 
     def check_alive(self) -> None:
@@ -181,6 +188,7 @@ def _guarded(
     finally:
         guard.stdin.close()
         guard.wait()
+        take_down(home)  # nothing is left to do, unless somebody killed the guard
 
 
 def _superlink_command(port: int, environment: Mapping[str, str]) -> list[str]:
@@ -236,6 +244,7 @@ def _environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
         # How soon a submitted run is noticed; 1 s if not set.
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         # Otherwise ray.init() joins a cluster it finds under /tmp/ray, and leaves its logs there.

@@ -21,6 +21,8 @@ from flower_desloc.flower.records import (
 )
 from flower_desloc.record import Traffic
 
+_LOOK_AGAIN = 0.1  # seconds
+
 
 class FederationError(RuntimeError):
     """The federation cannot go on; the message names who, when and the setting to change."""
@@ -38,23 +40,24 @@ class Federation:
         self._members: dict[str, Member] = {}
 
     def wait_for_quorum(self) -> None:
-        """Wait until ``min_clients`` nodes are online.
+        """Wait until ``min_clients`` nodes are online, and no more are just coming.
 
+        A simulation registers its nodes one after the other while the server app already runs.
         Raises :class:`FederationError` after the policy's timeout.
         """
         quorum, timeout = self._policy.min_clients, self._policy.timeout
         began = time.monotonic()
-        said = -1
-        while (online := len(list(self._grid.get_node_ids()))) < quorum:
-            if online != said:
+        before = -1
+        while (online := len(list(self._grid.get_node_ids()))) < quorum or online != before:
+            if online != before and online < quorum:
                 log(INFO, "waiting for clients: %d of %d online", online, quorum)
-                said = online
-            if time.monotonic() - began > timeout:
+            before = online
+            if online < quorum and time.monotonic() - began > timeout:
                 raise FederationError(
                     f"only {online} of federation.min_clients={quorum} clients are online after "
                     f"federation.timeout={timeout:g} s"
                 )
-            time.sleep(0.5)
+            time.sleep(_LOOK_AGAIN)
 
     def welcome(self, config: Mapping[str, str | int | float | bool]) -> Iterator[Member]:
         """Greet the nodes not known yet and yield the new clients.

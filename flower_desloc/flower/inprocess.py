@@ -94,6 +94,7 @@ def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clien
     client_app = importlib.import_module("client_app").app
     with (
         _threads(config.federation.client_cpus),
+        torch.random.fork_rng(),
         tempfile.TemporaryDirectory(prefix="desloc-") as state_dir,
     ):
         nodes = [

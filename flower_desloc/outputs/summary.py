@@ -39,9 +39,10 @@ def build(
     windows = [line for line in lines if line["round"] > 0]
     step = windows[-1]["step"] if windows else 0
     names = set(plan.clients).union(*(line["clients"] for line in windows))
+    none = dict.fromkeys(schedule.periods, 0)
     measured = {
-        "up": _with_total(_add_up(line["bytes_up"] for line in lines)),
-        "down": _with_total(_add_up(line["bytes_down"] for line in lines)),
+        "up": _with_total(_add_up([none, *(line["bytes_up"] for line in lines)])),
+        "down": _with_total(_add_up([none, *(line["bytes_down"] for line in lines)])),
         "framed_up": sum(line["framed_bytes_up"] for line in lines),
         "framed_down": sum(line["framed_bytes_down"] for line in lines),
     }

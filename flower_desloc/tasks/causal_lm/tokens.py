@@ -149,9 +149,7 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _wrapped(tokenizer: tokenizers.Tokenizer, end: str | None) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
 
 
 def _bytes_per_token(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:

@@ -1,0 +1,558 @@
+"""`desloc run`: what it refuses, what it prints, and what it leaves behind, which is nothing."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from flwr.common.config import parse_config_args
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import flower_desloc
+from flower_desloc.cli import app, checkout, run, simulation, superlink
+from flower_desloc.cli.simulation import federation, flwr_run, without_flower
+from flower_desloc.config import Config, load, parse
+
+ROOT = Path(__file__).parents[1]
+
+
+def desloc(*arguments):
+    return CliRunner().invoke(app, ["run", *map(str, arguments)], catch_exceptions=False)
+
+
+def marked(mark):
+    """Return the command lines of the processes that have ``mark`` in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().decode().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"started {args}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(run, "_run_in_process", refuse)
+
+
+# --- The configuration comes first -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["quickstrat"], "did you mean quickstart?"),
+        (["no/such.yaml"], "no such file"),
+        (["quickstart", "run.stepz=3"], "did you mean steps?"),
+        (["quickstart", "run.steps=many"], "run.steps=many"),
+        (["quickstart", "run.steps=0"], "run.steps=0: must be at least 1"),
+        (["quickstart", "run.steps"], "not of the form key=value"),
+        (["quickstart", "run.name=two words"], "blanks separate overrides"),
+        (["quickstart", "--engine", "inprocess", "--workers", "2"], "--workers is for --engine"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, arguments, said):
+    result = desloc(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_without_a_preset_the_presets_are_listed(nothing_starts):
+    result = desloc()
+    assert result.exit_code == 2
+    for preset in (ROOT / "configs").glob("*.yaml"):
+        assert re.search(rf"^  {preset.stem} +\w", result.stderr, re.MULTILINE)
+
+
+def test_the_version_is_ours_and_flowers():
+    result = CliRunner().invoke(app, ["--version"])
+    assert re.fullmatch(
+        rf"desloc {re.escape(flower_desloc.__version__)} \(Flower 1\.\d+\.\d+\)\n", result.stdout
+    )
+
+
+def test_a_dry_run_prints_the_configuration_and_the_command_and_starts_nothing(nothing_starts):
+    result = desloc("quickstart", "run.steps=7", "--output-dir", "/o", "--dry-run")
+    assert result.exit_code == 0
+    *yaml, command = result.stdout.splitlines()
+    assert parse("\n".join(yaml)) == load("quickstart", "run.steps=7")
+    assert shlex.split(command)[:4] == ["flwr", "run", str(ROOT), "local"]
+    assert 'config="quickstart" overrides="run.steps=7" output-dir="/o"' in command
+
+
+# --- The command ------------------------------------------------------------------------------
+
+LINES = st.text(st.characters(exclude_categories=["Cc", "Cs"], include_characters="\n\t"))
+
+
+@given(LINES, LINES)
+def test_what_flower_reads_from_the_printed_command_is_what_was_meant(overrides, output_dir):
+    meant = {"config": "quickstart", "overrides": overrides, "output-dir": output_dir}
+    printed = shlex.join(flwr_run(Path("/an app"), meant, {"num-supernodes": 3}))
+    command = shlex.split(printed)
+    assert command[2] == "/an app"
+    assert parse_config_args([command[command.index("--run-config") + 1]]) == meant
+    assert parse_config_args([command[command.index("--federation-config") + 1]]) == {
+        "num-supernodes": 3
+    }
+
+
+def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
+    nothing_starts, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "builtin").mkdir()  # a name of ours, whatever else is called so
+    (tmp_path / "mine.yaml").write_text("extends: quickstart\ndata: {source: corpus}\n")
+    command = desloc("mine.yaml", "--dry-run").stdout.splitlines()[-1]
+    assert f'config="{tmp_path}/mine.yaml"' in command
+    assert f'overrides="data.source={tmp_path}/corpus"' in command
+    assert f'output-dir="{tmp_path}/runs"' in command
+    assert "data.source" not in desloc("quickstart", "--dry-run").stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("clients", "cpus", "workers", "cores", "ray_cpus"),
+    [
+        (4, 1, None, 2, None),  # Ray's own choice: an actor for every core
+        (4, 1, None, 64, 4),  # not sixty actors for nobody
+        (4, 2, None, 64, 8),
+        (4, 8, None, 2, 8),  # a client wants more cores than there are: one at a time
+        (4, 2, 3, 2, 6),
+    ],
+)
+def test_there_are_as_many_workers_as_are_of_use(clients, cpus, workers, cores, ray_cpus):
+    config = Config()
+    config.federation.num_clients = clients
+    config.federation.client_cpus = cpus
+    settings = federation(config, workers=workers, cores=cores)
+    assert settings.pop("init-args-num-cpus", None) == ray_cpus
+    assert settings == {
+        "num-supernodes": clients,
+        "client-resources-num-cpus": cpus,
+        "client-resources-num-gpus": 0.0,
+    }
+
+
+# --- The app folder ----------------------------------------------------------------------------
+
+
+def test_the_app_is_the_checkout_around_the_package():
+    assert checkout.app_folder() == ROOT
+
+
+@pytest.mark.parametrize("pyproject", [None, "[project]\nname = 'another'\n", "not TOML ["])
+def test_a_package_without_its_checkout_is_told_how_to_get_one(
+    nothing_starts, tmp_path, monkeypatch, pyproject
+):
+    if pyproject is not None:
+        (tmp_path / "pyproject.toml").write_text(pyproject)
+    monkeypatch.setattr(flower_desloc, "__file__", str(tmp_path / "flower_desloc" / "__init__.py"))
+    result = desloc("quickstart")
+    assert result.exit_code == 2
+    assert "pip install -e ." in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+# --- The environment ----------------------------------------------------------------------------
+
+
+def test_flower_gets_our_environment_without_what_would_lead_it_elsewhere(monkeypatch):
+    for name in ("FLWR_HOME", "FLWR_LOCAL_CONTROL_API_PORT", "FLWR_DATABASE", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "stale")
+    monkeypatch.setenv("NO_PROXY", "intra.net")
+    monkeypatch.setenv("HF_HOME", "/models")
+    environment = superlink._environment(Path("/home/of/ours"))
+    assert "stale" not in environment.values()
+    assert environment["FLWR_HOME"] == "/home/of/ours"
+    assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert environment["no_proxy"] == "intra.net,127.0.0.1,localhost"
+    assert environment["HF_HOME"] == "/models"
+    assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")
+
+
+def test_a_long_temporary_folder_is_not_used_because_rays_sockets_would_not_fit(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    home = superlink._private_folder()
+    home.rmdir()
+    assert len(str(home)) < 40
+
+
+# --- The guard ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(monkeypatch):
+    """Return the private folder that the next SuperLink gets."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "home"
+        home.mkdir()
+        monkeypatch.setattr(superlink, "_private_folder", lambda: home)
+        yield home
+
+
+def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkeypatch):
+    broken = ["sh", "-c", "echo the port is taken; exit 3"]
+    monkeypatch.setattr(superlink, "_superlink_command", lambda port, environment: broken)
+    with (
+        pytest.raises(superlink.SuperLinkError, match="the port is taken"),
+        superlink.private_superlink(),
+    ):
+        pass
+    assert not home.exists()
+
+
+def test_what_is_deaf_and_left_the_process_group_is_ended_too(home, monkeypatch):
+    deaf = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+    parent = (
+        "import subprocess, time\n"
+        f"subprocess.Popen({deaf}, start_new_session=True)\n"  # as Flower starts its SuperExec
+        "time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-c", parent]
+    monkeypatch.setattr(superlink, "_superlink_command", lambda port, environment: command)
+    monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self, port: None)
+    mark = f"FLWR_HOME={home}"
+    with superlink.private_superlink():
+        wait_until(lambda: any(name.startswith("sh -c trap") for name in marked(mark)))
+        assert len(marked(mark)) >= 3  # the guard, the parent, the child
+    assert marked(mark) == []
+    assert not home.exists()
+
+
+# --- What is shown ------------------------------------------------------------------------------
+
+LOG = """\
+Using SuperLink: local (127.0.0.1:49291)
+\x1b[92mINFO \x1b[0m:      Starting Flower Simulation
+\x1b[93mWARNING \x1b[0m:   Since flwr 1.32, default simulated SuperNodes changed from 10 to 2.
+\x1b[94mDEBUG 2026-11-21 09:12:22,791\x1b[0m:     Registered 2 nodes
+Successfully installed tiny to /tmp/desloc-x/apps/tiny.
+step 1/2
+INFO: by a logger of the app's own
+\x1b[36m(ClientAppActor pid=12)\x1b[0m \x1b[92mINFO \x1b[0m:      Flower in a client
+\x1b[36m(ClientAppActor pid=12)\x1b[0m the client's print
+\x1b[93mWARNING \x1b[0m:   a warning
+\x1b[91mERROR \x1b[0m:     Simulation raised an exception
+Traceback (most recent call last):
+ValueError: boom
+\x1b[91mERROR \x1b[0m:     Exit Code: 700
+
+An unhandled exception occurred when running the simulation.
+"""
+
+
+def test_the_apps_lines_are_shown_and_of_flowers_the_warnings():
+    shown = [simulation._COLOUR.sub("", line) for line in without_flower(LOG.splitlines())]
+    assert shown == [
+        "step 1/2",
+        "INFO: by a logger of the app's own",
+        "(ClientAppActor pid=12) the client's print",
+        "WARNING :   a warning",
+        "ERROR :     Simulation raised an exception",
+        "Traceback (most recent call last):",
+        "ValueError: boom",
+    ]
+
+
+def test_a_log_that_breaks_off_is_told_on_and_not_again():
+    class BrokenOnce:
+        logs = iter([["one", "two"], ["one", "two", "three"]])
+        states = iter(["running", "finished:completed"])
+
+        def log(self, run_id):
+            yield from next(self.logs)
+
+        def status(self, run_id):
+            return superlink.RunStatus(next(self.states), "")
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation.typer, "echo", said.append)
+        assert simulation._follow(BrokenOnce(), "1", verbose=False).completed
+    assert said == ["one", "two", "three"]
+
+
+# --- In this process ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    calls = []
+    module = ModuleType("flower_desloc.flower.inprocess")
+    module.run_in_process = lambda *args: calls.append(args)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return module, calls
+
+
+def test_the_inprocess_engine_gets_what_flower_would(in_process):
+    _, calls = in_process
+    result = desloc("quickstart", "federation.num_clients=3", "--engine", "inprocess")
+    assert result.exit_code == 0
+    meant = {
+        "config": "quickstart",
+        "overrides": "federation.num_clients=3",
+        "output-dir": str(Path("runs").resolve()),
+    }
+    assert calls == [(meant, 3)]
+    assert sys.path[0] == str(ROOT)
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
+def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(in_process, flags):
+    def fail(run_config, num_clients):
+        raise RuntimeError("the quorum is gone")
+
+    in_process[0].run_in_process = fail
+    result = desloc("quickstart", "--engine", "inprocess", *flags)
+    assert result.exit_code == 1
+    assert ("Traceback" in result.stderr) == bool(flags)
+    assert result.stderr.endswith("error: the run failed: RuntimeError: the quorum is gone\n")
+    assert flags or len(result.stderr.splitlines()) == 1
+
+
+# --- The real machinery, on a tiny app ----------------------------------------------------------
+
+PYPROJECT = """\
+[project]
+name = "tiny"
+version = "0.1.0"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+[tool.flwr.app]
+publisher = "somebody"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+fab-include = ["LICENSE", "*_app/*.py", "flower_desloc/*.py"]
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+[tool.flwr.app.config]
+config = ""
+overrides = ""
+output-dir = ""
+"""
+
+SERVER_APP = """\
+import time
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+import flower_desloc
+app = ServerApp()
+@app.main()
+def main(grid, context):
+    print("server: run config", dict(context.run_config))
+    print("server: imported", __file__, flower_desloc.__file__)
+    if "raises" in context.run_config["overrides"]:
+        raise ValueError("the app has had enough")
+    while len(nodes := list(grid.get_node_ids())) < 2:  # they come up beside the ServerApp
+        time.sleep(0.01)
+    ask = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in nodes]
+    for reply in grid.send_and_receive(ask):
+        print("client: imported", *reply.content["imported"].values())
+    while "waits" in context.run_config["overrides"]:
+        time.sleep(0.1)
+"""
+
+CLIENT_APP = """\
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+import flower_desloc
+app = ClientApp()
+@app.train()
+def train(message, context):
+    imported = ConfigRecord({"app": __file__, "package": flower_desloc.__file__})
+    return Message(RecordDict({"imported": imported}), reply_to=message)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Return an app that says whose code runs."""
+    folder = tmp_path / "tiny app"
+    write(folder / "LICENSE", "none\n")
+    write(folder / "pyproject.toml", PYPROJECT)
+    write(folder / "server_app" / "__init__.py", SERVER_APP)
+    write(folder / "client_app" / "__init__.py", CLIENT_APP)
+    write(folder / "flower_desloc" / "__init__.py", "")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    return folder
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+DESLOC = f"""\
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from flower_desloc.cli import app, run
+folder = Path(sys.argv.pop(1))
+run.app_folder = lambda: folder
+app()
+"""
+
+
+@dataclass
+class Place:
+    """Where `desloc` is called from: a working directory, an environment, a folder for temp."""
+
+    cwd: Path
+    environment: dict[str, str]
+    temp: Path
+
+    def start(self, tiny, *arguments):
+        script = self.cwd.parent / "desloc.py"
+        script.write_text(DESLOC)
+        return subprocess.Popen(
+            [sys.executable, script, tiny, "run", "quickstart", *arguments],
+            cwd=self.cwd,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, tiny, *arguments):
+        """Return exit code, output and errors; the app's folder is as it was."""
+        before = contents(tiny)
+        with self.start(tiny, *arguments) as process, ended(process):
+            output, errors = process.communicate(timeout=120)
+        assert contents(tiny) == before
+        assert self.left() == []
+        return process.returncode, output, errors
+
+    def left(self):
+        """Return the processes and the temporary folders that are still there."""
+        return marked(f"PLACE={self.temp}") + list(self.temp.iterdir())
+
+
+@contextmanager
+def ended(process):
+    """Let no failure of a test wait for a process."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def contents(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def place(tmp_path) -> Iterator[Place]:
+    """Return a place where everything is set for the wrong code to run on the wrong SuperLink."""
+    cwd = tmp_path / "decoy"
+    for package in ("client_app", "server_app", "flower_desloc"):
+        write(cwd / package / "__init__.py", "raise RuntimeError('the decoy runs')\n")
+    write(
+        cwd / "config.toml",
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = "127.0.0.1:9"\n'
+        "insecure = true\n",
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as temp:
+        environment = os.environ | {
+            "PLACE": temp,
+            "TMPDIR": temp,
+            "PYTHONPATH": str(cwd),
+            "PYTHONWARNINGS": "",
+            "FLWR_HOME": str(cwd),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": "9",
+            "RAY_ADDRESS": "127.0.0.1:9",
+            "http_proxy": "http://127.0.0.1:9",
+        }
+        yield Place(cwd, environment, Path(temp))
+
+
+@pytest.mark.slow
+def test_a_run_that_completes_exits_by_0_and_ran_the_code_that_was_submitted(tiny, place):
+    code, output, errors = place.run(tiny, "federation.num_clients=2", "--output-dir", "my runs")
+    assert (code, errors) == (0, "")
+    command, _submitted, *said = output.splitlines()
+    config = shlex.split(command)[shlex.split(command).index("--run-config") + 1]
+    assert said[0] == f"server: run config {parse_config_args([config])}"
+    assert parse_config_args([config])["output-dir"] == str(place.cwd / "my runs")
+    imported = [line.split() for line in said if "imported" in line]
+    assert [who for who, *_ in imported] == ["server:", "client:", "client:"]
+    for _, _, app_file, package_file in imported:
+        # The copy in the private folder, for both: not the decoy, and not the installed package.
+        assert Path(app_file).is_relative_to(place.temp)
+        assert Path(package_file).parents[1] == Path(app_file).parents[1]
+    assert "decoy runs" not in output
+    assert "INFO" not in output
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_exits_by_1_and_says_why(tiny, place):
+    code, output, errors = place.run(tiny, "run.name=raises")
+    assert code == 1
+    assert "server: imported" in output
+    assert "ValueError: the app has had enough" in output
+    assert "finished:failed" in errors
+    assert "the app has had enough" in errors
+
+
+@pytest.mark.slow
+def test_an_app_that_cannot_be_built_exits_by_1_and_says_why(tiny, place):
+    (tiny / "LICENSE").unlink()
+    code, _output, errors = place.run(tiny)
+    assert code == 1
+    assert errors.startswith("error: ")
+    assert "LICENSE" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGINT, "run "),  # while Flower starts the simulation
+        (signal.SIGTERM, "client: "),  # while Ray's actors are there
+        (signal.SIGKILL, "client: "),
+    ],
+)
+def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
+    with place.start(tiny, "run.name=waits", "federation.num_clients=2") as process, ended(process):
+        assert any(line.startswith(said) for line in process.stdout)
+        assert place.left() != []
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    if number == signal.SIGKILL:  # then nobody waits for the guard
+        assert process.returncode == -number
+        wait_until(lambda: place.left() == [])
+    else:
+        assert process.returncode == 128 + number
+    assert place.left() == []

@@ -1,0 +1,44 @@
+"""Pages that are made from the code say what the code says; links lead somewhere."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_configuration_page_is_made_from_the_schema():
+    made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["page"]()
+    assert made == (ROOT / "docs" / "configuration.md").read_text(), (
+        "run python docs/make_configuration.py"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_tree_names_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    (tree,) = re.findall(r"<!-- tree -->\n```\n(.*?)```", text, re.DOTALL)
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name]
+        assert ROOT.joinpath(*folders).exists(), line
+
+
+def test_every_dependency_has_its_line():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in project["dependencies"]:
+        name = re.split(r"[\[<>=]", requirement)[0]
+        assert f"`{name}`" in page, name

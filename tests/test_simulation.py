@@ -1,0 +1,129 @@
+"""The app in Flower's simulation, through `desloc run` and through `flwr run` alone."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from flower_desloc.cli.guard import take_down
+from flower_desloc.flower.inprocess import run_in_process
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+SMALL = [
+    "run.steps=12",
+    "run.eval_every=6",
+    "sync.params=2",
+    "sync.exp_avg=6",
+    "sync.exp_avg_sq=12",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=1",
+    "data.max_bytes=60000",
+    "data.seq_len=32",
+    "data.batch_size=2",
+    "federation.num_clients=3",
+    "evaluation.sequences=4",
+]
+
+pytestmark = pytest.mark.slow
+
+
+def desloc(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "desloc"), "run", "quickstart", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the small run, in one process."""
+    output_dir = tmp_path_factory.mktemp("inprocess")
+    run_config = {
+        "config": "quickstart",
+        "overrides": " ".join(SMALL),
+        "output-dir": str(output_dir),
+    }
+    run_in_process(run_config, 3)
+    return output_dir / "quickstart"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_simulation_and_one_process_give_the_same_bits(workers, in_process, tmp_path):
+    done = desloc(*SMALL, "--workers", workers, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "flwr run" in done.stdout
+    assert "completed after 12 steps" in done.stdout
+    here, there = (summary(f) for f in (tmp_path / "runs" / "quickstart", in_process))
+    assert here["weights_sha256"] == there["weights_sha256"]
+    for direction in ("up", "down"):
+        assert here["bytes"]["measured"][direction] == there["bytes"]["measured"][direction]
+
+
+def test_the_bytes_are_the_formulas_and_half_of_local_adams(in_process):
+    found = summary(in_process)
+    assert found["status"] == "completed"
+    assert found["bytes"]["measured"]["up"] == found["bytes"]["analytic"]["up"]
+    assert found["bytes"]["measured"]["down"] == found["bytes"]["analytic"]["down"]
+    assert found["ratio"]["local_adam"] == 2
+
+
+def test_transformers_loads_the_final_weights(in_process):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(in_process / "final")
+    saved = load_file(in_process / "final" / "model.safetensors")
+    own = model.state_dict()
+    assert saved
+    assert all(own[name].equal(tensor) for name, tensor in saved.items())
+
+
+def test_desloc_run_exits_by_1_when_a_client_raises(tmp_path):
+    too_little = [item for item in SMALL if not item.startswith("data.max_bytes")]
+    done = desloc(*too_little, "data.max_bytes=300", "data.seq_len=2048", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "data." in done.stdout + done.stderr
+    assert summary(tmp_path / "runs" / "quickstart")["status"] == "failed"
+
+
+def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
+    """As a newcomer types it: Flower starts a SuperLink of its own, which we must take down."""
+    home = tmp_path / "home"
+    home.mkdir()
+    ports = [_free_port() for _ in range(2)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")} | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(ports[0]),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    overrides = " ".join(SMALL)
+    command = [str(BIN / "flwr"), "run", str(ROOT), "--stream", "--run-config"]
+    command.append(f'overrides="{overrides}" output-dir="{tmp_path}"')
+    try:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+    finally:
+        take_down(home)
+    assert summary(tmp_path / "quickstart")["status"] == "completed", done.stdout + done.stderr
+    assert "Installed:" not in done.stdout + done.stderr
+    assert not list(ROOT.glob("*.fab"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
