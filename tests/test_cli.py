@@ -102,10 +102,25 @@ def test_the_version_is_ours_and_flowers():
 def test_a_dry_run_prints_the_configuration_and_the_command_and_starts_nothing(nothing_starts):
     result = desloc("quickstart", "run.steps=7", "--output-dir", "/o", "--dry-run")
     assert result.exit_code == 0
-    *yaml, command = result.stdout.splitlines()
+    lines = result.stdout.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("flwr run")]
+    yaml, command = lines[:at], lines[at]
     assert parse("\n".join(yaml)) == load("quickstart", "run.steps=7")
     assert shlex.split(command)[:4] == ["flwr", "run", str(ROOT), "local"]
     assert 'config="quickstart" overrides="run.steps=7" output-dir="/o"' in command
+
+
+def test_a_dry_run_foretells_the_papers_ratios(nothing_starts):
+    periods = ["sync.params=256", "sync.exp_avg=768", "sync.exp_avg_sq=1536"]
+    result = desloc("quickstart", "run.steps=1536", *periods, "--dry-run")
+    assert "2.00 times as much" in result.stdout
+    assert "170.67 times as much" in result.stdout
+
+
+def test_a_stream_the_optimizer_does_not_have_is_refused_before_anything_starts(nothing_starts):
+    result = desloc("desloc_sgdm", "sync.exp_avg=3")
+    assert result.exit_code == 2
+    assert "its streams are params, momentum_buffer" in result.stderr
 
 
 # --- The command ------------------------------------------------------------------------------
