@@ -140,6 +140,12 @@ def test_what_flower_reads_from_the_printed_command_is_what_was_meant(overrides,
     }
 
 
+def printed_command(preset: str) -> str:
+    lines = desloc(preset, "--dry-run").stdout.splitlines()
+    (command,) = [line for line in lines if line.startswith("flwr run")]
+    return command
+
+
 def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
     nothing_starts, tmp_path, monkeypatch
 ):
@@ -147,11 +153,11 @@ def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
     (tmp_path / "corpus").mkdir()
     (tmp_path / "builtin").mkdir()  # a name of ours, whatever else is called so
     (tmp_path / "mine.yaml").write_text("extends: quickstart\ndata: {source: corpus}\n")
-    command = desloc("mine.yaml", "--dry-run").stdout.splitlines()[-1]
+    command = printed_command("mine.yaml")
     assert f'config="{tmp_path}/mine.yaml"' in command
     assert f'overrides="data.source={tmp_path}/corpus"' in command
     assert f'output-dir="{tmp_path}/runs"' in command
-    assert "data.source" not in desloc("quickstart", "--dry-run").stdout.splitlines()[-1]
+    assert "data.source" not in printed_command("quickstart")
 
 
 @pytest.mark.parametrize(
