@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -117,9 +116,8 @@ class Reply:
         )
         if answered != steps:
             raise ValueError(f"it answers for the steps {answered}, asked were {steps}")
-        for name in ("num-examples", "train-loss") if due else ():
-            if not isinstance(self.metrics.get(name), (int, float)):
-                raise ValueError(f"its metrics have no number {name!r}")
+        if due:
+            self._check_metrics()
         if self.streams.keys() != due:
             raise ValueError(f"it holds the streams {sorted(self.streams)}, due are {sorted(due)}")
         for name, stream in self.streams.items():
@@ -134,6 +132,15 @@ class Reply:
             for key, tensor in stream.items():
                 if not torch.isfinite(tensor).all():
                     raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+
+    def _check_metrics(self) -> None:
+        for name in ("num-examples", "train-loss"):
+            if not isinstance(self.metrics.get(name), (int, float)):
+                raise ValueError(f"its metrics have no number {name!r}")
+        examples = self.metrics["num-examples"]
+        assert isinstance(examples, (int, float))
+        if not (math.isfinite(examples) and examples > 0):
+            raise ValueError(f"its num-examples is {examples}; it must be positive and finite")
 
 
 def to_record(stream: Stream) -> ArrayRecord:
@@ -198,7 +205,12 @@ def framed_bytes(message: Message) -> int:
 
 
 def _values_bytes(array: Array) -> int:
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    # Counted from the bytes that came, not from the shape that is claimed: .npy less its header.
+    data = array.data
+    if not data.startswith(b"\x93NUMPY"):
+        return len(data)
+    width = 2 if data[6] == 1 else 4  # of the header's length, by version of the format
+    return len(data) - 8 - width - int.from_bytes(data[8 : 8 + width], "little")
 
 
 def _integer(value: object) -> int:

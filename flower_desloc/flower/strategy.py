@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn
+from flower_desloc.flower.metrics import client_record, evaluation_record, number, weighted
 from flower_desloc.flower.records import (
     STATE_LOST,
     TOTALS,
@@ -32,7 +33,6 @@ from flower_desloc.flower.records import (
 from flower_desloc.ledger import stream_bytes
 from flower_desloc.record import (
     ClientRecord,
-    EvaluationRecord,
     Observer,
     Plan,
     Traffic,
@@ -230,7 +230,7 @@ class DesLoc(Strategy):
             member = self._federation.member(message)
             reply = self._usable(message, due)
             if reply is not None:
-                record = _client_record(reply)
+                record = client_record(reply)
                 by_examples = self.policy.weighting == "examples"
                 mean.add(reply.streams, record.num_examples if by_examples else 1.0)
                 clients[member.name] = record
@@ -286,7 +286,7 @@ class DesLoc(Strategy):
             parts[member.name] = numbers
         if not any(parts.values()):
             return None
-        overall = self.metrics(totals) if self.metrics else _weighted(parts, weights)
+        overall = self.metrics(totals) if self.metrics else weighted(parts, weights)
         named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
         return MetricRecord({**overall, **named})
 
@@ -394,7 +394,7 @@ class DesLoc(Strategy):
             start=self._window.start,
             step=self._window.stop,
             streams=[name for name in self.schedule.periods if name in self._window.due],
-            train_loss=None if metrics is None else float(metrics["train-loss"]),  # type: ignore[arg-type]
+            train_loss=None if metrics is None else number(metrics["train-loss"]),
             clients=tally.clients,
             left_out=tally.left_out,
             traffic=traffic,
@@ -405,8 +405,8 @@ class DesLoc(Strategy):
                 "averaging": tally.averaging,
                 "evaluation": tally.evaluation,
             },
-            central=_evaluation(result.evaluate_metrics_serverapp.get(server_round)),
-            federated=_evaluation(result.evaluate_metrics_clientapp.get(server_round)),
+            central=evaluation_record(result.evaluate_metrics_serverapp.get(server_round)),
+            federated=evaluation_record(result.evaluate_metrics_clientapp.get(server_round)),
         )
 
     def _average(self, name: str) -> Stream:
@@ -420,58 +420,6 @@ def _has_lost_state(reply: Message) -> bool:
     return reply.has_content() and any(
         STATE_LOST in record for record in reply.content.metric_records.values()
     )
-
-
-def _client_record(reply: Reply) -> ClientRecord:
-    """Read what a client tells of its window; an app of one's own may tell only the first two."""
-    metrics = reply.metrics
-
-    def number(name: str) -> float:
-        value = metrics.get(name, 0.0)
-        return 0.0 if isinstance(value, list) else float(value)
-
-    def numbers(name: str) -> list[float]:
-        value = metrics.get(name, [])
-        return [float(v) for v in value] if isinstance(value, list) else [float(value)]
-
-    return ClientRecord(
-        num_examples=int(number("num-examples")),
-        train_loss=number("train-loss"),
-        losses=numbers("losses"),
-        grad_norms=numbers("grad-norms"),
-        learning_rates=numbers("learning-rates"),
-        update_norm=number("update-norm"),
-        param_norm=number("param-norm"),
-        seconds=number("seconds"),
-    )
-
-
-def _weighted(
-    parts: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]
-) -> dict[str, float]:
-    """Return each metric's mean over the clients that have it, weighted."""
-    means: dict[str, float] = {}
-    for name in sorted({name for part in parts.values() for name in part}):
-        having = {client: part[name] for client, part in parts.items() if name in part}
-        total = sum(weights[client] for client in having)
-        if total > 0:
-            means[name] = sum(weights[c] * value for c, value in having.items()) / total
-    return means
-
-
-def _evaluation(metrics: MetricRecord | None) -> EvaluationRecord | None:
-    if metrics is None:
-        return None
-    overall: dict[str, float] = {}
-    parts: dict[str, dict[str, float]] = {}
-    for full, value in metrics.items():
-        part, slash, name = full.rpartition("/")
-        number = float(value)  # type: ignore[arg-type]
-        if slash:
-            parts.setdefault(part, {})[name] = number
-        else:
-            overall[name] = number
-    return EvaluationRecord(overall=overall, parts=parts)
 
 
 def _meta(stream: Stream) -> dict[str, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""From what clients report to what a run tells of itself."""
+
+import math
+from collections.abc import Mapping
+
+from flwr.app import MetricRecord, MetricRecordValues
+
+from flower_desloc.flower.records import Reply
+from flower_desloc.record import ClientRecord, EvaluationRecord
+
+
+def number(value: MetricRecordValues) -> float:
+    """Return a metric that is one number; NaN if it is a list."""
+    return math.nan if isinstance(value, list) else float(value)
+
+
+def numbers(value: MetricRecordValues) -> list[float]:
+    """Return a metric as a list, of one number where it is one."""
+    return [float(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def client_record(reply: Reply) -> ClientRecord:
+    """Read what a client tells of its window; an app of one's own may tell only the first two."""
+    told = reply.metrics
+    return ClientRecord(
+        num_examples=int(number(told["num-examples"])),
+        train_loss=number(told["train-loss"]),
+        losses=numbers(told.get("losses", [])),
+        grad_norms=numbers(told.get("grad-norms", [])),
+        learning_rates=numbers(told.get("learning-rates", [])),
+        update_norm=number(told.get("update-norm", 0.0)),
+        param_norm=number(told.get("param-norm", 0.0)),
+        seconds=number(told.get("seconds", 0.0)),
+    )
+
+
+def weighted(
+    parts: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Return each metric's mean over the clients that have it, weighted."""
+    means: dict[str, float] = {}
+    for name in sorted({name for part in parts.values() for name in part}):
+        having = {client: part[name] for client, part in parts.items() if name in part}
+        total = sum(weights[client] for client in having)
+        if total > 0:
+            means[name] = sum(weights[c] * value for c, value in having.items()) / total
+    return means
+
+
+def evaluation_record(metrics: MetricRecord | None) -> EvaluationRecord | None:
+    """Take metrics apart into those of everything and those of a part, named ``part/metric``."""
+    if metrics is None:
+        return None
+    overall: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    for full, value in metrics.items():
+        part, slash, name = full.rpartition("/")
+        figure = number(value)
+        if slash:
+            parts.setdefault(part, {})[name] = figure
+        else:
+            overall[name] = figure
+    return EvaluationRecord(overall=overall, parts=parts)
