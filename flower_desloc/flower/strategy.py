@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.members import Member, Policy, drawn
+from flower_desloc.flower.members import Member, Policy, drawn, in_order
 from flower_desloc.flower.metrics import client_record, evaluation_record, number, weighted
 from flower_desloc.flower.records import (
     STATE_LOST,
@@ -173,7 +173,7 @@ class DesLoc(Strategy):
         self.globals.averages[PARAMS] = initial_arrays
         self._federation = Federation(grid, self.policy, self.run_key)
         self._federation.wait_for_quorum()
-        members = list(self._federation.welcome(plain(train_config)))
+        members = in_order(self._federation.welcome(plain(train_config)))
         windows = list(self.schedule.windows(self.num_steps))
         if observer is not None:
             about = {member.name: member.about for member in members}
