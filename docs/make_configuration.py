@@ -31,6 +31,8 @@ flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=
 A file may build on a preset with `extends: quickstart`; it then states what differs. Its `sync`
 section, if it has one, replaces the preset's: which streams have which clock is one decision.
 
+The end of training is an average of `params` whatever their period: what a run leaves is a mean.
+
 What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
 `partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
 keeps its own state (by default `desloc/` in Flower's home folder); `device`; `name`.

@@ -98,7 +98,8 @@ def _zeros(stream: Stream) -> dict[str, Tensor]:
 
 def _squared_distance(tensor: Tensor, reference: Tensor | None) -> float:
     difference = tensor if reference is None else tensor - reference
-    return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
+    norm = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
+    return norm * norm  # ** raises where this is infinite
 
 
 def _require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:

@@ -1,5 +1,6 @@
 """The ServerApp: configuration -> strategy -> training -> the run's folder."""
 
+import secrets
 from collections.abc import Container
 from logging import WARNING
 from pathlib import Path
@@ -10,7 +11,6 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from flower_desloc.averaging import Stream
 from flower_desloc.build import build_schedule, build_streams
 from flower_desloc.config import Config, dump, load
 from flower_desloc.flower.members import Policy
@@ -46,18 +46,19 @@ def main(grid: Grid, context: Context) -> None:
             states=streams,
             metrics=task.metrics,
             evaluate_clients=config.evaluation.federated,
+            # The folder's name is this run's alone here, the rest makes it so elsewhere.
+            run_key=f"{folder.path.name}-{secrets.token_hex(4)}",
         )
         result = strategy.start(
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config)}),
-            evaluate_fn=_evaluate_fn(task, model) if config.evaluation.central else None,
+            evaluate_fn=_evaluate_fn(task, model, strategy) if config.evaluation.central else None,
             observer=recorder,
         )
-        final = from_record(result.arrays)
-        _install(model, final)
+        _install(model, strategy)
         folder.write_final(lambda path: task.save(model, path))
-        recorder.finish("completed", digest(final))
+        recorder.finish("completed", digest(from_record(result.arrays)))
 
 
 def _policy(config: Config) -> Policy:
@@ -83,10 +84,10 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
+def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        del server_round
-        _install(model, from_record(arrays))
+        del server_round, arrays  # buffers belong to a model as well
+        _install(model, strategy)
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
         for domain, batches in task.heldout().items():
@@ -99,7 +100,8 @@ def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
 
 
 @torch.no_grad()
-def _install(model: nn.Module, params: Stream) -> None:
-    own = dict(model.named_parameters())
-    for name, tensor in params.items():
-        own[name].copy_(tensor)
+def _install(model: nn.Module, strategy: DesLoc) -> None:
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in {PARAMS, BUFFERS} & strategy.globals.averages.keys():
+        for key, tensor in from_record(strategy.globals.averages[name]).items():
+            own[key].copy_(tensor)

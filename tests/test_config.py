@@ -57,9 +57,9 @@ def test_what_is_dumped_parses_to_itself(name):
 
 
 def test_what_looks_like_something_else_survives_the_dump():
-    for name in ("007", "no", "1e3", "null", "a: b", "#x", "ü", " x"):
-        config = quickstart([f"run.name='{name}'"])
-        assert config.run.name == name
+    for column in ("007", "no", "1e3", "null", "a: b", "#x", "ü", " x"):
+        config = quickstart([f"data.text_field='{column}'"])
+        assert config.data.text_field == column
         assert parse(dump(config)) == config
 
 
@@ -196,8 +196,8 @@ WRONG = {
     "run.steps=[1": ["run.steps=[1"],
     "run.seed=-1": ["run.seed=-1", "at least 0"],
     "run.seed=4294967296": ["run.seed=4294967296", "at most"],
-    "run.name=a/b": ["run.name=a/b", "no '/'"],
-    "run.name=.a": ["run.name=.a", "leading '.'"],
+    "run.name=a/b": ["run.name=a/b", "letters, digits"],
+    "run.name=.a": ["run.name=.a", "not '.' or '-' first"],
     "run.name=": ["run.name="],
     "run.name=${nope}": ["run.name", "nope"],
     "run.steps=${oc.env:DESLOC_UNSET}": ["run.steps", "DESLOC_UNSET"],

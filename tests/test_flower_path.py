@@ -645,3 +645,134 @@ def test_config_records_of_the_app_reach_the_clients(tmp_path):
     run.grid.client_app = app
     run.strategy.start(run.grid, run.initial, ConfigRecord({"colour": "blue"}))
     assert set(seen[:-3]) == {"blue"}  # the farewell brings no settings
+
+
+# ------------------------------------------------------------------ What a long life brings along
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, [0, 60]), (4, [0, 10, 20, 30, 40, 50, 60]), (25, [0, 30, 50, 60])]
+)
+def test_the_model_is_evaluated_at_the_first_average_after_each_multiple(every, expected, tmp_path):
+    case = OPTIMIZERS["sgdm"]
+    schedule = SyncSchedule(case.periods(10, 3))
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=1, num_steps=60)
+    run.strategy.eval_every = every
+    at = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+        at.append(run.strategy.globals.step)
+
+    run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
+    assert at == expected
+
+
+def test_a_client_whose_app_does_not_evaluate_loses_nothing(tmp_path, caplog):
+    run = quadratic(tmp_path, Policy())
+    run.strategy.evaluate_clients = True
+    run.start()
+    assert "lost its state" not in caplog.text
+    size = sum(t.numel() * t.element_size() for t in initial(run.problem).values())
+    assert run.watch.records[0].traffic.down == {"params": 3 * size}
+    assert run.watch.records[1].traffic.down == {}
+
+
+def test_a_client_that_moves_takes_its_place_once_whatever_its_old_node_does(tmp_path):
+    run = quadratic(tmp_path, Policy())
+
+    def move(record: WindowRecord) -> None:
+        Run._after(run, record)
+        if record.step == 2:  # its old node stays online
+            old = run.grid.contexts[2]
+            run.grid.contexts[77] = Context(1, 77, old.node_config, RecordDict(), {})
+
+    run.watch.after = move
+    assert_close(run.start(), oracle(run))
+    assert run.watch.joiners == ["client-1"]
+
+
+def test_a_damaged_state_file_makes_a_new_client(tmp_path, caplog):
+    run = quadratic(tmp_path, Policy())
+
+    def flip(record: WindowRecord) -> None:
+        Run._after(run, record)
+        if record.step == 2:
+            data = bytearray(run.file(1).path.read_bytes())
+            kept = run.file(1).read(["exp_avg"])["exp_avg"]["vector"]
+            data[data.index(kept.numpy().tobytes()) + 3] ^= 4
+            run.file(1).path.write_bytes(data)
+
+    run.watch.after = flip
+    run.start()
+    assert "is not what was written" in caplog.text
+
+
+def test_values_that_are_not_finite_never_reach_a_clients_file(tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue"))
+    loss = Quadratic.loss
+
+    def exploding(self: Quadratic, module: torch.nn.Module, m: int, t: int) -> torch.Tensor:
+        factor = torch.inf if (m, t) == (1, 2) else 1.0
+        return factor * loss(self, module, m, t)
+
+    object.__setattr__(run.problem, "loss", exploding.__get__(run.problem))
+    run.start()
+    left = [record.left_out for record in run.watch.records]
+    assert [set(out) for out in left] == [set(), set(), {"client-1"}, set(), set()]
+    assert "diverged" in left[2]["client-1"]
+
+
+@pytest.mark.parametrize("examples", [float("nan"), float("inf"), 0, -3])
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+def test_a_number_of_examples_that_cannot_be_is_left_out_by_name(examples, weighting, tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue", weighting=weighting))
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
+            reply.content["metrics"]["num-examples"] = examples
+        return reply
+
+    run.grid.meddle = meddle
+    run.start()
+    assert all("num-examples" in r.left_out["client-1"] for r in run.watch.records[1:])
+
+
+@pytest.mark.parametrize(
+    "data", [b"PK\x03\x04 no archive", b"", b"\x93NUMPY\x01\x00\x07\x00{'descr"]
+)
+@pytest.mark.parametrize("dtype", ["float64", "foo"])
+def test_bytes_that_are_no_array_are_left_out_by_name(data, dtype, tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue"))
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
+            stream = next(iter(reply.content.array_records.values()))
+            stream["vector"].data, stream["vector"].dtype = data, dtype
+        return reply
+
+    run.grid.meddle = meddle
+    run.start()
+    assert all("cannot be read" in r.left_out["client-1"] for r in run.watch.records[1:])
+
+
+def test_a_strategy_runs_once(tmp_path):
+    run = quadratic(tmp_path, Policy())
+    run.start()
+    with pytest.raises(ValueError, match="runs once"):
+        run.strategy.start(run.grid, run.initial)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("on_failure", "contineu"), ("weighting", "size"), ("fraction_train", -1), ("timeout", 0)],
+)
+def test_a_policy_that_cannot_be_is_refused(key, value):
+    with pytest.raises(ValueError, match=key):
+        Policy(**{key: value})
+
+
+@pytest.mark.parametrize("settings", [{"streams": "x"}, {"mine": [1, 2]}])
+def test_settings_that_would_not_arrive_are_refused(settings, tmp_path):
+    run = quadratic(tmp_path, Policy())
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        run.strategy.start(run.grid, run.initial, ConfigRecord(settings))

@@ -10,10 +10,12 @@ from flower_desloc.tasks import build_task
 def prediction(config: Config) -> str:
     """Return the bytes one client will send up, by stream, beside Local Adam's and DDP's.
 
-    Builds the model, to know its size.
+    Builds the model, to know its size; raises ``ValueError`` when that cannot be done.
     """
     schedule, steps = build_schedule(config), config.run.steps
-    sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
+    streams = build_streams(config, build_task(config).build_model())
+    schedule.require([name for name in streams if name in schedule.periods], config.optimizer.name)
+    sizes = stream_bytes(streams)
     events = schedule.num_events(steps)
     sent = desloc_bytes(schedule, sizes, steps)
     lines = [f"each client will send, in {steps} steps:"]

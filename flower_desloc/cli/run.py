@@ -91,13 +91,27 @@ def run(
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
-        typer.echo(prediction(config))
+        try:
+            typer.echo(prediction(config))
+        except ValueError as error:
+            fail(USAGE, str(error))
         return
+    _require_writable(output_dir)
     with exit_on_signals():
         if engine is Engine.SIMULATION:
             _run_simulation(command, verbose=verbose)
         else:
             _run_in_process(app, run_config, config.federation.num_clients, verbose=verbose)
+
+
+def _require_writable(folder: Path) -> None:
+    path = folder.expanduser().resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
+    if not os.access(path, os.W_OK):
+        fail(USAGE, f"--output-dir {folder}: may not be written to; give another folder")
 
 
 def _run_simulation(command: Sequence[str], *, verbose: bool) -> None:

@@ -27,6 +27,12 @@ def exit_on_signals() -> Iterator[None]:
     """
 
     def leave(number: int, _frame: FrameType | None) -> Never:
+        name = signal.Signals(number).name
+        typer.secho(
+            f"stopped by {name}; what the run has recorded so far stays in its folder",
+            err=True,
+            fg=typer.colors.RED,
+        )
         sys.exit(128 + number)
 
     before = {

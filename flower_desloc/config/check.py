@@ -1,6 +1,7 @@
 """Values that have the right type and still cannot be."""
 
 import math
+import re
 from typing import Any
 
 from flower_desloc.config.errors import ConfigError
@@ -26,6 +27,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.intermediate_size": (1, math.inf),
     "model.num_hidden_layers": (1, math.inf),
     "model.num_attention_heads": (1, math.inf),
+    "model.rope_theta": (1e-3, math.inf),
+    "model.initializer_range": (0, math.inf),
     "data.max_bytes": (0, math.inf),
     "data.validation_fraction": (0.001, 0.5),
     "data.alpha": (1e-6, math.inf),
@@ -59,7 +62,9 @@ def check(config: Config) -> None:
     for key, (least, most) in _RANGES.items():
         value = _value(config, key)
         if value is not None and not (least <= value <= most and math.isfinite(value)):
-            upto = " and finite" if most == math.inf else f" and at most {most:g}"
+            upto = "" if most == math.inf else f" and at most {most:g}"
+            if value == math.inf:
+                upto = " and finite"
             raise ConfigError(f"{key}={value}: must be at least {least:g}{upto}")
     if any(not 0 <= beta < 1 for beta in config.optimizer.betas):
         raise ConfigError(
@@ -70,14 +75,21 @@ def check(config: Config) -> None:
             f"model.num_attention_heads={config.model.num_attention_heads}: must divide "
             f"model.hidden_size={config.model.hidden_size}"
         )
+    if config.model.hidden_size // config.model.num_attention_heads % 2:
+        raise ConfigError(
+            f"model.hidden_size={config.model.hidden_size}: a head must be of even size for the "
+            f"rotary embedding, and model.num_attention_heads={config.model.num_attention_heads} "
+            "makes it odd"
+        )
     if config.federation.min_clients > config.federation.num_clients:
         raise ConfigError(
             f"federation.min_clients={config.federation.min_clients}: the quorum is larger than "
             f"federation.num_clients={config.federation.num_clients}"
         )
-    if not config.run.name or "/" in config.run.name or config.run.name.startswith("."):
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", config.run.name):
         raise ConfigError(
-            f"run.name={config.run.name}: it names a folder, so no '/' and no leading '.'"
+            f"run.name={config.run.name}: it names folders; letters, digits, '_', '-' and '.', at "
+            "most 80, and not '.' or '-' first"
         )
     _check_lr_schedule(config)
     if config.optimizer.name == "paper_adam" and config.optimizer.weight_decay:

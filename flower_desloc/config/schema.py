@@ -139,7 +139,8 @@ class Federation:
     on_failure: str = "stop"
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = 3600.0
-    """Seconds without any client's reply after which a window goes on without the missing ones."""
+    """Seconds to wait for the next reply, in the clients' order, before going on without it; at
+    least what a whole window takes, clients that wait for a core included."""
     repeats: int = 2
     """How often a window below the quorum is repeated before the run stops."""
 

@@ -6,20 +6,22 @@ state file to the records, is here.
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from logging import WARNING
 from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.logger import log
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.averaging import Stream
 from flower_desloc.flower.code import fingerprint
+from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,
     GOODBYE,
@@ -29,7 +31,7 @@ from flower_desloc.flower.records import (
     Reply,
     Request,
 )
-from flower_desloc.flower.state import Held, StateFile
+from flower_desloc.flower.state import DamagedStateError, Held, StateFile
 from flower_desloc.local import Clipping, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
@@ -112,8 +114,16 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
 
     The state is written before the reply is returned. Asked again for a window it has been
     through, a client replies again from its file. A client that lacks a stream which was not sent
-    says so, and the server sends it.
+    says so, and the server sends it. One whose state file is damaged is as good as new.
     """
+    try:
+        return _train_window(worker, request, file)
+    except DamagedStateError as error:
+        _start_anew(file, error)
+        return _train_window(worker, request, file)
+
+
+def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     began = time.perf_counter()
     held = file.held()
     if held is not None and _has_done(held, request):
@@ -125,6 +135,7 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     if begin is None:
         return Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
     put(module, optimizer, begin)
+    module.train()
     if isinstance(optimizer, ADOPT) and request.start > 0 and _is_zero(begin["exp_avg_sq"]):
         seed_adopt(optimizer, worker.loss_at, step=request.start, clipping=worker.clipping)
     before = {
@@ -153,6 +164,7 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         "param-norm": _norm(after),
         "seconds": time.perf_counter() - began,
     }
+    _require_finite(streams)
     now = Held(
         step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
     )
@@ -165,13 +177,17 @@ def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply
 
     They are kept, so that the next window need not bring them again.
     """
+    try:
+        _keep(file, request)
+    except DamagedStateError as error:
+        _start_anew(file, error)
+        _keep(file, request)
     if worker.evaluate is None:
         return Reply(metrics={"num-examples": 0})
     if not worker.optimizer.state:
         prime(worker.optimizer)
     put(worker.module, worker.optimizer, request.streams)
     totals = worker.evaluate()
-    _keep(file, request)
     return Reply(
         metrics={
             "num-examples": worker.num_examples,
@@ -244,10 +260,15 @@ def _keep(file: StateFile, request: Request) -> None:
     file.write(Held(step=held.step if held else 0, versions=versions), {**old, **newer})
 
 
+def _start_anew(file: StateFile, error: DamagedStateError) -> None:
+    log(WARNING, "%s; this client starts as a new one", error)
+    file.delete()
+
+
 def _state_file(request: Request, context: Context) -> StateFile:
     for what, name in (("run", request.run_key), ("client", client_name(context))):
         # Both name files here, and the first comes from outside.
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        if not is_name(name):
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
             )
@@ -264,6 +285,15 @@ def _require_same_code(request: Request) -> None:
             "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
             "restart it from an empty folder"
         )
+
+
+def _require_finite(streams: Mapping[str, Stream]) -> None:
+    # Not written, or a stream that is never due would keep it for ever: what was held is kept.
+    for name, stream in streams.items():
+        if not all(torch.isfinite(tensor).all() for tensor in stream.values()):
+            raise FloatingPointError(
+                f"training diverged: {name} has values that are not finite; lower optimizer.lr"
+            )
 
 
 def _is_zero(stream: Stream) -> bool:

@@ -15,8 +15,8 @@ def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Ite
 
     A reply is pulled when its turn has come, and only then: the link holds the early ones, as it
     does anyway, so the server app holds one reply at a time however many clients there are, and
-    their sum has one order. Where ``patience`` seconds have gone by without a sign of any client,
-    those not there yet are given an error for a reply.
+    their sum has one order. A client whose reply is not there ``patience`` seconds after the last
+    one was taken is given an error for a reply.
 
     Every reply says truly which node was asked: Flower's own errors may come from node 1.
     """
@@ -33,9 +33,19 @@ def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Ite
         else:
             heard = time.monotonic()
             if reply.has_error():
-                reply = Message(reply.error, reply_to=request)
+                error = Error(reply.error.code, _sentence(reply.error.reason))
+                reply = Message(error, reply_to=request)
+            elif reply.metadata.src_node_id != request.metadata.dst_node_id:
+                what = f"node {reply.metadata.src_node_id} answered in its place"
+                reply = Message(Error(_NO_REPLY, what), reply_to=request)
         yield reply
         del reply, request  # or they would live on beside the next
+
+
+def _sentence(reason: str | None) -> str:
+    """Return what the client said, without the exceptions that Flower has wrapped it in."""
+    text = " ".join((reason or "no reason given").split())
+    return text.rpartition("occurred. Message: ")[2].removesuffix("'>")
 
 
 def time_to_live(patience: float) -> float:

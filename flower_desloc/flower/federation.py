@@ -22,6 +22,7 @@ from flower_desloc.flower.records import (
 from flower_desloc.record import Traffic
 
 _LOOK_AGAIN = 0.1  # seconds
+_GOODBYE_PATIENCE = 60.0
 
 
 class FederationError(RuntimeError):
@@ -38,6 +39,7 @@ class Federation:
         self._policy = policy
         self._run_key = run_key
         self._members: dict[str, Member] = {}
+        self._left: set[int] = set()  # nodes whose client is elsewhere by now
 
     def wait_for_quorum(self) -> None:
         """Wait until ``min_clients`` nodes are online, and no more are just coming.
@@ -65,7 +67,7 @@ class Federation:
         A client that comes back at another node takes its old place. Raises
         :class:`FederationError` for a node that fails, unless the policy is to continue.
         """
-        known = {member.node_id for member in self._members.values()}
+        known = {member.node_id for member in self._members.values()} | self._left
         new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
         hello = Request(run_key=self._run_key, config={**config, "code": fingerprint()})
         greeted: dict[str, int] = {}
@@ -76,6 +78,7 @@ class Federation:
             try:
                 member = Member.from_hello(node_id, _about(reply))
                 if member.name in greeted:
+                    self._left.add(node_id)  # or it would take the place at the next window
                     raise ValueError(
                         f"it calls itself {member.name}, as node {greeted[member.name]} does; "
                         "give each SuperNode its own partition-id or name in its node config"
@@ -84,6 +87,9 @@ class Federation:
                 self.fail(f"node {node_id} cannot take part: {error}")
                 continue
             greeted[member.name] = node_id
+            if (old := self._members.get(member.name)) is not None:
+                log(WARNING, "%s is now node %d, not %d", member.name, node_id, old.node_id)
+                self._left.add(old.node_id)
             self._members[member.name] = member
             yield member
 
@@ -132,9 +138,10 @@ class Federation:
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete what they kept of it."""
         content = Request(run_key=self._run_key).to_content(0)
-        for reply in self.ask(
-            self._message(content, member.node_id, GOODBYE, 0) for member in self.online()
-        ):
+        requests = [self._message(content, m.node_id, GOODBYE, 0) for m in self.online()]
+        # The run is over: nobody's silence may hold its result back for long.
+        patience = min(self._policy.timeout, _GOODBYE_PATIENCE)
+        for reply in exchange(self._grid, requests, patience=patience):
             if reply.has_error():
                 log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
 

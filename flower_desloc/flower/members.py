@@ -28,6 +28,16 @@ class Policy:
     seed: int = 0
     """Draws who trains where ``fraction_train`` is below 1."""
 
+    def __post_init__(self) -> None:
+        allowed = {"weighting": ("uniform", "examples"), "on_failure": ("stop", "continue")}
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(values)}")
+        if not 0 < self.fraction_train <= 1:
+            raise ValueError(f"fraction_train={self.fraction_train}: must be above 0, at most 1")
+        if self.min_clients < 1 or self.repeats < 0 or not self.timeout > 0:
+            raise ValueError("min_clients and timeout must be positive, repeats at least 0")
+
 
 @dataclass
 class Member:
@@ -46,8 +56,8 @@ class Member:
         about = dict(hello)
         streams, versions = about.pop("held-streams", []), about.pop("held-versions", [])
         name = about.pop("client", None)
-        if not isinstance(name, str):
-            raise ValueError("it did not say its name")
+        if not isinstance(name, str) or not is_name(name):
+            raise ValueError(f"{name!r} is not a name")
         if not isinstance(streams, list) or not isinstance(versions, list):
             raise ValueError("it did not say which streams it holds")
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
@@ -64,9 +74,14 @@ class Member:
         ]
 
 
+def is_name(text: str) -> bool:
+    """Return whether ``text`` can name a run or a client; it names files, so not everything can."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", text) is not None
+
+
 def in_order(members: Iterable[Member]) -> list[Member]:
     """Return members by name, client-2 before client-10: the fixed order of summation."""
-    return sorted(members, key=lambda member: _natural(member.name))
+    return sorted(members, key=lambda member: (_natural(member.name), member.name))
 
 
 def drawn(members: list[Member], policy: Policy, step: int) -> list[Member]:

@@ -5,7 +5,6 @@ Down: an ArrayRecord for each stream that travels, named after it, and one Confi
 """
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +19,10 @@ CONFIG = "config"
 METRICS = "metrics"
 ABOUT = "about"
 STATE_LOST = "state-lost"
+_OWN_KEYS = {
+    *("server-round", "run-key", "start-step", "stop-step"),
+    *("streams-due", "streams", "stream-versions"),
+}
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
 GOODBYE = "query.goodbye"
@@ -139,8 +142,8 @@ class Reply:
                 raise ValueError(f"its metrics have no number {name!r}")
         examples = self.metrics["num-examples"]
         assert isinstance(examples, (int, float))
-        if not (math.isfinite(examples) and examples > 0):
-            raise ValueError(f"its num-examples is {examples}; it must be positive and finite")
+        if not 0 < examples < 2**63:
+            raise ValueError(f"its num-examples is {examples}; it must be a positive number")
 
 
 def to_record(stream: Stream) -> ArrayRecord:
@@ -154,13 +157,20 @@ def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
     """Return the tensors of an ArrayRecord; raises ``ValueError`` when they cannot be read."""
     try:
         return {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
-    except (ValueError, TypeError, EOFError, OSError) as error:
+    except Exception as error:  # whatever NumPy lets through of what other formats raise
         raise ValueError(f"an array cannot be read: {error}") from error
 
 
 def plain(config: ConfigRecord) -> dict[str, str | int | float | bool]:
-    """Return the settings of a ConfigRecord that are single values."""
-    return {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
+    """Return an app's settings; raises ``ValueError`` for one that cannot travel with a request."""
+    settings: dict[str, str | int | float | bool] = {}
+    for key, value in config.items():
+        if key in _OWN_KEYS:
+            raise ValueError(f"the setting {key!r} is the strategy's own; give yours another name")
+        if not isinstance(value, (str, int, float, bool)):
+            raise ValueError(f"the setting {key!r} is a {type(value).__name__}, not a single value")
+        settings[key] = value
+    return settings
 
 
 def payload_bytes(message: Message) -> dict[str, int]:

@@ -8,7 +8,6 @@ the file is the same as being a new client.
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flower_desloc.averaging import Stream
+from flower_desloc.streams import digest
 
 _ABOUT = "desloc"
+_DIGESTS = "sha256"
 _SEPARATOR = "/"  # joins stream and tensor; no stream name contains it
+
+
+class DamagedStateError(ValueError):
+    """A client's state file holds other values than were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,8 @@ class StateFile:
 
     def __init__(self, folder: Path, run_key: str, client: str) -> None:
         self.path = folder / run_key / f"{client}.safetensors"
+        # One name, so that what a killed process left is overwritten. One process writes at a time.
+        self._partial = self.path.with_suffix(".partial")
 
     def held(self) -> Held | None:
         """Return what the file holds, or None where there is no whole file."""
@@ -54,14 +61,22 @@ class StateFile:
             return None
 
     def read(self, streams: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the named streams; call :meth:`held` first."""
+        """Return the named streams of those that :meth:`held` lists.
+
+        Raises :class:`DamagedStateError` when they are not what was written.
+        """
         wanted = set(streams)
         result: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
         with safe_open(self.path, framework="pt") as file:
+            digests = json.loads(file.metadata()[_DIGESTS])
             for full in file.keys():  # noqa: SIM118 - not a mapping
                 name, _, key = full.partition(_SEPARATOR)
                 if name in wanted:
                     result[name][key] = file.get_tensor(full)
+        for name, stream in result.items():
+            # Lengths are checked by the format; a flipped bit is not.
+            if digest(stream) != digests.get(name):
+                raise DamagedStateError(f"{name} in {self.path} is not what was written")
         return result
 
     def write(self, held: Held, streams: Mapping[str, Stream]) -> None:
@@ -76,16 +91,15 @@ class StateFile:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}-")
-            os.close(handle)
-            temporary = Path(name)
+            digests = json.dumps({name: digest(stream) for name, stream in streams.items()})
+            about = {_ABOUT: json.dumps(asdict(held)), _DIGESTS: digests}
             try:
-                save_file(tensors, temporary, metadata={_ABOUT: json.dumps(asdict(held))})
-                with temporary.open("rb+") as file:
+                save_file(tensors, self._partial, metadata=about)
+                with self._partial.open("rb+") as file:
                     os.fsync(file.fileno())
-                temporary.replace(self.path)
+                self._partial.replace(self.path)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)
                 raise
         except (OSError, SafetensorError) as error:
             raise OSError(
@@ -96,5 +110,6 @@ class StateFile:
     def delete(self) -> None:
         """Forget everything; the run's folder goes with its last client."""
         self.path.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # absent, or other clients' files are in it
             self.path.parent.rmdir()

@@ -39,7 +39,7 @@ from flower_desloc.record import (
     WindowRecord,
 )
 from flower_desloc.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.streams import starts_at_zero
+from flower_desloc.streams import BUFFERS, starts_at_zero
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -118,10 +118,13 @@ class DesLoc(Strategy):
         self.run_key = run_key or secrets.token_hex(8)
         self.globals = Globals(versions=dict.fromkeys(schedule.periods, 0))
         self._like = {name: _meta(stream) for name, stream in (states or {}).items()}
+        if BUFFERS in schedule.periods and BUFFERS not in self._like:
+            raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
         for name, stream in (states or {}).items():
             if not starts_at_zero(name):
                 self.globals.averages[name] = to_record(stream)
         self._window = Window(0, 0, frozenset())
+        self._evaluated = 0
         self._tally = _Tally()
         self._federation: Federation
 
@@ -130,6 +133,7 @@ class DesLoc(Strategy):
         clocks = ", ".join(f"{name} {period}" for name, period in self.schedule.periods.items())
         mode = "periods" if self.schedule.coin_seed is None else "mean periods, by coins"
         log(INFO, "DES-LOC, %d local steps; %s: %s", self.num_steps, mode, clocks)
+        log(INFO, "the clients keep their state of this run under %s", self.run_key)
 
     def start(  # type: ignore[override]  # Flower's carries one set of arrays, on one clock
         self,
@@ -167,6 +171,8 @@ class DesLoc(Strategy):
         """
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or train_config
+        if PARAMS in self.globals.averages:
+            raise ValueError("a DesLoc runs once; construct another one for another run")
         result = Result()
         self.summary()
         self._like[PARAMS] = _meta(from_record(initial_arrays))
@@ -229,11 +235,9 @@ class DesLoc(Strategy):
             began = time.perf_counter()
             member = self._federation.member(message)
             reply = self._usable(message, due)
-            if reply is not None:
-                record = client_record(reply)
-                by_examples = self.policy.weighting == "examples"
-                mean.add(reply.streams, record.num_examples if by_examples else 1.0)
-                clients[member.name] = record
+            if reply is not None and self._add(mean, member, reply):
+                clients[member.name] = client_record(reply)
+                self._tally.left_out.pop(member.name, None)  # of an earlier repeat
                 member.held = dict(self.globals.versions)
             self._tally.averaging += time.perf_counter() - began
             del message, reply  # or they would live on beside the next
@@ -242,6 +246,7 @@ class DesLoc(Strategy):
         began = time.perf_counter()
         averages = mean.result()
         self._tally.drift = mean.drift(averages)
+        _require_finite(averages, self._where())
         for name, stream in averages.items():
             self._like.setdefault(name, _meta(stream))
             self.globals.averages[name] = to_record(stream)
@@ -277,7 +282,9 @@ class DesLoc(Strategy):
             if reply is None:
                 continue
             member = self._federation.member(message)
-            member.held[PARAMS] = self.globals.versions[PARAMS]
+            for name in (PARAMS, BUFFERS):
+                if name in self.globals.versions:
+                    member.held[name] = self.globals.versions[name]
             numbers = {k: float(v) for k, v in reply.metrics.items() if not isinstance(v, list)}
             weights[member.name] = numbers.pop("num-examples", 0.0)
             for name in [name for name in numbers if name.startswith(TOTALS)]:
@@ -302,6 +309,9 @@ class DesLoc(Strategy):
                 return metrics
             log(WARNING, "%s has too few usable replies: %s", self._where(), self._tally.left_out)
             self._tally.clients.clear()
+            # Who was away may be back, at another node.
+            self._federation.wait_for_quorum()
+            list(self._federation.welcome(plain(config)))
         raise FederationError(
             f"{self._where()} stayed below federation.min_clients={self.policy.min_clients} "
             f"through federation.repeats={self.policy.repeats} repeats; "
@@ -339,7 +349,9 @@ class DesLoc(Strategy):
             config=plain(config),
         )
         # An evaluation follows an average of params, so params are what everybody lacks.
-        names = [PARAMS] if evaluates else member.lacks(versions)
+        # (So are buffers, as far as there are any: a model is evaluated with them.)
+        evaluated = [name for name in (PARAMS, BUFFERS) if name in versions]
+        names = evaluated if evaluates else member.lacks(versions)
         averages = {name: self.globals.averages[name] for name in names}
         return self._federation.request(member, message_type, server_round, request, averages)
 
@@ -351,18 +363,32 @@ class DesLoc(Strategy):
             reply = Reply.from_content(message.content)
             reply.check(self._window, due, self._like)
         except ValueError as error:
-            name = self._federation.member(message).name
-            self._tally.left_out[name] = str(error)
-            self._federation.fail(f"{name} is left out of {self._where()}: {error}")
+            self._leave_out(self._federation.member(message), error)
             return None
         return reply
+
+    def _add(self, mean: Mean, member: Member, reply: Reply) -> bool:
+        """Add a reply to the mean; else leave its client out, saying why."""
+        weight = 1.0
+        if self.policy.weighting == "examples":
+            weight = number(reply.metrics["num-examples"])
+        try:
+            mean.add(reply.streams, weight)
+        except ValueError as error:
+            self._leave_out(member, error)
+            return False
+        return True
+
+    def _leave_out(self, member: Member, error: ValueError) -> None:
+        self._tally.left_out[member.name] = str(error)
+        self._federation.fail(f"{member.name} is left out of {self._where()}: {error}")
 
     def _evaluates(self) -> bool:
         """Return whether the window just averaged is followed by an evaluation."""
         if PARAMS not in self._window.due:
             return False
         every, stop = self.eval_every, self._window.stop
-        return stop == self.num_steps or (every > 0 and stop // every > self._window.start // every)
+        return stop == self.num_steps or (every > 0 and stop // every > self._evaluated // every)
 
     def _evaluate(
         self,
@@ -373,6 +399,7 @@ class DesLoc(Strategy):
         result: Result,
     ) -> None:
         began = time.perf_counter()
+        self._evaluated = self._window.stop
         params = self.globals.averages[PARAMS]
         requests = self.configure_evaluate(server_round, params, config, grid)
         federated = self.aggregate_evaluate(server_round, self._federation.ask(requests))
@@ -420,6 +447,15 @@ def _has_lost_state(reply: Message) -> bool:
     return reply.has_content() and any(
         STATE_LOST in record for record in reply.content.metric_records.values()
     )
+
+
+def _require_finite(averages: Mapping[str, Stream], where: str) -> None:
+    for name, stream in averages.items():
+        if not all(torch.isfinite(tensor).all() for tensor in stream.values()):
+            raise FederationError(
+                f"the average of {name} after {where} is not finite, though every client's is; the "
+                "training diverges, so lower optimizer.lr"
+            )
 
 
 def _meta(stream: Stream) -> dict[str, torch.Tensor]:

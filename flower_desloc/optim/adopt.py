@@ -99,9 +99,10 @@ class ADOPT(ForeachOptimizer):
         gradients would all be at the clip, for as long as beta_2 takes to build v up.
         """
         for group in self.param_groups:
+            decay = 0.0 if group["decouple"] else group["weight_decay"]
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p]["exp_avg_sq"].copy_(p.grad.square())
+                    self.state[p]["exp_avg_sq"].copy_(p.grad.add(p, alpha=decay).square())
 
     def _update(
         self,
