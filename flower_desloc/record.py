@@ -87,7 +87,8 @@ class WindowRecord:
     clients: Mapping[str, ClientRecord]
     """Those whose contribution is in the averages, by name, in the order of summation."""
     left_out: Mapping[str, str]
-    """Client name -> why its contribution is not in the averages."""
+    """Client name -> why its contribution is not in the averages, or, where the reason begins with
+    "evaluation", not in the evaluation."""
     traffic: Traffic
     drift: Mapping[str, Drift]
     """Of each averaged stream: spread between clients, distance moved, norm."""

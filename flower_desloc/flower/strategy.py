@@ -5,6 +5,7 @@ Models" (Iacob et al.), with the average taken after the step. One round is one 
 client for its local steps, average what is due.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -282,6 +283,9 @@ class DesLoc(Strategy):
             if reply is None:
                 continue
             member = self._federation.member(message)
+            if not _adds_up(reply):
+                self._leave_out(member, ValueError("evaluation: its totals are not numbers >= 0"))
+                continue
             for name in (PARAMS, BUFFERS):
                 if name in self.globals.versions:
                     member.held[name] = self.globals.versions[name]
@@ -363,7 +367,8 @@ class DesLoc(Strategy):
             reply = Reply.from_content(message.content)
             reply.check(self._window, due, self._like)
         except ValueError as error:
-            self._leave_out(self._federation.member(message), error)
+            reason = error if due else ValueError(f"evaluation: {error}")
+            self._leave_out(self._federation.member(message), reason)
             return None
         return reply
 
@@ -447,6 +452,11 @@ def _has_lost_state(reply: Message) -> bool:
     return reply.has_content() and any(
         STATE_LOST in record for record in reply.content.metric_records.values()
     )
+
+
+def _adds_up(reply: Reply) -> bool:
+    totals = [number(v) for name, v in reply.metrics.items() if name.startswith(TOTALS)]
+    return all(0 <= total < math.inf for total in totals)
 
 
 def _require_finite(averages: Mapping[str, Stream], where: str) -> None:
