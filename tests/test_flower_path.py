@@ -776,3 +776,26 @@ def test_settings_that_would_not_arrive_are_refused(settings, tmp_path):
     run = quadratic(tmp_path, Policy())
     with pytest.raises(ValueError, match=next(iter(settings))):
         run.strategy.start(run.grid, run.initial, ConfigRecord(settings))
+
+
+@pytest.mark.parametrize("total", [float("nan"), float("inf"), -1.0])
+def test_totals_that_cannot_be_added_are_left_out_of_an_evaluation_by_name(total, tmp_path):
+    run = quadratic(tmp_path, Policy(on_failure="continue"))
+    run.strategy.evaluate_clients = True
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "evaluate":
+            bad = asked.metadata.dst_node_id == 2
+            reply.content["metrics"]["totals/nats"] = total if bad else 6.0
+            reply.content["metrics"]["totals/tokens"] = 2.0
+            reply.content["metrics"]["loss"] = 3.0
+        return reply
+
+    run.grid.meddle = meddle
+    run.strategy.metrics = lambda totals: {"loss": totals["nats"] / totals["tokens"]}
+    assert_close(run.start(), oracle(run))
+    last = run.watch.records[-1]
+    assert "evaluation" in last.left_out["client-1"]
+    assert last.federated is not None
+    assert last.federated.overall["loss"] == 3.0
+    assert set(last.federated.parts) == {"client-0", "client-2"}
