@@ -570,10 +570,11 @@ def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
         assert any(line.startswith(said) for line in process.stdout)
         assert place.left() != []
         process.send_signal(number)
-        process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     if number == signal.SIGKILL:  # then nobody waits for the guard
         assert process.returncode == -number
         wait_until(lambda: place.left() == [])
     else:
         assert process.returncode == 128 + number
+        assert f"stopped by {signal.Signals(number).name}" in errors
     assert place.left() == []

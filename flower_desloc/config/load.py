@@ -131,8 +131,9 @@ def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in layer.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 
