@@ -131,6 +131,13 @@ def check_like(name: str, stream: Stream, like: Stream) -> None:
             )
 
 
+def check_finite(name: str, stream: Stream) -> None:
+    """Raise ``ValueError`` when a tensor of ``stream`` holds NaN or infinity."""
+    for key, tensor in stream.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+
+
 def _tensors(
     module: nn.Module, optimizer: Optimizer, name: str, known: tuple[str, ...]
 ) -> dict[str, Tensor]:

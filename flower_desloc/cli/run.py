@@ -77,8 +77,9 @@ def run(
             fail(USAGE, "--workers is for --engine simulation")
         preset, words = _absolute(preset), _words(overrides or [])
         config = load(preset, words, presets=app / "configs")
-        words += _words(_absolute_paths(config))
-        config = load(preset, words, presets=app / "configs")
+        if seen_from_here := _words(_absolute_paths(config)):
+            words += seen_from_here
+            config = load(preset, words, presets=app / "configs")
         check_streams(config)
     except (ConfigError, NotACheckoutError) as error:
         fail(USAGE, str(error))

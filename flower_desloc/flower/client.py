@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -36,8 +37,9 @@ from flower_desloc.local import Clipping, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
 from flower_desloc.schedule import PARAMS
-from flower_desloc.streams import prime, put, starts_at_zero, stream_names, take
+from flower_desloc.streams import check_finite, prime, put, starts_at_zero, stream_names, take
 
+T = TypeVar("T")
 Config = Mapping[str, str | int | float | bool]
 Metrics = dict[str, int | float | list[int] | list[float]]
 
@@ -116,11 +118,7 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     through, a client replies again from its file. A client that lacks a stream which was not sent
     says so, and the server sends it. One whose state file is damaged is as good as new.
     """
-    try:
-        return _train_window(worker, request, file)
-    except DamagedStateError as error:
-        _start_anew(file, error)
-        return _train_window(worker, request, file)
+    return _or_anew(file, lambda: _train_window(worker, request, file))
 
 
 def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
@@ -164,7 +162,12 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         "param-norm": _norm(after),
         "seconds": time.perf_counter() - began,
     }
-    _require_finite(streams)
+    try:
+        # Not written, or a stream that is never due would keep it for ever: what was held is kept.
+        for name, stream in streams.items():
+            check_finite(name, stream)
+    except ValueError as error:
+        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
     now = Held(
         step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
     )
@@ -177,11 +180,7 @@ def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply
 
     They are kept, so that the next window need not bring them again.
     """
-    try:
-        _keep(file, request)
-    except DamagedStateError as error:
-        _start_anew(file, error)
-        _keep(file, request)
+    _or_anew(file, lambda: _keep(file, request))
     if worker.evaluate is None:
         return Reply(metrics={"num-examples": 0})
     if not worker.optimizer.state:
@@ -260,9 +259,14 @@ def _keep(file: StateFile, request: Request) -> None:
     file.write(Held(step=held.step if held else 0, versions=versions), {**old, **newer})
 
 
-def _start_anew(file: StateFile, error: DamagedStateError) -> None:
-    log(WARNING, "%s; this client starts as a new one", error)
-    file.delete()
+def _or_anew(file: StateFile, act: Callable[[], T]) -> T:
+    """Return what ``act`` does with the file; if the file is damaged, what it does without."""
+    try:
+        return act()
+    except DamagedStateError as error:
+        log(WARNING, "%s; this client starts as a new one", error)
+        file.delete()
+        return act()
 
 
 def _state_file(request: Request, context: Context) -> StateFile:
@@ -285,15 +289,6 @@ def _require_same_code(request: Request) -> None:
             "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
             "restart it from an empty folder"
         )
-
-
-def _require_finite(streams: Mapping[str, Stream]) -> None:
-    # Not written, or a stream that is never due would keep it for ever: what was held is kept.
-    for name, stream in streams.items():
-        if not all(torch.isfinite(tensor).all() for tensor in stream.values()):
-            raise FloatingPointError(
-                f"training diverged: {name} has values that are not finite; lower optimizer.lr"
-            )
 
 
 def _is_zero(stream: Stream) -> bool:

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 from flower_desloc.averaging import Stream
 from flower_desloc.schedule import Window
-from flower_desloc.streams import check_like
+from flower_desloc.streams import check_finite, check_like
 
 CONFIG = "config"
 METRICS = "metrics"
@@ -132,9 +132,7 @@ class Reply:
                             f"{key!r} of stream {name!r} is of type {tensor.dtype}, "
                             f"expected {like[name][key].dtype}"
                         )
-            for key, tensor in stream.items():
-                if not torch.isfinite(tensor).all():
-                    raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+            check_finite(name, stream)
 
     def _check_metrics(self) -> None:
         for name in ("num-examples", "train-loss"):

@@ -8,7 +8,7 @@ client for its local steps, average what is due.
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 
@@ -40,7 +40,7 @@ from flower_desloc.record import (
     WindowRecord,
 )
 from flower_desloc.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.streams import BUFFERS, starts_at_zero
+from flower_desloc.streams import BUFFERS, check_finite, starts_at_zero
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -247,7 +247,8 @@ class DesLoc(Strategy):
         began = time.perf_counter()
         averages = mean.result()
         self._tally.drift = mean.drift(averages)
-        _require_finite(averages, self._where())
+        for name, stream in averages.items():
+            self._require_finite(name, stream)
         for name, stream in averages.items():
             self._like.setdefault(name, _meta(stream))
             self.globals.averages[name] = to_record(stream)
@@ -286,9 +287,8 @@ class DesLoc(Strategy):
             if not _adds_up(reply):
                 self._leave_out(member, ValueError("evaluation: its totals are not numbers >= 0"))
                 continue
-            for name in (PARAMS, BUFFERS):
-                if name in self.globals.versions:
-                    member.held[name] = self.globals.versions[name]
+            for name in _model_streams(self.globals.versions):
+                member.held[name] = self.globals.versions[name]
             numbers = {k: float(v) for k, v in reply.metrics.items() if not isinstance(v, list)}
             weights[member.name] = numbers.pop("num-examples", 0.0)
             for name in [name for name in numbers if name.startswith(TOTALS)]:
@@ -303,7 +303,10 @@ class DesLoc(Strategy):
 
     def _train(self, grid: Grid, server_round: int, config: ConfigRecord) -> MetricRecord:
         """Run one window, again if need be, until the quorum has been averaged."""
-        for _ in range(1 + self.policy.repeats):
+        for attempt in range(1 + self.policy.repeats):
+            if attempt > 0:  # who was away may be back, at another node
+                self._federation.wait_for_quorum()
+                list(self._federation.welcome(plain(config)))
             requests = self.configure_train(
                 server_round, self.globals.averages[PARAMS], config, grid
             )
@@ -313,9 +316,6 @@ class DesLoc(Strategy):
                 return metrics
             log(WARNING, "%s has too few usable replies: %s", self._where(), self._tally.left_out)
             self._tally.clients.clear()
-            # Who was away may be back, at another node.
-            self._federation.wait_for_quorum()
-            list(self._federation.welcome(plain(config)))
         raise FederationError(
             f"{self._where()} stayed below federation.min_clients={self.policy.min_clients} "
             f"through federation.repeats={self.policy.repeats} repeats; "
@@ -352,10 +352,8 @@ class DesLoc(Strategy):
             versions=versions,
             config=plain(config),
         )
-        # An evaluation follows an average of params, so params are what everybody lacks.
-        # (So are buffers, as far as there are any: a model is evaluated with them.)
-        evaluated = [name for name in (PARAMS, BUFFERS) if name in versions]
-        names = evaluated if evaluates else member.lacks(versions)
+        # An evaluation follows an average of params: everybody lacks what a model is made of.
+        names = _model_streams(versions) if evaluates else member.lacks(versions)
         averages = {name: self.globals.averages[name] for name in names}
         return self._federation.request(member, message_type, server_round, request, averages)
 
@@ -441,6 +439,15 @@ class DesLoc(Strategy):
             federated=evaluation_record(result.evaluate_metrics_clientapp.get(server_round)),
         )
 
+    def _require_finite(self, name: str, stream: Stream) -> None:
+        try:
+            check_finite(name, stream)
+        except ValueError as error:
+            raise FederationError(
+                f"the average after {self._where()}: {error}, though every client's were; the "
+                "training diverges, so lower optimizer.lr"
+            ) from error
+
     def _average(self, name: str) -> Stream:
         return from_record(self.globals.averages[name])
 
@@ -459,13 +466,8 @@ def _adds_up(reply: Reply) -> bool:
     return all(0 <= total < math.inf for total in totals)
 
 
-def _require_finite(averages: Mapping[str, Stream], where: str) -> None:
-    for name, stream in averages.items():
-        if not all(torch.isfinite(tensor).all() for tensor in stream.values()):
-            raise FederationError(
-                f"the average of {name} after {where} is not finite, though every client's is; the "
-                "training diverges, so lower optimizer.lr"
-            )
+def _model_streams(names: Container[str]) -> list[str]:
+    return [name for name in (PARAMS, BUFFERS) if name in names]
 
 
 def _meta(stream: Stream) -> dict[str, torch.Tensor]:
