@@ -193,8 +193,9 @@ class DesLoc(Strategy):
                 )
             )
         before = Window(0, 0, frozenset())
+        sent = Traffic()  # the greetings are round 0's
         for server_round, self._window in enumerate([before, *windows]):
-            began, sent = time.perf_counter(), self._federation.traffic
+            began = time.perf_counter()
             self._tally = _Tally()
             if server_round > 0:
                 for member in self._federation.welcome(plain(train_config)):
@@ -206,7 +207,7 @@ class DesLoc(Strategy):
             if server_round == 0 or self._evaluates():
                 self._evaluate(grid, server_round, evaluate_config, evaluate_fn, result)
             if observer is not None:
-                traffic = self._federation.traffic - sent
+                traffic, sent = self._federation.traffic - sent, self._federation.traffic
                 observer.window(self._record(server_round, result, traffic, began))
         result.arrays = self.globals.averages[PARAMS]
         self._federation.farewell()
