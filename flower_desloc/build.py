@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc import lr_schedule, optim
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.local import Clipping
-from flower_desloc.schedule import SyncSchedule
+from flower_desloc.outer import Outer
+from flower_desloc.schedule import GRADIENTS, RESET, SyncSchedule
 from flower_desloc.streams import BUFFERS, prime, starts_at_zero, stream_names, take
 
 
@@ -49,10 +51,7 @@ def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tenso
 
 def check_streams(config: Config) -> None:
     """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other."""
-    module = nn.Linear(1, 1)
-    optimizer = build_optimizer(config, module.parameters())
-    prime(optimizer)
-    names = [*stream_names(module, optimizer), *({BUFFERS} & config.sync.keys())]
+    names = [*_streams_of_optimizer(config), *({BUFFERS} & config.sync.keys())]
     try:
         build_schedule(config).require(names, config.optimizer.name)
     except ValueError as error:
@@ -62,7 +61,38 @@ def check_streams(config: Config) -> None:
 def build_schedule(config: Config) -> SyncSchedule:
     """Return when each stream is averaged."""
     coins = config.run.seed if config.sync_mode == "probabilistic" else None
-    return SyncSchedule(config.sync, coin_seed=coins)
+    periods = config.sync
+    if config.strategy != "desloc":
+        periods = dict.fromkeys(_streams_of_optimizer(config), RESET) | periods
+    return SyncSchedule(periods, coin_seed=coins, once_at=frozenset(config.sync_once_at))
+
+
+def _streams_of_optimizer(config: Config) -> tuple[str, ...]:
+    module = nn.Linear(1, 1)
+    optimizer = build_optimizer(config, module.parameters())
+    prime(optimizer)
+    return stream_names(module, optimizer)
+
+
+def build_outer(config: Config) -> Outer | None:
+    """Return the server's own optimizer, if there is one."""
+    o = config.outer
+    if GRADIENTS in config.sync:
+        return Outer(
+            lambda params: build_optimizer(config, params),
+            lr_schedule=build_lr_schedule(config),
+            clipping=build_clipping(config),
+        )
+    match o.name:
+        case "sgd":
+            return Outer(
+                lambda params: torch.optim.SGD(
+                    params, o.lr, momentum=o.momentum, nesterov=o.nesterov
+                )
+            )
+        case "adam":
+            return Outer(lambda params: optim.Adam(params, o.lr, o.betas, o.eps))
+    return None
 
 
 def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:

@@ -8,7 +8,7 @@ Local Adam sends every stream every K_x steps, data parallelism sends a gradient
 from collections.abc import Mapping
 
 from flower_desloc.averaging import Stream
-from flower_desloc.schedule import PARAMS, SyncSchedule
+from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule
 
 
 def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
@@ -31,6 +31,8 @@ def local_adam_bytes(
     schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
 ) -> dict[str, int]:
     """Return the same for Local Adam (or Local ADOPT, SGDM): all streams on the clock of K_x."""
+    if GRADIENTS in schedule.periods:
+        return dict.fromkeys(schedule.periods, 0)  # data parallelism has no such counterpart
     # Counted from the clock of params itself: with coins, one coin decides for all.
     due = sum(PARAMS in schedule.due(step) for step in range(1, num_steps + 1))
     events = dict.fromkeys(schedule.periods, due) | {

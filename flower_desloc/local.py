@@ -46,14 +46,16 @@ def local_steps(
     stop: int,
     lr_schedule: LRSchedule,
     clipping: Clipping,
+    origin: int = 0,
 ) -> StepMetrics:
     """Take the local steps ``start + 1 .. stop`` of the federation.
 
     ``loss_at(step)`` is the loss of the batch of the step taken after ``step`` completed steps: a
     pure function, so that any window can be taken again. The learning rate is
-    the optimizer's own times ``lr_schedule(step)``.
+    the optimizer's own times ``lr_schedule(step)``. The optimizer counts its steps from
+    ``origin``, where its states were last reset.
     """
-    set_step(optimizer, start)
+    set_step(optimizer, start - origin)
     module.train()
     params = _params(optimizer)
     for group in optimizer.param_groups:
@@ -63,7 +65,7 @@ def local_steps(
         optimizer.zero_grad(set_to_none=True)
         loss = loss_at(step)
         loss.backward()
-        grad_norms.append(_clip(params, clipping))
+        grad_norms.append(clip(params, clipping))
         losses.append(loss.detach())
         factor = lr_schedule(step)
         for group in optimizer.param_groups:
@@ -83,16 +85,35 @@ def seed_adopt(
     This costs the gradient of one batch, which is then used again for the step itself.
     """
     loss_at(step).backward()
-    _clip(_params(optimizer), clipping)
+    clip(_params(optimizer), clipping)
     optimizer.seed()
     optimizer.zero_grad(set_to_none=True)
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def gradients(
+    module: nn.Module, optimizer: Optimizer, loss_at: Callable[[int], Tensor], *, step: int
+) -> tuple[dict[str, Tensor], StepMetrics]:
+    """Return the gradient of the step taken after ``step`` completed ones, under parameters' names.
+
+    Nothing is clipped and no step is taken: that is for whoever has all gradients. A parameter
+    the loss does not depend on has a gradient of zeros.
+    """
+    module.train()
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_at(step)
+    loss.backward()
+    grads = {
+        key: torch.zeros_like(p) if p.grad is None else p.grad
+        for key, p in module.named_parameters()
+        if p.requires_grad
+    }
+    optimizer.zero_grad(set_to_none=True)
+    norm = get_total_norm(list(grads.values()))
+    return grads, StepMetrics([float(loss.detach())], [float(norm)], [])
 
 
-def _clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+    """Clip the gradients of ``params`` in place; return their norm before that."""
     if clipping.norm is not None:
         norm = clip_grad_norm_(params, clipping.norm)
     else:
@@ -100,3 +121,7 @@ def _clip(params: list[Tensor], clipping: Clipping) -> Tensor:
     if clipping.value is not None:
         clip_grad_value_(params, clipping.value)
     return norm
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 PARAMS: Final = "params"
+GRADIENTS: Final = "gradients"
 NEVER: Final = "never"
+RESET: Final = "reset"
 
-Period = int | Literal["never"]
-_ALLOWED: Final = "a positive integer, or 'never'"
+Period = int | Literal["never", "reset"]
+_ALLOWED: Final = "a positive integer, 'never' or 'reset'"
 
 
 @dataclass(frozen=True)
@@ -32,38 +34,63 @@ class SyncSchedule:
 
     Periods are any positive integers, multiples of each other or not (the paper's toy problem
     uses 192, 192, 692), or ``"never"``. Step t counts completed local steps, and a stream is
-    due after step t when its period divides t.
+    due after step t when its period divides t. An optimizer state may also be ``"reset"``: never
+    averaged, and zero again after every average of ``params``.
+
+    The baselines of the paper (section 5) are schedules too: equal periods are Local Adam, states
+    that are never averaged FAVG+OPT, states that are reset FAVG-OPT, and ``{"gradients": 1}``,
+    alone, is data parallelism, where the gradient of every step is averaged.
 
     With ``coin_seed`` the schedule is the theory's (Theorem 1): after each step a stream is due
     with probability p = 1/K. The coin of one (seed, stream, step) always falls the same way, so
     all clients see the same windows and a resumed run continues them.
 
+    ``once_at`` names steps after which every stream is averaged once, besides its own clock (the
+    paper's ad-hoc averaging, before workers join).
+
     >>> list(SyncSchedule({"params": 2, "exp_avg": 3}).windows(4))[1]
     Window(start=2, stop=3, due=frozenset({'exp_avg'}))
 
-    Raises ``ValueError`` for a period that is neither a positive integer nor ``"never"``.
+    Raises ``ValueError`` for a period that is none of these.
     """
 
     periods: Mapping[str, Period]
     coin_seed: int | None = None
+    once_at: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         # What was checked must not change afterwards.
         object.__setattr__(self, "periods", dict(self.periods))
-        if PARAMS not in self.periods:
+        object.__setattr__(self, "once_at", frozenset(self.once_at))
+        if GRADIENTS in self.periods:
+            if self.periods != {GRADIENTS: 1}:
+                raise ValueError(
+                    f"gradients are averaged every step and alone: {{{GRADIENTS!r}: 1}}, "
+                    f"got {dict(self.periods)}"
+                )
+        elif PARAMS not in self.periods:
             raise ValueError(
                 f"the schedule states no period for {PARAMS!r}, only for "
                 f"{sorted(self.periods)}; state {_ALLOWED}"
             )
+        elif self.periods[PARAMS] == RESET:
+            raise ValueError(f"{PARAMS!r} cannot be 'reset'; only an optimizer state can")
         for stream, period in self.periods.items():
-            if period == NEVER:
+            if period in (NEVER, RESET):
                 continue
             # bool is an int in Python, and True would silently mean "every step".
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
                 raise ValueError(f"sync period of {stream!r} must be {_ALLOWED}; got {period!r}")
 
+    @property
+    def resets(self) -> frozenset[str]:
+        """The streams that are zero again after every average of ``params``."""
+        return frozenset(stream for stream, period in self.periods.items() if period == RESET)
+
     def due(self, step: int) -> frozenset[str]:
         """Return the streams averaged after local step ``step`` (1 is the first)."""
+        if step in self.once_at:
+            return frozenset(self.periods) - self.resets
         return frozenset(stream for stream in self.periods if self._falls_due(stream, step))
 
     def windows(self, num_steps: int, start: int = 0) -> Iterator[Window]:
@@ -74,7 +101,7 @@ class SyncSchedule:
         for step in range(start + 1, num_steps + 1):
             due = self.due(step)
             if step == num_steps:
-                due |= {PARAMS}
+                due |= self.periods.keys() & {PARAMS}
             if due:
                 yield Window(start, step, due)
                 start = step
@@ -94,6 +121,8 @@ class SyncSchedule:
         wrong as an unknown one.
         """
         known = list(streams)
+        if GRADIENTS in self.periods:
+            return  # the states are the server's
         for stream in self.periods:
             if stream not in known:
                 raise ValueError(
@@ -109,7 +138,7 @@ class SyncSchedule:
 
     def _falls_due(self, stream: str, step: int) -> bool:
         period = self.periods[stream]
-        if period == NEVER:
+        if period in (NEVER, RESET):
             return False
         assert isinstance(period, int)
         if self.coin_seed is None:

@@ -2,22 +2,26 @@
 
 import secrets
 from collections.abc import Container
+from functools import partial
 from logging import WARNING
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
-from flower_desloc.build import build_schedule, build_streams
+from flower_desloc.build import build_outer, build_schedule, build_streams
 from flower_desloc.config import Config, dump, load
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.outputs import RunFolder, RunRecorder
-from flower_desloc.schedule import NEVER, PARAMS
+from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS
 from flower_desloc.streams import BUFFERS, digest
 from flower_desloc.tasks import Task, build_task
 
@@ -26,7 +30,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run DES-LOC as the run config says; an exception is the run's failure."""
+    """Run the strategy as the run config says; an exception is the run's failure."""
     run_config = context.run_config
     config = load(str(run_config["config"]), str(run_config["overrides"]))
     task = build_task(config)
@@ -38,7 +42,8 @@ def main(grid: Grid, context: Context) -> None:
     schedule.require([PARAMS, *streams], config.optimizer.name)
     folder = RunFolder.create(Path(str(run_config["output-dir"])), config.run.name)
     with RunRecorder(config, schedule, folder) as recorder:
-        strategy = DesLoc(
+        strategy = _strategy(
+            config,
             schedule,
             config.run.steps,
             policy=_policy(config),
@@ -61,10 +66,24 @@ def main(grid: Grid, context: Context) -> None:
         recorder.finish("completed", digest(from_record(result.arrays)))
 
 
+def _strategy(config: Config, *args: Any, **kwargs: Any) -> DesLoc | Stock:
+    match config.strategy:
+        case "desloc":
+            return DesLoc(*args, outer=build_outer(config), **kwargs)
+        case "fedavg":
+            return Stock(FedAvg, *args, **kwargs)
+        case "fedadam":
+            f = config.fedadam
+            make = partial(FedAdam, eta=f.lr, beta_1=f.betas[0], beta_2=f.betas[1], tau=f.tau)
+            return Stock(make, *args, **kwargs)
+    raise AssertionError(config.strategy)
+
+
 def _policy(config: Config) -> Policy:
     f = config.federation
     return Policy(
         min_clients=f.min_clients,
+        attendance=f.attendance,
         fraction_train=f.fraction_train,
         weighting=f.weighting,
         on_failure=f.on_failure,
@@ -75,7 +94,7 @@ def _policy(config: Config) -> Policy:
 
 
 def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
-    if BUFFERS in streams and BUFFERS not in config.sync:
+    if BUFFERS in streams and not {BUFFERS, GRADIENTS} & config.sync.keys():
         config.sync[BUFFERS] = NEVER
         log(
             WARNING,
@@ -84,7 +103,7 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
+def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc | Stock) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         del server_round, arrays  # buffers belong to a model as well
         _install(model, strategy)
@@ -100,7 +119,7 @@ def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
 
 
 @torch.no_grad()
-def _install(model: nn.Module, strategy: DesLoc) -> None:
+def _install(model: nn.Module, strategy: DesLoc | Stock) -> None:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in {PARAMS, BUFFERS} & strategy.globals.averages.keys():
         for key, tensor in from_record(strategy.globals.averages[name]).items():

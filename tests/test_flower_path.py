@@ -1,173 +1,27 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reference
 import torch
 from federation import (
     OPTIMIZERS,
-    OptimizerCase,
-    Problem,
     Quadratic,
     Regression,
     assert_close,
     assert_same,
-    due_table,
     initial,
 )
+from flower_path import RUN, Run, oracle
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from reference import State
 
-from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
-from flower_desloc.flower.client import Worker, client_app
+from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.flower.state import StateFile
-from flower_desloc.lr_schedule import LRSchedule, constant
-from flower_desloc.record import Plan, WindowRecord
-from flower_desloc.schedule import PARAMS
-
-RUN = "run"
-
-
-class Grid(InProcessGrid):
-    """An in-process grid whose clients come and go, and that lets a test meddle with messages."""
-
-    def __init__(self, app: Any, num_clients: int, folder: Path) -> None:
-        nodes = [
-            {"partition-id": m, "num-partitions": num_clients, "state-dir": str(folder)}
-            for m in range(num_clients)
-        ]
-        super().__init__(app, nodes)
-        self.away: set[int] = set()
-        self.meddle: Callable[[Message, Message], Message | None] = lambda asked, reply: reply
-        self.sent: list[Message] = []
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [node for node in self.contexts if node - 1 not in self.away]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.sent += messages
-        return super().push_messages(messages)
-
-    def _answer(self, message: Message) -> Message:
-        return self.meddle(message, super()._answer(message))
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [reply for reply in super().pull_messages(message_ids) if reply is not None]
-
-
-class Watch:
-    """Keeps what it is told, and calls ``after`` when a window is over."""
-
-    def __init__(self, after: Callable[[WindowRecord], None] = lambda record: None) -> None:
-        self.records: list[WindowRecord] = []
-        self.plan: Plan | None = None
-        self.joiners: list[str] = []
-        self.after = after
-
-    def started(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def joined(self, client: str, about: Any) -> None:
-        self.joiners.append(client)
-
-    def window(self, record: WindowRecord) -> None:
-        self.records.append(record)
-        self.after(record)
-
-
-class Run:
-    """One run of the whole path over a problem of federation.py."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        case: OptimizerCase,
-        schedule: SyncSchedule,
-        folder: Path,
-        *,
-        num_clients: int,
-        num_steps: int,
-        lr_schedule: LRSchedule | None = None,
-        clipping: Clipping | None = None,
-        present: Callable[[int, int], bool] = lambda m, t: True,
-        policy: Policy | None = None,
-    ) -> None:
-        self.problem, self.case, self.schedule = problem, case, schedule
-        self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
-        self.present = present
-
-        def build(config: Any, context: Context) -> Worker:
-            m = int(context.node_config["partition-id"])
-            module = problem.module()
-            return Worker(
-                module=module,
-                optimizer=case.make(module.parameters()),
-                loss_at=lambda t: problem.loss(module, m, t),
-                num_examples=m + 1,
-                lr_schedule=lr_schedule or constant(),
-                clipping=clipping or Clipping(),
-            )
-
-        self.grid = Grid(client_app(build), num_clients, folder)
-        self.watch = Watch(self._after)
-        module = problem.module()
-        optimizer = case.make(module.parameters())
-        prime(optimizer)
-        streams = take(module, optimizer, stream_names(module, optimizer))
-        self.initial = to_record(streams.pop(PARAMS))
-        self.strategy = DesLoc(
-            schedule, num_steps, policy=policy, states=streams, evaluate_clients=False, run_key=RUN
-        )
-        self.states: list[State] = []
-
-    def start(self) -> list[State]:
-        """Run to the end and return what every client then holds, averages included."""
-        self._leave(0)
-        self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
-        return self.states
-
-    def file(self, m: int) -> StateFile:
-        return StateFile(self.folder, RUN, f"client-{m}")
-
-    def _after(self, record: WindowRecord) -> None:
-        self._leave(record.step)
-        if record.step == self.num_steps:
-            self.states = [self._state(m) for m in range(self.num_clients)]
-
-    def _leave(self, step: int) -> None:
-        self.grid.away = {m for m in range(self.num_clients) if not self.present(m, step)}
-
-    def _state(self, m: int) -> State:
-        common = self.strategy.globals
-        held = self.file(m).held()
-        assert held is not None
-        state = self.file(m).read(held.versions)
-        for stream, version in common.versions.items():
-            if version != held.versions[stream]:
-                state[stream] = from_record(common.averages[stream])
-        return state
-
-
-def oracle(run: Run, lr: Callable[[int], float] | None = None, **kwargs: Any) -> list[State]:
-    return reference.run(
-        run.case.oracle,
-        initial(run.problem),
-        run.problem.grad,
-        num_workers=run.num_clients,
-        num_steps=run.num_steps,
-        due=due_table(run.schedule, run.num_steps),
-        lr=lr or (lambda t: run.case.lr),
-        **kwargs,
-    )
+from flower_desloc.record import WindowRecord
 
 
 @pytest.mark.parametrize("num_clients", [1, 3, 7])

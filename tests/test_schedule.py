@@ -144,7 +144,9 @@ def test_coins_fall_as_they_fell_in_the_first_release():
 @pytest.mark.parametrize("period", [0, -3, 1.5, True, "x", None, float("nan"), [3], "3"])
 @pytest.mark.parametrize("stream", [PARAMS, "exp_avg"])
 def test_a_period_that_is_no_period_is_refused_by_name_and_value(stream, period):
-    with pytest.raises(ValueError, match=f"'{stream}'.*positive integer, or 'never'") as error:
+    with pytest.raises(
+        ValueError, match=f"'{stream}'.*positive integer, 'never' or 'reset'"
+    ) as error:
         SyncSchedule({PARAMS: 2, stream: period})
     assert repr(period) in str(error.value)
 

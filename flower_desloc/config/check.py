@@ -6,17 +6,23 @@ from typing import Any
 
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config
-from flower_desloc.schedule import SyncSchedule
+from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule
 
 _CHOICES = {
-    "task": ("causal_lm",),
+    "task": ("causal_lm", "image_classification"),
+    "strategy": ("desloc", "fedavg", "fedadam"),
     "model.dtype": ("float32", "float64"),
-    "data.partition": ("iid", "by_domain", "dirichlet"),
     "optimizer.name": ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam"),
     "lr_schedule.name": ("wsd", "cosine", "constant"),
     "sync_mode": ("periodic", "probabilistic"),
+    "outer.name": ("none", "sgd", "adam"),
     "federation.weighting": ("uniform", "examples"),
     "federation.on_failure": ("stop", "continue"),
+}
+
+_PARTITIONS = {
+    "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
+    "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -29,9 +35,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.num_attention_heads": (1, math.inf),
     "model.rope_theta": (1e-3, math.inf),
     "model.initializer_range": (0, math.inf),
+    "model.patch_size": (1, math.inf),
     "data.max_bytes": (0, math.inf),
     "data.validation_fraction": (0.001, 0.5),
     "data.alpha": (1e-6, math.inf),
+    "data.classes_per_client": (1, math.inf),
+    "data.image_size": (1, math.inf),
     "data.seq_len": (2, math.inf),
     "data.batch_size": (1, math.inf),
     "optimizer.lr": (0, math.inf),
@@ -40,6 +49,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": (0, math.inf),
     "optimizer.clip_norm": (1e-12, math.inf),
     "optimizer.clip_value": (1e-12, math.inf),
+    "outer.lr": (0, math.inf),
+    "outer.momentum": (0, 1 - 1e-12),
+    "outer.eps": (0, math.inf),
+    "fedadam.lr": (0, math.inf),
+    "fedadam.tau": (1e-12, math.inf),
     "lr_schedule.warmup_steps": (0, math.inf),
     "lr_schedule.decay_steps": (0, math.inf),
     "lr_schedule.final": (0, 1),
@@ -51,6 +65,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "federation.timeout": (0.001, math.inf),
     "federation.repeats": (0, math.inf),
     "evaluation.sequences": (1, math.inf),
+    "evaluation.images": (0, math.inf),
 }
 
 
@@ -59,6 +74,11 @@ def check(config: Config) -> None:
     for key, allowed in _CHOICES.items():
         if (value := _value(config, key)) not in allowed:
             raise ConfigError(f"{key}={value}: must be one of {', '.join(allowed)}")
+    if config.data.partition not in _PARTITIONS[config.task]:
+        raise ConfigError(
+            f"data.partition={config.data.partition}: must be one of "
+            f"{', '.join(_PARTITIONS[config.task])} where task={config.task}"
+        )
     for key, (least, most) in _RANGES.items():
         value = _value(config, key)
         if value is not None and not (least <= value <= most and math.isfinite(value)):
@@ -66,10 +86,10 @@ def check(config: Config) -> None:
             if value == math.inf:
                 upto = " and finite"
             raise ConfigError(f"{key}={value}: must be at least {least:g}{upto}")
-    if any(not 0 <= beta < 1 for beta in config.optimizer.betas):
-        raise ConfigError(
-            f"optimizer.betas={list(config.optimizer.betas)}: both must be at least 0 and below 1"
-        )
+    for key in ("optimizer", "outer", "fedadam"):
+        betas = _value(config, f"{key}.betas")
+        if any(not 0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{key}.betas={list(betas)}: both must be at least 0 and below 1")
     if config.model.hidden_size % config.model.num_attention_heads:
         raise ConfigError(
             f"model.num_attention_heads={config.model.num_attention_heads}: must divide "
@@ -91,6 +111,8 @@ def check(config: Config) -> None:
             f"run.name={config.run.name}: it names folders; letters, digits, '_', '-' and '.', at "
             "most 80, and not '.' or '-' first"
         )
+    _check_attendance(config)
+    _check_outer(config)
     _check_lr_schedule(config)
     if config.optimizer.name == "paper_adam" and config.optimizer.weight_decay:
         raise ConfigError(
@@ -98,6 +120,29 @@ def check(config: Config) -> None:
             "or adamw"
         )
     _check_sync(config)
+    _check_stock(config)
+
+
+def _check_attendance(config: Config) -> None:
+    federation = config.federation
+    for step, number in federation.attendance.items():
+        if step < 0 or not federation.min_clients <= number <= federation.num_clients:
+            raise ConfigError(
+                f"federation.attendance={dict(federation.attendance)}: steps are at least 0, and "
+                f"numbers from federation.min_clients={federation.min_clients} to "
+                f"federation.num_clients={federation.num_clients}"
+            )
+
+
+def _check_outer(config: Config) -> None:
+    outer = config.outer
+    if outer.name == "sgd" and outer.nesterov and outer.momentum == 0:
+        raise ConfigError("outer.nesterov=true: needs outer.momentum above 0, or set it to false")
+    if outer.name != "none" and GRADIENTS in config.sync:
+        raise ConfigError(
+            f"outer.name={outer.name}: with sync.gradients the server's optimizer is that of the "
+            "section optimizer; set outer.name=none"
+        )
 
 
 def _check_lr_schedule(config: Config) -> None:
@@ -119,6 +164,29 @@ def _check_sync(config: Config) -> None:
         SyncSchedule(config.sync)
     except ValueError as error:
         raise ConfigError(f"sync: {error}") from error
+    if any(step < 1 for step in config.sync_once_at):
+        raise ConfigError(f"sync_once_at={list(config.sync_once_at)}: steps are at least 1")
+
+
+def _check_stock(config: Config) -> None:
+    if config.strategy == "desloc":
+        return
+    others = sorted(config.sync.keys() - {PARAMS})
+    if others:
+        raise ConfigError(
+            f"strategy={config.strategy}: it averages params alone, so sync may hold nothing but "
+            f"sync.params, and holds {', '.join(others)}; begin with the preset {config.strategy}"
+        )
+    if config.sync_once_at:
+        raise ConfigError(
+            f"sync_once_at={list(config.sync_once_at)}: only strategy=desloc averages ad hoc; "
+            "leave it out"
+        )
+    if config.outer.name != "none":
+        raise ConfigError(
+            f"outer.name={config.outer.name}: with strategy={config.strategy} the server's step "
+            "is the strategy's own; set outer.name=none"
+        )
 
 
 def _value(config: Config, key: str) -> Any:

@@ -160,6 +160,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in values.items():
         if isinstance(value, dict) and not prefix and key in sections and key != _SYNC:
             yield from _leaves(value, f"{key}.")
+        elif isinstance(value, dict):
+            # federation.attendance.96=8: in a dotlist every key is a string.
+            steps = {int(k) if str(k).isdecimal() else k: v for k, v in value.items()}
+            yield f"{prefix}{key}", steps
         else:
             yield f"{prefix}{key}", value
 

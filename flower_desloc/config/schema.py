@@ -25,10 +25,11 @@ class Run:
 
 @dataclass(kw_only=True)
 class Model:
-    """A causal language model of the transformers library, with weights drawn from the seed."""
+    """A model of the transformers library that fits the task, with weights drawn from the seed."""
 
     type: str = "llama"
-    """Architecture, under transformers' name (its `model_type`)."""
+    """Architecture, under transformers' name (its `model_type`): a causal language model such as
+    `llama`, or for images a classifier such as `vit` or `resnet`."""
     hidden_size: int = 128
     """Width of the residual stream, the paper's d_model."""
     intermediate_size: int = 512
@@ -41,6 +42,9 @@ class Model:
     """Use one matrix for input and output embeddings; it travels once."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding."""
+    patch_size: int | None = None
+    """Side of the squares a vision transformer cuts images into, in pixels; null: a quarter of the
+    image's, or the next smaller that divides it."""
     initializer_range: float | None = None
     """Standard deviation of the initial weights; null: 1 / sqrt(hidden_size), the paper's."""
     dtype: str = "float32"
@@ -49,12 +53,14 @@ class Model:
 
 @dataclass(kw_only=True)
 class Data:
-    """Text: where it comes from and who gets which part."""
+    """Text or images: where they come from and who gets which part."""
 
     source: str = "builtin"
     """`builtin`: text every Python installation holds, in natural domains; else a file, a folder
     with one file or folder a domain (JSONL, Parquet, text; .gz too), or a name for
-    `datasets.load_dataset`, as `name` or `name:config`."""
+    `datasets.load_dataset`, as `name` or `name:config`. For images `builtin` are scikit-learn's
+    digits; a file is Parquet, and a folder holds Parquet files or image files in one folder a
+    label."""
     domains: list[str] = field(default_factory=list)
     """The domains to use, in this order; empty: all that the source has. For a named data set
     these are its configs."""
@@ -62,6 +68,12 @@ class Data:
     """Column whose values are the domains; empty: files or configs are."""
     text_field: str = "text"
     """Column that holds the text."""
+    image_field: str = ""
+    """Column that holds the images, encoded or as arrays; empty: the only one that can."""
+    label_field: str = ""
+    """Column that holds what an image shows; empty: the only one that can."""
+    image_size: int | None = None
+    """Side in pixels that every image is resized to; null: as they are, all of one size."""
     streaming: bool = False
     """Read a named data set as a stream, up to max_bytes a domain, instead of downloading it."""
     max_bytes: int = 4_000_000
@@ -69,17 +81,22 @@ class Data:
     partition: str = "by_domain"
     """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
     the mixture of all (the paper's heterogeneous setting); `dirichlet`: each domain's documents
-    dealt in shares drawn from Dirichlet(alpha)."""
+    dealt in shares drawn from Dirichlet(alpha); `quantity`: like documents for all, in amounts
+    drawn from Dirichlet(alpha). For images labels take the place of domains, there is no
+    `by_domain`, and there is `pathological`: each client classes_per_client labels only."""
     alpha: float = 0.5
-    """Concentration of the Dirichlet partition; small is unlike."""
+    """Concentration of the Dirichlet and quantity partitions; small is unlike."""
+    classes_per_client: int = 2
+    """Labels each client holds in the pathological partition."""
     validation_fraction: float = 0.1
-    """Share of each domain's documents held out, where the source has no validation part."""
+    """Share of each domain's documents, or each label's images, held out where the source has no
+    validation part."""
     tokenizer: str = "bytes"
     """`bytes`: one token a byte; else a `tokenizer.json`, or a name or folder for transformers."""
     seq_len: int = 128
     """Tokens a sequence."""
     batch_size: int = 8
-    """Sequences a local step, per client."""
+    """Sequences or images a local step, per client."""
 
 
 @dataclass(kw_only=True)
@@ -103,6 +120,37 @@ class Optimizer:
     clip_value: float | None = None
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
+
+
+@dataclass(kw_only=True)
+class Outer:
+    """The server's optimizer of the averaged parameters, as in DiLoCo."""
+
+    name: str = "none"
+    """`none`: training goes on from the clients' mean; `sgd` or `adam`: from a step along the
+    difference from that mean to the last parameters."""
+    lr: float = 0.7
+    """Learning rate, the same all along."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    nesterov: bool = True
+    """Nesterov's momentum, in sgd."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of adam's moments."""
+    eps: float = 1e-8
+    """Stability term of adam."""
+
+
+@dataclass(kw_only=True)
+class FedAdam:
+    """The server's step under `strategy: fedadam`; the defaults are Flower's."""
+
+    lr: float = 0.1
+    """Learning rate, Flower's eta."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the moments of the clients' mean movement."""
+    tau: float = 1e-3
+    """Stability term; the larger, the less each coordinate has a rate of its own."""
 
 
 @dataclass(kw_only=True)
@@ -132,6 +180,10 @@ class Federation:
     """Share of a GPU a simulated client gets."""
     min_clients: int = 1
     """Quorum: wait for so many clients, and average no window with fewer."""
+    attendance: dict[int, int] = field(default_factory=dict)
+    """Joins and leaves, as step: number; from that step on the first so many clients take part, as
+    in `{0: 4, 96: 8}` (on the command line `federation.attendance.96=8`). Before the first step
+    named, all do."""
     fraction_train: float = 1.0
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = "uniform"
@@ -150,11 +202,13 @@ class Evaluation:
     """Where the averaged model is evaluated, and on how much."""
 
     central: bool = True
-    """On the server, on every domain's held-out text."""
+    """On the server, on the held-out text of every domain, or the images of every label."""
     federated: bool = True
-    """On every client, on its own held-out text."""
+    """On every client, on its own held-out part."""
     sequences: int = 64
     """Held-out sequences per domain, and per client."""
+    images: int = 0
+    """Held-out images per label, and per client; 0: all."""
 
 
 @dataclass(kw_only=True)
@@ -163,15 +217,24 @@ class Config:
 
     run: Run = field(default_factory=Run)
     task: str = "causal_lm"
-    """What is learned; `causal_lm`."""
+    """What is learned: `causal_lm`, the next token of text, or `image_classification`."""
+    strategy: str = "desloc"
+    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps, which is then
+    all of sync, the parameters are averaged, and every client starts a new optimizer."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     sync: dict[str, Any] = field(default_factory=dict)
-    """Period of every stream in local steps, or `never`: params (K_x), exp_avg (K_u), exp_avg_sq
-    (K_v), ..."""
+    """Period of every stream in local steps: params (K_x), exp_avg (K_u), exp_avg_sq (K_v), ...; or
+    `never`; or, for an optimizer state, `reset`: zero again after every average of params.
+    `gradients: 1`, alone, is data parallelism: every step's gradient is averaged, and one
+    optimizer, on the server, takes the step."""
     sync_mode: str = "periodic"
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
+    sync_once_at: list[int] = field(default_factory=list)
+    """Steps after which every stream is averaged once, besides its own clock."""
+    outer: Outer = field(default_factory=Outer)
+    fedadam: FedAdam = field(default_factory=FedAdam)
     federation: Federation = field(default_factory=Federation)
     evaluation: Evaluation = field(default_factory=Evaluation)

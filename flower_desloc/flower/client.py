@@ -33,15 +33,17 @@ from flower_desloc.flower.records import (
     Request,
 )
 from flower_desloc.flower.state import DamagedStateError, Held, StateFile
-from flower_desloc.local import Clipping, local_steps, seed_adopt
+from flower_desloc.local import Clipping, gradients, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
-from flower_desloc.schedule import PARAMS
+from flower_desloc.schedule import GRADIENTS, PARAMS
 from flower_desloc.streams import check_finite, prime, put, starts_at_zero, stream_names, take
 
 T = TypeVar("T")
 Config = Mapping[str, str | int | float | bool]
 Metrics = dict[str, int | float | list[int] | list[float]]
+
+_LOST = Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,11 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     The state is written before the reply is returned. Asked again for a window it has been
     through, a client replies again from its file. A client that lacks a stream which was not sent
     says so, and the server sends it. One whose state file is damaged is as good as new.
+
+    Where gradients are due, that of the next batch is returned, and nothing is kept.
     """
-    return _or_anew(file, lambda: _train_window(worker, request, file))
+    window = _gradients if request.due == {GRADIENTS} else _train_window
+    return _or_anew(file, lambda: window(worker, request, file))
 
 
 def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
@@ -131,10 +136,11 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         prime(optimizer)
     begin = _streams(worker, request, file, held)
     if begin is None:
-        return Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
+        return _LOST
     put(module, optimizer, begin)
     module.train()
-    if isinstance(optimizer, ADOPT) and request.start > 0 and _is_zero(begin["exp_avg_sq"]):
+    origin = _origin(request)
+    if isinstance(optimizer, ADOPT) and request.start > origin and _is_zero(begin["exp_avg_sq"]):
         seed_adopt(optimizer, worker.loss_at, step=request.start, clipping=worker.clipping)
     before = {
         key: tensor.clone() for key, tensor in take(module, optimizer, [PARAMS])[PARAMS].items()
@@ -147,6 +153,7 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         stop=request.stop,
         lr_schedule=worker.lr_schedule,
         clipping=worker.clipping,
+        origin=origin,
     )
     streams = take(module, optimizer, request.versions)
     after = streams[PARAMS]
@@ -173,6 +180,31 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     )
     file.write(now, streams)
     return Reply(metrics=metrics, streams={name: streams[name] for name in request.due})
+
+
+def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
+    began = time.perf_counter()
+    held = file.held()
+    params = request.streams.get(PARAMS)
+    if params is None:
+        if held is None or held.versions.get(PARAMS) != request.versions[PARAMS]:
+            return _LOST
+        params = file.read([PARAMS])[PARAMS]
+    if not worker.optimizer.state:
+        prime(worker.optimizer)
+    put(worker.module, worker.optimizer, {PARAMS: params})
+    grads, steps = gradients(worker.module, worker.optimizer, worker.loss_at, step=request.start)
+    metrics: Metrics = {
+        "num-examples": worker.num_examples,
+        "train-loss": steps.losses[0],
+        "start-step": request.start,
+        "stop-step": request.stop,
+        "losses": steps.losses,
+        "grad-norms": steps.grad_norms,
+        "param-norm": _norm(params),
+        "seconds": time.perf_counter() - began,
+    }
+    return Reply(metrics=metrics, streams={GRADIENTS: grads})
 
 
 def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply:
@@ -229,12 +261,20 @@ def _streams(
             continue
         if name in request.streams:
             streams[name] = request.streams[name]
-        elif request.versions[name] == 0 and starts_at_zero(name):
+        elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
             like = take(worker.module, worker.optimizer, [name])[name]
             streams[name] = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
         else:
             return None
     return streams
+
+
+def _origin(request: Request) -> int:
+    """Return the step at which the optimizer began anew: its counts start there."""
+    states = [name for name in request.versions if starts_at_zero(name)]
+    if not states or not request.resets.issuperset(states):
+        return 0
+    return max(request.versions[name] for name in states)
 
 
 def _has_done(held: Held, request: Request) -> bool:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import ConfigRecord
@@ -25,6 +25,9 @@ class Policy:
     """Or ``continue``."""
     timeout: float = 3600.0
     repeats: int = 2
+    attendance: Mapping[int, int] = field(default_factory=dict)
+    """Step -> how many clients, the first by name, take part from there on; before the first step
+    that is named, all."""
     seed: int = 0
     """Draws who trains where ``fraction_train`` is below 1."""
 
@@ -37,6 +40,12 @@ class Policy:
             raise ValueError(f"fraction_train={self.fraction_train}: must be above 0, at most 1")
         if self.min_clients < 1 or self.repeats < 0 or not self.timeout > 0:
             raise ValueError("min_clients and timeout must be positive, repeats at least 0")
+        for step, number in self.attendance.items():
+            if step < 0 or number < self.min_clients:
+                raise ValueError(
+                    f"attendance={dict(self.attendance)}: steps must be at least 0, numbers of "
+                    f"clients at least min_clients={self.min_clients}"
+                )
 
 
 @dataclass
@@ -48,7 +57,7 @@ class Member:
     node_id: int
     about: Mapping[str, str]
     held: dict[str, int] = field(default_factory=dict)
-    """Of every stream it holds, the step of the average it descends from."""
+    """Of every stream it holds, the step of the average or reset it descends from."""
 
     @classmethod
     def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
@@ -63,7 +72,7 @@ class Member:
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
         return cls(name, node_id, {k: str(v) for k, v in about.items()}, held)
 
-    def lacks(self, versions: Mapping[str, int]) -> list[str]:
+    def lacks(self, versions: Mapping[str, int], resets: Container[str] = ()) -> list[str]:
         """Return the streams that must be sent to this client, given the ``versions`` of all."""
         return [
             name
@@ -71,6 +80,7 @@ class Member:
             if self.held.get(name) != version
             # Optimizer states are zero before their first average: nothing to send.
             and not (version == 0 and starts_at_zero(name))
+            and name not in resets
         ]
 
 
@@ -82,6 +92,12 @@ def is_name(text: str) -> bool:
 def in_order(members: Iterable[Member]) -> list[Member]:
     """Return members by name, client-2 before client-10: the fixed order of summation."""
     return sorted(members, key=lambda member: (_natural(member.name), member.name))
+
+
+def present(members: list[Member], policy: Policy, step: int) -> list[Member]:
+    """Return those of ``members``, in the order given, who take part after ``step`` steps."""
+    begun = [begin for begin in policy.attendance if begin <= step]
+    return members[: policy.attendance[max(begun)]] if begun else members
 
 
 def drawn(members: list[Member], policy: Policy, step: int) -> list[Member]:

@@ -21,7 +21,7 @@ ABOUT = "about"
 STATE_LOST = "state-lost"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
-    *("streams-due", "streams", "stream-versions"),
+    *("streams-due", "streams", "stream-versions", "streams-reset"),
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
@@ -38,7 +38,9 @@ class Request:
     stop: int = 0
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
-    """Of every stream, the step of its last average; 0 before the first."""
+    """Of every stream, the step of its last average or reset; 0 before the first."""
+    resets: frozenset[str] = frozenset()
+    """Streams that are never averaged, and began anew with zeros at their version."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Those the client lacks."""
     config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Request:
         config["streams-due"] = sorted(self.due)
         config["streams"] = list(self.versions)
         config["stream-versions"] = list(self.versions.values())
+        config["streams-reset"] = sorted(self.resets)
         content = RecordDict({CONFIG: config})
         for name, stream in self.streams.items():
             content[name] = to_record(stream)
@@ -67,8 +70,9 @@ class Request:
             names, versions = config.pop("streams"), config.pop("stream-versions")
             assert isinstance(names, list)
             assert isinstance(versions, list)
-            due = config.pop("streams-due")
+            due, resets = config.pop("streams-due"), config.pop("streams-reset")
             assert isinstance(due, list)
+            assert isinstance(resets, list)
             config.pop("server-round")
             return cls(
                 run_key=str(config.pop("run-key")),
@@ -76,6 +80,7 @@ class Request:
                 stop=_integer(config.pop("stop-step")),
                 due=frozenset(str(name) for name in due),
                 versions={str(k): _integer(v) for k, v in zip(names, versions, strict=True)},
+                resets=frozenset(str(name) for name in resets),
                 streams={name: from_record(r) for name, r in content.array_records.items()},
                 config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
             )

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.members import Member, Policy, drawn, in_order
+from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import client_record, evaluation_record, number, weighted
 from flower_desloc.flower.records import (
     STATE_LOST,
@@ -32,6 +32,7 @@ from flower_desloc.flower.records import (
     to_record,
 )
 from flower_desloc.ledger import stream_bytes
+from flower_desloc.outer import Outer
 from flower_desloc.record import (
     ClientRecord,
     Observer,
@@ -39,7 +40,7 @@ from flower_desloc.record import (
     Traffic,
     WindowRecord,
 )
-from flower_desloc.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.streams import BUFFERS, check_finite, starts_at_zero
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -56,7 +57,7 @@ class Globals:
     """The last average of every stream that had one, and where params began. Kept as they travel:
     all clients that lack one are sent the same record."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of every stream, the step of its last average; 0 before the first."""
+    """Of every stream, the step of its last average or reset; 0 before the first."""
 
 
 @dataclass
@@ -84,6 +85,9 @@ class DesLoc(Strategy):
     eval_every : int (default: 0)
         Evaluate at the first average of params at or after each multiple of so many steps, and
         always before and after training; 0: only then.
+    outer : Outer, optional
+        The server's own optimizer: of the averaged parameters (DiLoCo), or, with a schedule of
+        gradients, the only one there is (data parallelism).
     states : Mapping[str, Stream], optional
         Tensors like those of the optimizer's streams, which replies are checked against; meta
         tensors will do, but for ``buffers``, which begin with what is given here. Without it the
@@ -105,6 +109,7 @@ class DesLoc(Strategy):
         *,
         policy: Policy | None = None,
         eval_every: int = 0,
+        outer: Outer | None = None,
         states: Mapping[str, Stream] | None = None,
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
@@ -117,7 +122,12 @@ class DesLoc(Strategy):
         self.metrics = metrics
         self.evaluate_clients = evaluate_clients
         self.run_key = run_key or secrets.token_hex(8)
-        self.globals = Globals(versions=dict.fromkeys(schedule.periods, 0))
+        self.outer = outer
+        self._averages_gradients = GRADIENTS in schedule.periods
+        if self._averages_gradients and outer is None:
+            raise ValueError(f"a schedule of {GRADIENTS!r} needs outer=..., to take the steps")
+        names = [PARAMS] if self._averages_gradients else schedule.periods
+        self.globals = Globals(versions=dict.fromkeys(names, 0))
         self._like = {name: _meta(stream) for name, stream in (states or {}).items()}
         if BUFFERS in schedule.periods and BUFFERS not in self._like:
             raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
@@ -178,6 +188,10 @@ class DesLoc(Strategy):
         self.summary()
         self._like[PARAMS] = _meta(from_record(initial_arrays))
         self.globals.averages[PARAMS] = initial_arrays
+        if self.outer is not None:
+            self.outer.begin(from_record(initial_arrays))
+        if self._averages_gradients:
+            self._like[GRADIENTS] = self._like[PARAMS]
         self._federation = Federation(grid, self.policy, self.run_key)
         self._federation.wait_for_quorum()
         members = in_order(self._federation.welcome(plain(train_config)))
@@ -218,7 +232,8 @@ class DesLoc(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients drawn for the current window; each is sent the streams it lacks."""
         del arrays, grid  # the federation has more than parameters: self.globals
-        members = drawn(self._federation.online(), self.policy, self._window.start)
+        step = self._window.start
+        members = drawn(self._present(step), self.policy, step)
         return [self._request(member, _TRAIN, server_round, config) for member in members]
 
     def aggregate_train(
@@ -240,7 +255,8 @@ class DesLoc(Strategy):
             if reply is not None and self._add(mean, member, reply):
                 clients[member.name] = client_record(reply)
                 self._tally.left_out.pop(member.name, None)  # of an earlier repeat
-                member.held = dict(self.globals.versions)
+                if due != {GRADIENTS}:  # of which nothing is kept
+                    member.held = dict(self.globals.versions)
             self._tally.averaging += time.perf_counter() - began
             del message, reply  # or they would live on beside the next
         if mean.count < self.policy.min_clients:
@@ -250,10 +266,13 @@ class DesLoc(Strategy):
         self._tally.drift = mean.drift(averages)
         for name, stream in averages.items():
             self._require_finite(name, stream)
+        self._step_outer(averages)
         for name, stream in averages.items():
             self._like.setdefault(name, _meta(stream))
             self.globals.averages[name] = to_record(stream)
             self.globals.versions[name] = self._window.stop
+        if PARAMS in averages:
+            self.globals.versions |= dict.fromkeys(self.schedule.resets, self._window.stop)
         self.globals.step = self._window.stop
         self._tally.averaging += time.perf_counter() - began
         metrics = MetricRecord(
@@ -262,14 +281,14 @@ class DesLoc(Strategy):
                 "train-loss": sum(client.train_loss for client in clients.values()) / mean.count,
             }
         )
-        return self.globals.averages[PARAMS] if PARAMS in due else None, metrics
+        return self.globals.averages[PARAMS] if PARAMS in averages else None, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every client online to evaluate the averaged parameters, which it then holds."""
         del arrays, grid  # as in configure_train
-        members = self._federation.online() if self.evaluate_clients else []
+        members = self._present(self._window.stop) if self.evaluate_clients else []
         return [self._request(member, _EVALUATE, server_round, config) for member in members]
 
     def aggregate_evaluate(
@@ -323,6 +342,21 @@ class DesLoc(Strategy):
             f"left out: {self._tally.left_out}"
         )
 
+    def _present(self, step: int) -> list[Member]:
+        return present(self._federation.online(), self.policy, step)
+
+    def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Let the server's own optimizer make the new parameters of what was averaged."""
+        if self.outer is None:
+            return
+        if (gradients := averages.pop(GRADIENTS, None)) is not None:
+            averages[PARAMS] = self.outer.step(gradients, self._window.start)
+        elif (mean := averages.get(PARAMS)) is not None:
+            averages[PARAMS] = self.outer.towards(mean, self._window.start)
+        else:
+            return
+        self._require_finite(PARAMS, averages[PARAMS])
+
     def _replies(
         self, server_round: int, requests: Iterable[Message], config: ConfigRecord
     ) -> Iterator[Message]:
@@ -351,10 +385,12 @@ class DesLoc(Strategy):
             stop=self._window.stop,
             due=frozenset() if evaluates else self._window.due,
             versions=versions,
+            resets=self.schedule.resets,
             config=plain(config),
         )
         # An evaluation follows an average of params: everybody lacks what a model is made of.
-        names = _model_streams(versions) if evaluates else member.lacks(versions)
+        resets = self.schedule.resets
+        names = _model_streams(versions) if evaluates else member.lacks(versions, resets)
         averages = {name: self.globals.averages[name] for name in names}
         return self._federation.request(member, message_type, server_round, request, averages)
 
@@ -389,7 +425,7 @@ class DesLoc(Strategy):
 
     def _evaluates(self) -> bool:
         """Return whether the window just averaged is followed by an evaluation."""
-        if PARAMS not in self._window.due:
+        if not self._window.due & {PARAMS, GRADIENTS}:
             return False
         every, stop = self.eval_every, self._window.stop
         return stop == self.num_steps or (every > 0 and stop // every > self._evaluated // every)

@@ -32,7 +32,7 @@ class Uploads:
     def add(self, start: int, stop: int, workers: int) -> None:
         """Count the window of the steps ``start + 1 .. stop``."""
         due = self.schedule.due(stop)
-        at_end = {PARAMS} if stop == self.num_steps else set()
+        at_end = self.schedule.periods.keys() & {PARAMS} if stop == self.num_steps else set()
         for stream in due | at_end:
             self.desloc[stream] += workers * self.sizes.get(stream, 0)
         # Local Adam has one clock, that of params.

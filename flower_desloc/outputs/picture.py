@@ -69,7 +69,7 @@ def draw(folder: str | Path) -> Path:
     figure.get_layout_engine().set(rect=(0.012, 0.012, 0.976, 0.86), wspace=0.05, hspace=0.08)  # type: ignore[union-attr, call-arg]
     panels = figure.subplots(2, 2)
     for panel in panels.flat:
-        _tidy(panel, max(summary["steps"], 1), periods[PARAMS])
+        _tidy(panel, max(summary["steps"], 1), periods.get(PARAMS, 1))
     _heldout(panels[0, 0], lines)
     _sent(panels[0, 1], lines, summary, colours)
     _timeline(panels[1, 0], lines, summary, colours)
@@ -359,7 +359,7 @@ def _empty(panel: Axes, text: str) -> None:
 
 def _uploads(summary: dict[str, Any]) -> Uploads:
     config = summary["config"]
-    schedule = SyncSchedule(config["periods"], config["coin_seed"])
+    schedule = SyncSchedule(config["periods"], config["coin_seed"], frozenset(config["once_at"]))
     return Uploads(schedule, summary["stream_bytes"], config["steps"])
 
 

@@ -1,0 +1,303 @@
+"""What makes each baseline that baseline; all are settings of one machine."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from federation import OPTIMIZERS, Quadratic, Regression, Tensors, assert_close, initial
+from flower_path import Run, oracle
+from reference import Tree
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from flower_desloc import Clipping, DesLoc, SyncSchedule
+from flower_desloc.build import build_outer, build_schedule
+from flower_desloc.config import load
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record
+from flower_desloc.optim import SGDM
+from flower_desloc.outer import Outer
+from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS, RESET
+
+STATES = ("exp_avg", "exp_avg_sq")
+DATA_PARALLEL = SyncSchedule({GRADIENTS: 1})
+
+
+def test_the_presets_are_what_their_names_say():
+    def periods(name: str) -> dict[str, Any]:
+        return dict(build_schedule(load(name)).periods)
+
+    k = periods("quickstart")[PARAMS]
+    assert periods("quickstart") == {PARAMS: k, "exp_avg": 3 * k, "exp_avg_sq": 6 * k}
+    assert periods("local_adopt") == periods("local_adam") == dict.fromkeys((PARAMS, *STATES), k)
+    assert periods("favg_keep_opt") == {PARAMS: k, **dict.fromkeys(STATES, NEVER)}
+    assert periods("favg_reset_opt") == {PARAMS: k, **dict.fromkeys(STATES, RESET)}
+    assert periods("diloco") == {PARAMS: k, **dict.fromkeys(STATES, NEVER)}
+    assert periods("ddp") == {GRADIENTS: 1}
+    assert build_outer(load("quickstart")) is None
+    assert build_outer(load("diloco")) is not None
+    assert build_outer(load("ddp")) is not None
+
+
+# --------------------------------------------------------------------------------------- FAVG-OPT
+
+
+def anew_each_round(problem: Any, name: str, *, num_workers: int, num_steps: int, k: int) -> Tree:
+    """FAVG-OPT as it is written everywhere: a new optimizer for every worker and round."""
+    x = initial(problem)
+    for start in range(0, num_steps, k):
+        after = []
+        for m in range(num_workers):
+            module = problem.module()
+            with torch.no_grad():
+                for key, p in module.named_parameters():
+                    p.copy_(x[key])
+            optimizer = OPTIMIZERS[name].make(module.parameters())
+            for t in range(start, min(start + k, num_steps)):
+                optimizer.zero_grad()
+                problem.loss(module, m, t).backward()
+                optimizer.step()
+            after.append({key: p.detach().clone() for key, p in module.named_parameters()})
+        x = reference.E(after)
+    return x
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_are_reset_are_a_new_optimizer_every_round(name, tmp_path):
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(4, *[RESET] * len(case.oracle.states)))
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=14)
+    run.strategy.start(run.grid, run.initial)
+    expected = anew_each_round(Quadratic(), name, num_workers=3, num_steps=14, k=4)
+    got = from_record(run.strategy.globals.averages[PARAMS])
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_states_that_are_reset_begin_every_window_at_zero_and_never_travel(tmp_path):
+    schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizers.append(OPTIMIZERS["adam"].make(params))
+        return optimizers[-1]
+
+    class Watched(Quadratic):
+        def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+            states = optimizers[-1].state.values()  # of the client that is at work
+            seen.add((t, not any(state[name].any() for state in states for name in STATES)))
+            return super().loss(module, m, t)
+
+    seen: set[tuple[int, bool]] = set()
+    case = replace(OPTIMIZERS["adam"], make=make)
+    run = Run(Watched(), case, schedule, tmp_path, num_clients=2, num_steps=12)
+    run.strategy.start(run.grid, run.initial, observer=run.watch)
+    assert seen == {(t, t % 4 == 0) for t in range(12)}
+    for record in run.watch.records:
+        assert not {*record.traffic.up, *record.traffic.down} & {*STATES}
+
+
+def test_a_client_away_over_a_reset_begins_with_zeros_as_the_others_do(tmp_path):
+    """It holds moments of before the reset; only the equal clients' equal outcome can tell."""
+    schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
+
+    def present(m: int, t: int) -> bool:
+        return m != 1 or not 4 <= t < 8
+
+    runs = [
+        Run(
+            Quadratic(heterogeneous=False),
+            OPTIMIZERS["adam"],
+            schedule,
+            tmp_path / str(i),
+            num_clients=2,
+            num_steps=12,
+            **({"present": present} if i else {}),
+        )
+        for i in range(2)
+    ]
+    for run in runs:
+        run.start()
+    # The clients are equal, so it makes no difference that one was away.
+    a, b = (from_record(run.strategy.globals.averages[PARAMS]) for run in runs)
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------- Data parallelism
+
+
+def big_batch(problem: Any, name: str, *, num_workers: int, num_steps: int, rho: float) -> Tree:
+    """One run on the mean of all workers' losses."""
+    module = problem.module()
+    optimizer = OPTIMIZERS[name].make(module.parameters())
+    rate = optimizer.param_groups[0]["lr"]
+    for t in range(num_steps):
+        optimizer.zero_grad()
+        sum(problem.loss(module, m, t) for m in range(num_workers)).div(num_workers).backward()
+        clip_grad_norm_(module.parameters(), rho)
+        optimizer.param_groups[0]["lr"] = rate / (1 + t)
+        optimizer.step()
+    return {key: p.detach() for key, p in module.named_parameters()}
+
+
+def data_parallel(name: str, folder: Any, num_clients: int) -> Run:
+    return Run(
+        Regression(),
+        OPTIMIZERS[name],
+        DATA_PARALLEL,
+        folder,
+        num_clients=num_clients,
+        num_steps=9,
+        outer=Outer(
+            OPTIMIZERS[name].make,
+            lr_schedule=lambda t: 1 / (1 + t),
+            clipping=Clipping(norm=0.5),
+        ),
+    )
+
+
+@pytest.mark.parametrize("num_clients", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_averaged_gradients_are_one_big_batch(name, num_clients, tmp_path):
+    run = data_parallel(name, tmp_path, num_clients)
+    run.strategy.start(run.grid, run.initial)
+    expected = big_batch(Regression(), name, num_workers=num_clients, num_steps=9, rho=0.5)
+    got = from_record(run.strategy.globals.averages[PARAMS])
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_under_averaged_gradients_all_clients_are_the_same_at_every_step(tmp_path):
+    """One set of parameters goes to all, and the only moments are the server's."""
+    run = data_parallel("adam", tmp_path, 3)
+    run.strategy.start(run.grid, run.initial)
+    asked = [m for m in run.grid.sent if m.metadata.message_type == "train"]
+    assert len(asked) == 3 * 9
+    for step in range(9):
+        first, *others = asked[3 * step : 3 * step + 3]
+        assert first.content.array_records.keys() == {PARAMS}
+        for other in others:
+            a, b = (from_record(m.content.array_records[PARAMS]) for m in (first, other))
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert all(run.file(m).held() is None for m in range(3))
+
+
+def test_averaged_gradients_send_one_gradient_a_step_and_are_sent_the_parameters(tmp_path):
+    run = data_parallel("adam", tmp_path, 3)
+    run.strategy.start(run.grid, run.initial, observer=run.watch)
+    size = sum(t.numel() * t.element_size() for t in initial(Regression()).values())
+    for record in run.watch.records[1:]:
+        assert record.traffic.up == {GRADIENTS: 3 * size}
+        assert record.traffic.down == {PARAMS: 3 * size}
+
+
+def test_gradients_are_averaged_alone_and_every_step_and_need_somebody_to_take_the_step():
+    for periods in ({GRADIENTS: 2}, {GRADIENTS: 1, PARAMS: 4}, {GRADIENTS: NEVER}):
+        with pytest.raises(ValueError, match="every step and alone"):
+            SyncSchedule(periods)
+    with pytest.raises(ValueError, match="outer="):
+        DesLoc(DATA_PARALLEL, 4)
+
+
+# ------------------------------------------------------------------------------------------ DiLoCo
+
+
+@dataclass
+class Still:
+    """F_m(x) = |x - m|^2 / 2, without noise: K steps of gradient descent have a closed form."""
+
+    def module(self) -> nn.Module:
+        return Tensors()
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+        return sum((p - m).square().sum() / 2 for p in module.parameters())
+
+    def grad(self, m: int, t: int, x: Tree) -> Tree:
+        return {key: x[key] - m for key in x}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
+    """x_m = m + (1 - eta)^K (x - m) after K inner steps; then Nesterov's step along x - E[x_m]."""
+    eta, k, lr, momentum, rounds, clients = 0.1, 5, 0.7, 0.9, 6, 3
+    case = OPTIMIZERS["sgdm"]
+    case = replace(case, make=lambda p: SGDM(p, lr=eta, momentum=0.0))
+    run = Run(
+        Still(),
+        case,
+        SyncSchedule({PARAMS: k, "momentum_buffer": NEVER}),
+        tmp_path,
+        num_clients=clients,
+        num_steps=rounds * k,
+        outer=Outer(lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum, nesterov=nesterov)),
+    )
+    run.strategy.start(run.grid, run.initial)
+    center = sum(range(clients)) / clients
+    for key, x in initial(Still()).items():
+        velocity = torch.zeros_like(x)
+        for _ in range(rounds):
+            moved = (1 - (1 - eta) ** k) * (x - center)  # x - E_m[x_m]
+            velocity = momentum * velocity + moved
+            x = x - lr * (moved + momentum * velocity if nesterov else velocity)
+        got = from_record(run.strategy.globals.averages[PARAMS])[key]
+        torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
+
+
+def test_an_outer_sgd_of_rate_one_is_plain_averaging(tmp_path):
+    schedule = SyncSchedule({PARAMS: 3, "exp_avg": 6, "exp_avg_sq": NEVER})
+    results = []
+    for outer in (None, Outer(lambda p: torch.optim.SGD(p, lr=1.0))):
+        folder = tmp_path / str(len(results))
+        run = Run(
+            Quadratic(),
+            OPTIMIZERS["adam"],
+            schedule,
+            folder,
+            num_clients=3,
+            num_steps=12,
+            outer=outer,
+        )
+        run.start()
+        results.append(from_record(run.strategy.globals.averages[PARAMS]))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+# ------------------------------------------------------------------- Joins, leaves, ad-hoc averages
+
+
+@pytest.mark.parametrize("attendance", [{0: 2, 8: 4}, {8: 2, 16: 3}, {0: 1, 4: 4, 12: 2}], ids=str)
+@pytest.mark.parametrize("name", ["adam", "sgdm"])
+def test_joins_and_leaves_equal_the_oracles_absences(name, attendance, tmp_path):
+    case = OPTIMIZERS[name]
+
+    def present(m: int, t: int) -> bool:
+        begun = [step for step in attendance if step <= t]
+        return m < (attendance[max(begun)] if begun else 4)
+
+    run = Run(
+        Quadratic(),
+        case,
+        SyncSchedule(case.periods(4)),  # joiners get all they lack: every stream was averaged
+        tmp_path,
+        num_clients=4,
+        num_steps=20,
+        policy=Policy(attendance=attendance),
+    )
+    run.strategy.start(run.grid, run.initial, observer=run.watch)
+    expected = oracle(run, present=present)[0][PARAMS]
+    got = from_record(run.strategy.globals.averages[PARAMS])
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for record in run.watch.records[1:]:
+        assert len(record.clients) == sum(present(m, record.start) for m in range(4))
+
+
+def test_every_stream_is_averaged_once_at_the_steps_that_are_named(tmp_path):
+    case = OPTIMIZERS["adam"]
+    schedule = SyncSchedule(
+        {PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": 5}, once_at=frozenset({7, 12})
+    )
+    due = {w.stop: w.due for w in schedule.windows(14)}
+    assert due[7] == due[12] == {PARAMS, *STATES}
+    assert [stop for stop, names in due.items() if "exp_avg" in names] == [7, 12]
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=14)
+    assert_close(run.start(), oracle(run))
