@@ -1,0 +1,42 @@
+"""How fast a moment forgets, and how far it can drift from the others': the paper's section 3."""
+
+import math
+
+
+def half_life(beta: float, psi: float = 0.5) -> float:
+    """Return the steps after which a moment keeps the share ``psi`` of what it held.
+
+    tau_psi(beta) = ln psi / ln beta
+
+    Raises ``ValueError`` unless 0 <= beta < 1 and 0 < psi < 1.
+
+    >>> round(half_life(0.95), 1), round(half_life(0.9999))
+    (13.5, 6931)
+    """
+    _check_beta(beta)
+    if not 0 < psi < 1:
+        raise ValueError(f"psi must be above 0 and below 1, got {psi}")
+    return math.log(psi) / math.log(beta) if beta else 0.0
+
+
+def kept(beta: float, steps: float) -> float:
+    """Return the share of a moment that is left after ``steps`` steps, beta^K."""
+    _check_beta(beta)
+    return float(beta**steps)
+
+
+def drift_bound(beta: float, steps: float, ceiling: float) -> float:
+    """Return the most that a coordinate of a moment can change in ``steps`` steps.
+
+    2 c (1 - beta^K), where neither the moment nor what it takes in exceeds c in any coordinate:
+    c = rho for the first moment of clipped gradients, rho^2 for the second.
+    """
+    _check_beta(beta)
+    # 1 - beta^K would lose its digits where beta^K is near 1.
+    change = -math.expm1(steps * math.log(beta)) if beta else float(steps > 0)
+    return 2 * ceiling * change
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta must be at least 0 and below 1, got {beta}")

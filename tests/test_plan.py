@@ -1,0 +1,635 @@
+"""The theory against its definitions counted out, the paper's numbers, and `desloc plan`."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flower_desloc import NEVER, PARAMS, SyncSchedule
+from flower_desloc.build import build_optimizer, build_streams
+from flower_desloc.cli import app
+from flower_desloc.config import load
+from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+from flower_desloc.tasks import build_task
+from flower_desloc.theory import from_config, traffic
+from flower_desloc.theory.advice import MULTIPLES, recommended, warnings
+from flower_desloc.theory.moments import drift_bound, half_life, kept
+from flower_desloc.theory.setting import Setting, Stream
+from flower_desloc.theory.step_size import averaging_limit, psi, step_size_bound
+from flower_desloc.theory.wall_clock import (
+    Link,
+    Topology,
+    communication_seconds,
+    compute_seconds,
+    crossing,
+    ring_seconds,
+    star_seconds,
+)
+
+ROOT = Path(__file__).parents[1]
+STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
+PERIOD = st.integers(1, 12) | st.just(NEVER)
+BETA = st.floats(0, 0.9999)
+P = 4 * 1.7e9
+
+
+def periods_of(*periods):
+    return dict(zip(STREAMS, periods, strict=True))
+
+
+def setting_of(*periods, betas=(0.95, 0.9999), **changes):
+    moments = zip(("exp_avg", "exp_avg_sq"), periods[1:], betas, strict=True)
+    setting = Setting(
+        name="one",
+        optimizer="adam",
+        num_params=1e6,
+        streams=(
+            Stream(name=PARAMS, period=periods[0], num_bytes=4e6),
+            *(Stream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=1) for s, k, b in moments),
+        ),
+        steps=960,
+        workers=4,
+        tokens=1e5,
+        compute=1.0,
+        link=Link(bandwidth=125e6, latency=0.01),
+    )
+    return replace(setting, **changes)
+
+
+# --- Moments -----------------------------------------------------------------------------------
+
+
+@given(BETA, st.floats(0.01, 0.99))
+def test_tau_is_the_step_at_which_a_decaying_weight_passes_psi(beta, share):
+    tau, weight, steps = half_life(beta, share), 1.0, 0
+    while weight > share:
+        weight *= beta
+        steps += 1
+    assert steps - 1 - 1e-9 <= tau <= steps + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("beta", "steps"), [(0.95, 13.5), (0.999, 692.8), (0.9999, 6931), (0.99, 69)]
+)
+def test_the_papers_half_lives(beta, steps):
+    assert half_life(beta) == pytest.approx(steps, rel=2e-3)
+
+
+GRADIENTS = st.lists(st.floats(-9, 9), min_size=1, max_size=40)
+
+
+@given(BETA, st.floats(0.01, 3), st.floats(-1, 1), GRADIENTS)
+def test_no_clipped_gradients_move_a_moment_further_than_the_bound(beta, rho, start, gradients):
+    u = first_u = start * rho
+    v = first_v = (start * rho) ** 2
+    for g in gradients:
+        clipped = min(max(g, -rho), rho)
+        u = beta * u + (1 - beta) * clipped
+        v = beta * v + (1 - beta) * clipped**2
+    K = len(gradients)
+    assert abs(u - first_u) <= drift_bound(beta, K, rho) + 1e-12
+    # The paper's factor of 2 is not needed where nothing is negative.
+    assert abs(v - first_v) <= drift_bound(beta, K, rho**2) / 2 + 1e-12
+
+
+@given(BETA, st.integers(1, 60))
+def test_the_bound_of_the_first_moment_is_reached_when_the_gradient_turns_round(beta, K):
+    u = -1.0
+    for _ in range(K):
+        u = beta * u + (1 - beta)
+    assert u + 1 == pytest.approx(drift_bound(beta, K, 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"])
+def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
+    torch.manual_seed(3)
+    words = ["run.steps=60", f"optimizer.name={name}", "optimizer.betas=[0.8,0.9]"]
+    config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
+    config.optimizer.momentum = 0.8
+    if name == "amsgrad":
+        config.sync["max_exp_avg_sq"] = 7
+    streams = from_config.streams(config, 5, value_bytes=4, rho=from_config.gradient_bound(config))
+    x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = build_optimizer(config, [x])
+    seen = {stream.name: [] for stream in streams if stream.name != PARAMS}
+    for step in range(60):
+        x.grad = torch.randn(5, dtype=torch.float64) + 4 * math.cos(step / 5)
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+        optimizer.step()
+        for stream, values in seen.items():
+            values.append(optimizer.state[x][stream].clone())
+    for stream in streams:
+        for K in (1, 5, 20) if stream.name != PARAMS else ():
+            values = torch.stack(seen[stream.name])
+            # Adam's own code multiplies in another order; a last bit may differ.
+            assert values.abs().max() <= stream.ceiling * (1 + 1e-9)
+            drift = (values[K:] - values[:-K]).abs().max()
+            assert drift <= drift_bound(stream.beta, K, stream.ceiling) * (1 + 1e-9)
+
+
+def test_an_unclipped_gradient_or_weight_decay_in_it_leaves_no_ceiling():
+    def ceilings(*words):
+        config = load("desloc_adam", words)
+        rho = from_config.gradient_bound(config)
+        return [s.ceiling for s in from_config.streams(config, 1, value_bytes=4, rho=rho)]
+
+    assert ceilings("optimizer.clip_norm=0.5") == [None, 0.5, 0.25]
+    assert ceilings("optimizer.clip_value=0.1") == [None, 0.1, pytest.approx(0.01)]
+    assert ceilings("optimizer.clip_norm=null") == [None, None, None]
+    assert ceilings("optimizer.weight_decay=0.1") == [None, None, None]
+    assert ceilings("optimizer.weight_decay=0.1", "optimizer.name=adamw") == [None, 1, 1]
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, math.nan])
+def test_a_beta_outside_its_range_is_refused(beta):
+    for function in (half_life, lambda b: kept(b, 3), lambda b: drift_bound(b, 3, 1)):
+        with pytest.raises(ValueError, match="beta must be at least 0 and below 1"):
+            function(beta)
+    with pytest.raises(ValueError, match="psi must be above 0 and below 1"):
+        half_life(0.5, 1.0)
+
+
+# --- Theorem 1 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p_x", [0.9, 0.25, 1 / 16])
+@pytest.mark.parametrize("p_u", [0.0, 1 / 48, 0.5])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.95])
+def test_psi_bounds_what_the_two_recursions_of_its_proof_come_to(p_x, p_u, beta):
+    """Lemma 2: the workers' spread for a unit spread of gradients, at the best s."""
+
+    def spread(s):
+        u = x = 0.0
+        for _ in range(4000):
+            u = (1 - p_u) * (beta * u + (1 - beta))
+            x = (1 - p_x) * ((1 + s) * x + (1 + 1 / s) * u)
+        return x
+
+    best = 1 / math.sqrt(1 - p_x) - 1
+    least = spread(best)
+    assert all(spread(best * factor) >= least for factor in (0.9, 1.1))
+    # The proof ends with (1 + sqrt(1 - p_x))^2 <= 4; that much it gives away and no more.
+    exact = psi(p_x, p_u, beta) * (1 + math.sqrt(1 - p_x)) ** 2 / 4
+    assert least == pytest.approx(exact, rel=1e-6)
+    assert least <= psi(p_x, p_u, beta)
+
+
+def test_psi_at_its_ends():
+    assert psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
+    assert psi(0, 0.5, 0.9) == math.inf  # "with vanishing p_x the psi term becomes unbounded"
+    assert psi(0, 1, 0.9) == 0  # all workers take the same steps
+    assert psi(1e-3, 0, 0.9) == pytest.approx(4e6, rel=2e-3)  # O(1 / p_x^2), whatever beta
+
+
+@given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.99))
+def test_averaging_the_momentum_more_often_allows_larger_steps(p_x, p_u, q_u, beta):
+    seldom, often = sorted((p_u, q_u))
+    assert psi(p_x, often, beta) <= psi(p_x, seldom, beta) * (1 + 1e-12)
+
+
+@given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 0.99), st.floats(0.1, 9), st.floats(1, 9))
+def test_the_step_size_satisfies_the_three_conditions_of_the_proof(p_x, p_u, beta, L, B):
+    value = psi(p_x, p_u, beta)
+    eta = step_size_bound(value, beta, smoothness=L, dissimilarity=B)
+    assert 12 * eta**2 * L**2 * (B**2 - 1) * value <= 0.5
+    assert eta * L + 2 * eta**2 * beta**2 * L**2 / (1 - beta) ** 2 <= 0.5
+    assert 12 * eta**2 * L**2 * value <= 0.5
+    assert eta > 0
+
+
+def test_where_averages_do_not_limit_the_step_the_momentum_does():
+    assert averaging_limit(0.0) == math.inf
+    assert step_size_bound(0.0, 0.9, smoothness=2) == pytest.approx(0.1 / 8)
+    assert step_size_bound(math.inf, 0.9) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: psi(1.1, 0, 0.9), "p_x must be a probability"),
+        (lambda: psi(0.5, -1, 0.9), "p_u must be a probability"),
+        (lambda: psi(0.5, 0.5, 1), "beta must be"),
+        (lambda: step_size_bound(1, 0.9, smoothness=0), "smoothness must be above 0"),
+        (lambda: step_size_bound(1, 0.9, dissimilarity=0.5), "dissimilarity must be at least 1"),
+    ],
+)
+def test_impossible_constants_are_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+# --- Bytes -------------------------------------------------------------------------------------
+
+
+@given(st.tuples(PERIOD, PERIOD, PERIOD), st.tuples(*[st.integers(0, 99)] * 3))
+def test_the_rates_are_the_ledgers_in_the_long_run(periods, sizes):
+    """Over a common multiple of all periods nothing is left over, and the two agree."""
+    periods, sizes = periods_of(*periods), periods_of(*sizes)
+    schedule = SyncSchedule(periods)
+    T = math.lcm(*(k for k in periods.values() if k != NEVER))
+    # The ledger's last average of params, which a run makes whatever its period.
+    extra = sizes[PARAMS] if periods[PARAMS] == NEVER else 0
+    ledgers = {
+        "DES-LOC": sum(desloc_bytes(schedule, sizes, T).values()) - extra,
+        "Local Adam": sum(local_adam_bytes(schedule, sizes, T).values()) - extra,
+        "DDP": ddp_bytes(sizes, T),
+    }
+    for method in (
+        traffic.desloc(sizes, periods),
+        traffic.local_adam(sizes, periods),
+        traffic.ddp(sizes),
+    ):
+        assert method.num_bytes * T == pytest.approx(ledgers[method.name])
+
+
+@given(st.tuples(PERIOD, PERIOD, PERIOD))
+def test_the_rounds_are_those_of_the_schedule(periods):
+    schedule = SyncSchedule(periods_of(*periods))
+    T = math.lcm(*(k for k in periods if k != NEVER))
+    method = traffic.desloc(dict.fromkeys(STREAMS, 1), schedule.periods)
+    due = [schedule.due(step) for step in range(1, T + 1)]
+    assert method.windows * T == pytest.approx(sum(map(bool, due)))
+    assert method.exchanges * T == pytest.approx(sum(map(len, due)))
+
+
+def test_with_coins_the_rounds_are_those_in_which_a_coin_falls():
+    periods, steps = periods_of(3, 5, 10), 3000
+    coins = SyncSchedule(periods, coin_seed=1)
+    seen = sum(bool(coins.due(step)) for step in range(1, steps + 1)) / steps
+    method = traffic.desloc(dict.fromkeys(STREAMS, 1), periods, coins=True)
+    rates = [Fraction(1, 3), Fraction(1, 5), Fraction(1, 10)]
+    falls = itertools.product((True, False), repeat=3)
+    exact = sum(
+        math.prod(p if fell else 1 - p for p, fell in zip(rates, fall, strict=True))
+        for fall in falls
+        if any(fall)
+    )
+    assert method.windows == pytest.approx(float(exact))
+    assert seen == pytest.approx(float(exact), rel=0.05)
+
+
+def test_the_papers_reductions():
+    sizes, periods = dict.fromkeys(STREAMS, P), periods_of(256, 768, 1536)
+    sent = {
+        method.name: method.num_bytes
+        for method in (
+            traffic.ddp(sizes),
+            traffic.local_adam(sizes, periods),
+            traffic.desloc(sizes, periods),
+            traffic.fedavg(sizes, periods),
+        )
+    }
+    assert sent["DDP"] / sent["DES-LOC"] == pytest.approx(170 + 2 / 3)
+    assert sent["DDP"] / sent["Local Adam"] == pytest.approx(85 + 1 / 3)
+    assert sent["DDP"] / sent["FedAvg"] == pytest.approx(256)
+    assert sent["Local Adam"] / sent["DES-LOC"] == pytest.approx(2)
+    assert sent["Local Adam"] / sent["FedAvg"] == pytest.approx(3)
+
+
+def test_the_papers_other_ways_to_halve_local_adam_do_so_too():
+    sizes = dict.fromkeys(STREAMS, P)
+    for u, v in ((3, 6), (6, 3), (4, 4)):
+        periods = periods_of(16, 16 * u, 16 * v)
+        local_adam = traffic.local_adam(sizes, periods).num_bytes
+        assert local_adam / traffic.desloc(sizes, periods).num_bytes == pytest.approx(2)
+
+
+# --- Time --------------------------------------------------------------------------------------
+
+LINK = Link(bandwidth=125e6, latency=0.2)
+
+
+def test_a_star_moves_every_workers_payload_up_and_then_every_mean_down():
+    clock = LINK.latency
+    for _ in range(4):  # one after another through the server's link
+        clock += 1e9 / LINK.bandwidth
+    clock += LINK.latency
+    for _ in range(4):
+        clock += 1e9 / LINK.bandwidth
+    assert star_seconds(1e9, 4, LINK) == pytest.approx(clock)
+
+
+def test_a_ring_moves_a_slice_of_the_payload_twice_round():
+    clock = LINK.latency
+    for _ in range(2 * (4 - 1)):  # reduce-scatter, then all-gather, of a quarter each
+        clock += 1e9 / 4 / LINK.bandwidth
+    assert ring_seconds(1e9, 4, LINK) == pytest.approx(clock)
+
+
+def test_the_papers_totals_of_each_method_on_a_ring():
+    d, D, S, MFU, M, T = 1.7e9, 20480 * 2**21, 989e12, 0.5, 4, 20480
+    K_x, K_u, K_v, B, latency = 256, 768, 1536, LINK.bandwidth, LINK.latency
+    exchange = 2 * 4 * d / B * (1 - 1 / M) + latency
+    t_compute = 6 * d * D / (MFU * S * M)
+    papers = {
+        "DDP": t_compute + T * exchange,
+        "FedAvg": t_compute + T / K_x * exchange,
+        "Local Adam": t_compute + 3 * T / K_x * exchange,
+        "DES-LOC": t_compute + (T / K_x + T / K_u + T / K_v) * exchange,
+    }
+    sizes, periods = dict.fromkeys(STREAMS, 4 * d), periods_of(K_x, K_u, K_v)
+    compute = compute_seconds(d, D, workers=M, flops=S, mfu=MFU)
+    for method in (
+        traffic.ddp(sizes),
+        traffic.fedavg(sizes, periods),
+        traffic.local_adam(sizes, periods),
+        traffic.desloc(sizes, periods),
+    ):
+        total = compute + T * communication_seconds(method, M, LINK, Topology.RING)
+        assert total == pytest.approx(papers[method.name])
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.floats(1, 1e12))
+def test_on_a_ring_local_adam_is_faster_than_ddp_if_and_only_if_k_is_above_3(K, u, v, bandwidth):
+    """The paper asks for 3 K < T, which says nothing of it; its own formulas say 3 T / K < T."""
+    setting = setting_of(K, K * 2**u, K * 2**v)
+    ddp, local_adam, desloc, fedavg = (
+        communication_seconds(m, 4, Link(bandwidth=bandwidth, latency=0.1), Topology.RING)
+        for m in setting.methods
+    )
+    assert (local_adam < ddp * (1 - 1e-9)) == (K > 3)
+    assert fedavg <= desloc <= local_adam * (1 + 1e-9)
+
+
+@given(st.sampled_from(Topology), st.floats(0.01, 5), st.floats(0.05, 1))
+def test_at_the_stated_bandwidth_waiting_takes_the_stated_share(topology, share, alpha):
+    setting = setting_of(16, 48, 96, alpha=alpha)
+    for method in setting.methods:
+        bandwidth = setting.bandwidth_for(method, topology, share)
+        delay = setting.waiting(method, topology, Link(bandwidth=math.inf, latency=0.01))
+        if bandwidth is None:
+            assert delay >= share * setting.compute
+        else:
+            waiting = setting.waiting(method, topology, Link(bandwidth=bandwidth, latency=0.01))
+            assert waiting == pytest.approx(share * setting.compute)
+
+
+def test_hidden_communication_costs_nothing_and_needs_no_bandwidth():
+    setting = setting_of(16, 48, 96, alpha=0.0)
+    assert setting.waiting(setting.desloc, Topology.STAR) == 0
+    assert setting.bandwidth_for(setting.desloc, Topology.STAR, 0.1) == 0
+
+
+def test_two_methods_cross_where_one_has_fewer_bytes_and_the_other_fewer_messages():
+    setting = setting_of(2, 4, 4)
+    ddp, local_adam, desloc, fedavg = setting.methods
+    where = crossing(ddp, local_adam, 4, 0.01, Topology.STAR)
+    link = Link(bandwidth=where, latency=0.01)
+    times = [communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam)]
+    assert times[0] == pytest.approx(times[1])
+    # Both sides of it.
+    for factor, ddp_is_faster in ((0.5, True), (2.0, False)):
+        link = Link(bandwidth=factor * where, latency=0.01)
+        times = [communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam)]
+        assert (times[0] < times[1]) == ddp_is_faster
+    assert crossing(ddp, fedavg, 4, 0.01, Topology.STAR) is None
+    # On the paper's ring bytes and messages go together, so that nothing ever crosses.
+    for one, other in itertools.combinations((ddp, local_adam, desloc, fedavg), 2):
+        assert crossing(one, other, 4, 0.01, Topology.RING) is None
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -0.1)])
+def test_an_impossible_link_is_refused(bandwidth, latency):
+    with pytest.raises(ValueError, match=r"bandwidth must be above 0|latency must be at least 0"):
+        Link(bandwidth=bandwidth, latency=latency)
+
+
+# --- Advice ------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(Topology), st.floats(4.5, 9), st.floats(0, 0.1), st.booleans(), st.booleans()
+)
+def test_the_recommended_clock_is_the_smallest_that_waits_no_longer(
+    topology, exponent, latency, coins, hidden
+):
+    setting = setting_of(
+        16,
+        48,
+        96,
+        link=Link(bandwidth=10**exponent, latency=latency),
+        coins=coins,
+        alpha=0.5 if hidden else 1.0,
+    )
+
+    def affordable(K):
+        clocks = setting.with_periods({PARAMS: K, "exp_avg": 3 * K, "exp_avg_sq": 6 * K})
+        return clocks.waiting(clocks.desloc, topology) <= setting.share * setting.compute
+
+    smallest = next((K for K in range(1, setting.steps + 1) if affordable(K)), None)
+    periods = recommended(setting, topology)
+    if smallest is None:
+        assert periods is None
+    else:
+        assert periods == {PARAMS: smallest, "exp_avg": 3 * smallest, "exp_avg_sq": 6 * smallest}
+
+
+def test_every_optimizers_states_have_a_multiple():
+    for name in ("adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"):
+        config = load("quickstart", f"optimizer.name={name}")
+        streams = build_streams(config, torch.nn.Linear(1, 1))
+        assert streams.keys() - {PARAMS} <= MULTIPLES.keys()
+
+
+GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
+
+
+def test_a_sound_setting_has_no_warnings():
+    assert list(warnings(setting_of(16, 48, 96, **GOOD))) == []
+
+
+@pytest.mark.parametrize(
+    ("periods", "changes", "said"),
+    [
+        ((16, 96, 96), {}, "sync.exp_avg=96: 7.1 half-lives, after which 1% of an average is left"),
+        ((16, 48, NEVER), {}, "sync.exp_avg_sq=never: every worker keeps its own"),
+        ((16, "reset", 96), {}, "sync.exp_avg=reset: it starts from zero"),
+        ((NEVER, 48, 96), {}, "sync.params=never: the workers' parameters meet once"),
+        ((16, 48, 1920), {}, "sync.exp_avg_sq=1920: longer than the run of 960 steps"),
+        ((961, 2883, 5766), {}, "sync.params=961: longer than the run of 960 steps"),
+        ((16, 8, 96), {}, "sync.params=16: averaged less often than exp_avg;"),
+        ((16, 40, 96), {}, "sync.exp_avg=40: no multiple of sync.params=16"),
+        ((16, 48, 96), {"betas": (0.95, 0.9)}, "optimizer.betas=[0.95,0.9]"),
+        ((16, 48, 96), {"workers": 1}, "--workers=1: there is nobody"),
+        ((16, 48, 96), {"link": LINK}, "on a star communication takes 0.049 times"),
+        ((16, 48, 96), {"share": 0.004}, "on a ring communication takes 0.00459 times"),
+        ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star affords 1"),
+        (
+            (512, 1536, 3072),
+            {"link": Link(bandwidth=125e6, latency=1e-4), "share": 0.001, "steps": 4000},
+            "--bandwidth: on a star the link asks for sync.params=385",
+        ),
+        ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
+    ],
+)
+def test_each_warning(periods, changes, said):
+    found = list(warnings(setting_of(*periods, **(GOOD | changes))))
+    assert [line for line in found if said in line], found
+
+
+def test_what_nothing_bounds_is_named():
+    setting = setting_of(16, 48, 96, **GOOD)
+    unbounded = tuple(replace(stream, ceiling=None) for stream in setting.streams)
+    (line,) = warnings(replace(setting, streams=unbounded))
+    assert "nothing bounds exp_avg and exp_avg_sq" in line
+    assert "--rho" in line
+
+
+# --- The command -------------------------------------------------------------------------------
+
+
+def plan(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, " ".join(result.stdout.split()), result.stderr
+
+
+def test_the_papers_model_comes_with_the_papers_numbers():
+    code, said, _ = plan("1.7b")
+    assert code == 0
+    assert "paper-1.7b: 1,700,000,000 parameters, adopt on 4 workers" in said
+    assert "20,480 steps of 2,097,152 tokens" in said
+    assert "exp_avg every 768 13.5 56.8 " in said
+    assert "exp_avg_sq every 1536 6,931.1 0.222 0.858 1 0.285" in said
+    for method, ddp, local_adam in (
+        ("DES-LOC", "170.7x", "2.0x"),
+        ("Local Adam", "85.3x", "1.0x"),
+        ("FedAvg", "256.0x", "3.0x"),
+    ):
+        assert re.search(rf"{method} \S+ \S+ MB \S+ GB {ddp} {local_adam} ", said)
+
+
+def test_the_page_shows_what_its_commands_print():
+    page = (ROOT / "docs" / "plan.md").read_text()
+    shown = re.findall(r"```bash\ndesloc (plan .*?)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
+    assert len(shown) == 2
+    for command, output in shown:
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(app, command.split())
+        lines = [line.rstrip() for line in result.stdout.strip().splitlines()]
+        assert lines == output.splitlines(), command
+
+
+def test_a_preset_a_change_and_every_option_arrive():
+    code, said, _ = plan(
+        *("desloc_adam", "sync.params=8", "sync.exp_avg=24", "sync.exp_avg_sq=never"),
+        *("--params", "1e6", "--workers", 2, "--steps", 4000, "--tokens-per-step", 5000),
+        *("--value-bytes", 2, "--bandwidth", 0.5, "--latency", 20, "--flops", "1e12"),
+        *("--mfu", 0.25, "--overlap", 0.5, "--share", 0.2, "--beta1", 0.9, "--beta2", 0.99),
+        *("--rho", 0.5, "--psi", 0.25, "--smoothness", 10, "--dissimilarity", 3),
+    )
+    assert code == 0
+    assert "desloc_adam: 1,000,000 parameters, adam on 2 workers" in said
+    # 6 * 1e6 * 5000 / (0.25 * 1e12 * 2)
+    assert "4,000 steps of 5,000 tokens; a step computes 60 ms" in said
+    assert "500 Mbit/s, 20 ms latency; 50% of communication hidden" in said
+    assert "tau_0.25" in said
+    # ln 0.25 / ln 0.9, 24 of it, 0.9^24, rho, 2 rho (1 - 0.9^24)
+    assert "exp_avg every 24 13.2 1.82 0.0798 0.5 0.92 " in said
+    assert f"exp_avg_sq never 137.9 29 {0.99**4000:.3g} 0.25 0.5 " in said
+    # 1/8 + 1/24 payloads of 2 MB
+    assert "DES-LOC 0.167 333 kB" in said
+    # alpha (2 M P / B + 2 l) of a window of 4/3 payloads, every 8 steps
+    star = 0.5 * (2 * 2 * 2e6 / 62.5e6 * (1 / 8 + 1 / 24) + 2 * 0.02 / 8)
+    assert f"DES-LOC {star * 1e3:.3g} ms" in said
+    assert "L = 10, B = 3" in said
+    value = psi(1 / 8, 1 / 24, 0.9)
+    eta = step_size_bound(value, 0.9, smoothness=10, dissimilarity=3)
+    assert f"as stated 0.125 0.0417 {value:.0f} {eta:.3g} psi" in said
+
+
+def test_without_a_preset_the_size_of_the_model_is_enough():
+    code, said, _ = plan("sync.params=64", "--params", "7e9")
+    assert code == 0
+    assert "plan: 7,000,000,000 parameters" in said
+    assert "params every 64" in said
+    assert "exp_avg_sq every 1536" in said
+
+
+def test_the_model_of_a_preset_is_measured_without_its_weights():
+    config = load("quickstart")
+    sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
+    size = from_config.model_size(config)
+    assert sizes == dict.fromkeys(STREAMS, size * from_config.value_bytes(config))
+    assert f"quickstart: {size:,} parameters" in plan("quickstart")[1]
+
+
+def test_measured_seconds_take_the_place_of_flops():
+    said = plan("quickstart", "--params", "1e6", "--step-seconds", 0.25)[1]
+    assert "a step computes 250 ms" in said
+
+
+def test_coins_are_named_and_counted():
+    said = plan("1.7b", "sync_mode=probabilistic")[1]
+    assert "averaged by coins" in said
+
+
+def test_a_slow_link_has_no_recommendation_and_says_so():
+    said = plan("135m", "--bandwidth", "0.0001")[1]
+    assert "star: none; communication takes more than 10% of compute at any K_x" in said
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_preset_with_clocks_has_a_plan(preset):
+    code, said, error = plan(preset, "--params", "1e6", "--step-seconds", 0.1)
+    if PARAMS in load(preset).sync:
+        assert (code, error) == (0, "")
+        assert "Recommended" in said
+    else:
+        assert code == 2
+        assert "sync.params is not stated" in error
+
+
+def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plan("1.7b")[0] == 0
+    assert not [*tmp_path.iterdir()]
+    code, said, _ = plan("1.7b", "sync.params=2", "sync.exp_avg_sq=never", "--plot", "plan.png")
+    assert code == 0
+    assert said.endswith("drawn into plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "which preset, or how many --params?"),
+        (["1.8b"], "no preset of that name"),
+        (["1.7b", "sync.parms=3"], "sync.parms"),
+        (["1.7b", "sync.params=0"], "sync period of 'params'"),
+        (["1.7b", "sync.buffers=3"], "sync.buffers: "),
+        (["1.7b", "--params", "0"], "--params=0: must be at least 1"),
+        (["1.7b", "--workers", "0"], "--workers=0: must be at least 1"),
+        (["1.7b", "--steps", "0"], "--steps=0: must be at least 1"),
+        (["1.7b", "--tokens-per-step", "0"], "--tokens-per-step=0: must be at least 1"),
+        (["1.7b", "--value-bytes", "0"], "--value-bytes=0: must be above 0"),
+        (["1.7b", "--bandwidth", "0"], "--bandwidth=0: must be above 0"),
+        (["1.7b", "--bandwidth", "nan"], "--bandwidth=nan: must be above 0"),
+        (["1.7b", "--latency", "-1"], "--latency=-1: must be at least 0"),
+        (["1.7b", "--flops", "inf"], "--flops=inf: must be at least 1"),
+        (["1.7b", "--mfu", "1.5"], "--mfu=1.5: must be above 0 and at most 1"),
+        (["1.7b", "--step-seconds", "0"], "--step-seconds=0: must be above 0"),
+        (["1.7b", "--overlap", "2"], "--overlap=2: must be at least 0 and at most 1"),
+        (["1.7b", "--share", "0"], "--share=0: must be above 0"),
+        (["1.7b", "--beta1", "1"], "--beta1=1: must be at least 0 and below 1"),
+        (["1.7b", "--beta2", "-0.5"], "--beta2=-0.5: must be at least 0 and below 1"),
+        (["1.7b", "--rho", "0"], "--rho=0: must be above 0"),
+        (["1.7b", "--psi", "1"], "--psi=1: must be above 0 and below 1"),
+        (["1.7b", "--smoothness", "0"], "--smoothness=0: must be above 0"),
+        (["1.7b", "--dissimilarity", "0.5"], "--dissimilarity=0.5: must be at least 1"),
+        (["1.7b", "--plot", "plan.xyz"], "--plot plan.xyz: "),
+        (["1.7b", "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),
+    ],
+)
+def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = plan(*arguments)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert said in error.splitlines()[0]
