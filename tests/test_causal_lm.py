@@ -427,6 +427,15 @@ def test_bits_per_byte_are_those_of_the_logits(task):
     assert metrics["loss"] == pytest.approx(metrics["nats_per_byte"])
 
 
+def test_the_activation_norm_is_that_of_what_the_last_block_hands_to_the_final_norm(task):
+    model = task.build_model()
+    (batch, *_) = task.heldout()["b"]
+    handed: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
+    metrics = task.metrics(task.evaluate(model, [batch]))
+    assert metrics["activation_norm"] == pytest.approx(float(handed[0].norm(dim=-1).mean()))
+
+
 def test_totals_add(task):
     model = task.build_model()
     batches = [batch for each in task.heldout().values() for batch in each]

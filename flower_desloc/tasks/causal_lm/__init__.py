@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from flower_desloc.config import Config
 from flower_desloc.tasks import Site, Sums
+from flower_desloc.tasks.causal_lm.activations import measured
 from flower_desloc.tasks.causal_lm.batches import TextBatch, heldout_batches
 from flower_desloc.tasks.causal_lm.model import build_model
-from flower_desloc.tasks.causal_lm.quiet import quiet
 from flower_desloc.tasks.causal_lm.shard import Shard
 from flower_desloc.tasks.causal_lm.source import Source
 from flower_desloc.tasks.causal_lm.text import read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
+from flower_desloc.tasks.quiet import quiet
 
 __all__ = ["CausalLM", "TextBatch"]
 
@@ -69,30 +70,41 @@ class CausalLM:
         return _cross_entropy(model, batch, "mean")
 
     def evaluate(self, model: nn.Module, batches: Iterable[TextBatch]) -> Sums:
-        """Return the nats, tokens and UTF-8 bytes of what is predicted in ``batches``."""
+        """Return the nats, tokens and UTF-8 bytes of what is predicted in ``batches``.
+
+        Beside them, the norms of the activations after the last block, summed over tokens.
+        """
         sums = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), measured(model) as activations:
                 for batch in batches:
                     sums["nats"] += _cross_entropy(model, batch, "sum").item()
                     sums["tokens"] += batch.tokens[:, 1:].numel()
                     sums["bytes"] += batch.num_bytes
         finally:
             model.train(was_training)
+        if activations.total:
+            sums["activations"] = activations.total
         return sums
 
     def metrics(self, sums: Sums) -> Mapping[str, float]:
-        """Return the loss in nats per token, its perplexity, and the loss per byte of text."""
+        """Return the loss in nats per token, its perplexity, and the loss per byte of text.
+
+        ``activation_norm`` is the mean over tokens of the norm after the last block.
+        """
         loss = _ratio(sums["nats"], sums["tokens"])
         nats_per_byte = _ratio(sums["nats"], sums["bytes"])
-        return {
+        metrics = {
             "loss": loss,
             "perplexity": _exp(loss),
             "nats_per_byte": nats_per_byte,
             "bits_per_byte": nats_per_byte / math.log(2),
         }
+        if "activations" in sums:
+            metrics["activation_norm"] = _ratio(sums["activations"], sums["tokens"])
+        return metrics
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write what ``from_pretrained(folder)`` needs: weights, config and tokenizer."""

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flower_desloc.config.schema import Model
-from flower_desloc.tasks.causal_lm.quiet import quiet
+from flower_desloc.tasks.quiet import quiet
 
 _ALIASES = {
     "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),

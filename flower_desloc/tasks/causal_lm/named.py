@@ -5,8 +5,8 @@ from functools import partial
 
 from datasets import get_dataset_config_names, load_dataset
 
-from flower_desloc.tasks.causal_lm.quiet import quiet
 from flower_desloc.tasks.causal_lm.source import Row, Source, Unit
+from flower_desloc.tasks.quiet import quiet
 
 _HELDOUT = ("validation", "valid", "test")
 

@@ -1,27 +1,16 @@
 """Who gets which documents."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
-from typing import Any
 
 from datasets import Dataset
 
+from flower_desloc.tasks import dealing
 from flower_desloc.tasks.causal_lm.source import Source
 from flower_desloc.tasks.causal_lm.text import Corpus, read
-
-Rows = list[int]
-"""Rows of a data set."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the documents are dealt."""
-
-    name: str
-    alpha: float
-    seed: int
+from flower_desloc.tasks.dealing import Rows, Rule
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,7 @@ def shares(source: Source, rule: Rule, num_clients: int) -> list[Share]:
         )
     train = deal(corpus.train, rule, num_clients)
     if rule.name == "dirichlet":
-        _leave_nobody_empty(train)
+        dealing.leave_nobody_empty(train)
     heldout: list[Rows] = [[] for _ in range(num_clients)]
     if num_clients <= len(corpus.heldout):
         heldout = deal(corpus.heldout, rule, num_clients)
@@ -62,50 +51,19 @@ def deal(documents: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
 
     The documents are shuffled by the seed first, so that no client gets its neighbours only.
     """
-    numbered = Dataset.from_dict(
-        {"row": range(len(documents)), "domain": documents["domain"][:]}
-    ).shuffle(seed=rule.seed)
-    return _RULES[rule.name](numbered, rule, num_clients)
+    domains = documents["domain"][:]
+    if rule.name == "by_domain":
+        return _by_domain(dealing.shuffled(domains, rule.seed), num_clients)
+    return dealing.deal(domains, rule, num_clients)
 
 
-def _iid(numbered: Dataset, _rule: Rule, num_clients: int) -> list[Rows]:
-    # Imported when asked for, here and below: the default partition does without.
-    from flwr_datasets.partitioner import IidPartitioner
-
-    return _partitioned(IidPartitioner(num_clients), numbered)
-
-
-def _dirichlet(numbered: Dataset, rule: Rule, num_clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    # Neither balanced nor drawn again until nobody is empty-handed: both would change the
-    # distribution, and the second can fail.
-    return _partitioned(
-        DirichletPartitioner(
-            num_partitions=num_clients,
-            partition_by="domain",
-            alpha=rule.alpha,
-            min_partition_size=0,
-            self_balancing=False,
-            shuffle=False,
-            seed=rule.seed,
-        ),
-        numbered,
-    )
-
-
-def _partitioned(partitioner: Any, numbered: Dataset) -> list[Rows]:
-    partitioner.dataset = numbered
-    return [partitioner.load_partition(i)["row"][:] for i in range(partitioner.num_partitions)]
-
-
-def _by_domain(numbered: Dataset, _rule: Rule, num_clients: int) -> list[Rows]:
+def _by_domain(numbered: Dataset, num_clients: int) -> list[Rows]:
     """Client i gets domain i mod D; where that is 0, the mixture of all D domains.
 
     The clients that hold a domain get equal parts of its documents, so that the mixture has the
     domains in their proportions, as far as others hold them too.
     """
-    documents = [*zip(numbered["row"][:], numbered["domain"][:], strict=True)]
+    documents = [*zip(numbered["row"][:], numbered["label"][:], strict=True)]
     # In the order of the source, which the shuffle has lost.
     shuffled: dict[str, Rows] = {domain: [] for _, domain in sorted(documents)}
     for row, domain in documents:
@@ -121,16 +79,6 @@ def _by_domain(numbered: Dataset, _rule: Rule, num_clients: int) -> list[Rows]:
     return clients
 
 
-def _leave_nobody_empty(clients: list[Rows]) -> None:
-    """Give a client to which the draw left nothing a document of the client with most.
-
-    A departure from the distribution, which for many clients leaves some without data.
-    """
-    for rows in clients:
-        if not rows:
-            rows.append(max(clients, key=len).pop())
-
-
 def _take_turns(heldout: list[Rows], train: list[Rows], corpus: Corpus) -> None:
     """Give a client that was dealt no held-out document one of each domain it trains on."""
     domains = corpus.train["domain"][:]
@@ -143,10 +91,3 @@ def _take_turns(heldout: list[Rows], train: list[Rows], corpus: Corpus) -> None:
     for mine, kept in zip(train, heldout, strict=True):
         if not kept:
             kept.extend(next(turns[domain]) for domain in sorted({domains[row] for row in mine}))
-
-
-_RULES: dict[str, Callable[[Dataset, Rule, int], list[Rows]]] = {
-    "iid": _iid,
-    "by_domain": _by_domain,
-    "dirichlet": _dirichlet,
-}

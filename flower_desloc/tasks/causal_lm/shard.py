@@ -9,10 +9,11 @@ from datasets import Dataset
 from flower_desloc.config import Config
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.causal_lm.batches import TextBatch, heldout_batches, random_batch
-from flower_desloc.tasks.causal_lm.partition import Rule, shares
+from flower_desloc.tasks.causal_lm.partition import shares
 from flower_desloc.tasks.causal_lm.source import Source
 from flower_desloc.tasks.causal_lm.text import read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
+from flower_desloc.tasks.dealing import Rule
 
 
 class Shard:

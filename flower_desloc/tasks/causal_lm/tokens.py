@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flower_desloc.tasks.causal_lm.quiet import quiet
+from flower_desloc.tasks.quiet import quiet
 
 BYTES = "bytes"
 _SEPARATOR = "\n\n"
