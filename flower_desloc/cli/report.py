@@ -1,0 +1,47 @@
+"""`desloc report`: what runs did, as one HTML file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_desloc.cli.terminal import FAILED, USAGE, fail
+
+
+def report(
+    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The HTML file. By default report.html in the run's folder; for several runs, in "
+            "this one.",
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
+    bandwidth: Annotated[float, typer.Option(help="Of the modelled link, in Mbit/s.")] = 100.0,
+    latency: Annotated[float, typer.Option(help="Of the modelled link, in seconds.")] = 0.05,
+) -> None:
+    """Write the report of a run, or a comparison of several.
+
+    RUN is the folder of a run, or a folder with runs in it, at any depth. Runs that differ in
+    their seed only are one line, mean ± standard deviation. Beside the HTML file, a folder of the
+    same name holds the figures as PNGs.
+    """
+    # Imported when wanted: matplotlib takes a second.
+    from flower_desloc.report import NoRunError, write_report
+    from flower_desloc.report.time_model import MBIT
+    from flower_desloc.theory.wall_clock import Link
+
+    try:
+        link = Link(bandwidth=bandwidth * MBIT, latency=latency)
+    except ValueError as error:
+        fail(USAGE, f"--bandwidth, --latency: {error}")
+    try:
+        page = write_report([*runs], output, link=link)
+    except NoRunError as error:
+        fail(USAGE, str(error))
+    except OSError as error:
+        fail(FAILED, f"the report was not written: {error}")
+    typer.echo(f"report: {page.resolve()}")

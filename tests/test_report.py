@@ -1,0 +1,587 @@
+"""The report shows what the run's files say, whatever state the run left them in."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from test_outputs import PERIODS, record
+from typer.testing import CliRunner
+
+import flower_desloc
+from flower_desloc import report
+from flower_desloc.cli import app
+from flower_desloc.flower.inprocess import run_in_process
+from flower_desloc.outputs.units import bytes_text, figures, loss_text
+from flower_desloc.record import WindowRecord
+from flower_desloc.report import NoRunError, find, grouped, load, write_report
+from flower_desloc.report import figures as draw
+from flower_desloc.report.runs import Run, Spread
+from flower_desloc.report.sections import sections
+from flower_desloc.report.tables import TIMES, attendance, comparison, left_out
+from flower_desloc.report.time_model import DEFAULT_LINK, modelled, seconds_per_step
+from flower_desloc.theory.wall_clock import Link, star_seconds
+
+VOID = {"meta", "img", "br", "link"}
+TINY = (
+    "run.steps=8 run.eval_every=4 model.hidden_size=8 model.intermediate_size=8 "
+    "model.num_hidden_layers=1 model.num_attention_heads=1 data.max_bytes=60000 data.seq_len=16 "
+    "data.batch_size=2 evaluation.sequences=2 federation.num_clients=2 "
+    "sync.params=2 sync.exp_avg=4 sync.exp_avg_sq=8"
+)
+
+
+class Page(HTMLParser):
+    """A page as a tree would have it: fails where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tables: list[list[list[str]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data.strip())
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+    def having(self, name: str, tag: str = "") -> list[str]:
+        return [value for t, n, value in self.attributes if n == name and tag in ("", t)]
+
+    @property
+    def sections(self) -> list[str]:
+        return self.having("id", "section")
+
+    @property
+    def images(self) -> list[bytes]:
+        start = "data:image/svg+xml;base64,"
+        sources = self.having("src", "img")
+        assert all(source.startswith(start) for source in sources)
+        return [base64.b64decode(source.removeprefix(start)) for source in sources]
+
+
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Tiny runs: two seeds of DES-LOC, one of Local Adam."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        tiny_run(folder, f"{TINY} run.name=desloc run.seed={seed}")
+    tiny_run(folder, f"{TINY} run.name=local sync.exp_avg=2 sync.exp_avg_sq=2")
+    return Runs(folder)
+
+
+def tiny_run(folder: Path, overrides: str, config: str = "quickstart") -> None:
+    run_config = {"config": config, "overrides": overrides, "output-dir": str(folder)}
+    run_in_process(run_config, 2)
+
+
+@pytest.fixture
+def copy(real: Runs, tmp_path: Path) -> Path:
+    """A run's folder to damage."""
+    return Path(shutil.copytree(real["desloc"], tmp_path / "a-run"))
+
+
+def page_of(*paths: Path, output: Path) -> Page:
+    return Page(write_report(paths, output, pngs=False).read_text(encoding="utf-8"))
+
+
+def change_lines(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def keys(runs: list[Run]) -> list[str]:
+    return [section.key for section in sections(runs, DEFAULT_LINK)]
+
+
+# The page
+
+
+def test_a_run_leaves_its_report_and_the_page_needs_nothing_else(real: Runs) -> None:
+    page = Page((real["desloc"] / "report.html").read_text(encoding="utf-8"))
+    assert page.sections == [
+        "held-out", "time", "bytes", "timeline", "losses", "fairness", "drift", "norms", "data",
+        "settings", "provenance",
+    ]  # fmt: skip
+    assert page.having("href", "a") == [f"#{section}" for section in page.sections]
+    ids = page.having("id")
+    assert len(set(ids)) == len(ids)
+    assert not {"script", "link", "iframe"} & {tag for tag, _, _ in page.attributes}
+    assert not [v for _, n, v in page.attributes if n in ("src", "href") and ":" in v[:12]
+                and not v.startswith("data:")]  # fmt: skip
+    assert "url(" not in (real["desloc"] / "report.html").read_text(encoding="utf-8")
+    assert len(page.images) == 8
+    for image in page.images:
+        for element in ElementTree.fromstring(image).iter():
+            for name, value in element.attrib.items():
+                if name.endswith("href"):
+                    assert value.startswith(("#", "data:"))
+    assert all(page.having("alt", "img"))
+
+
+def test_the_headline_is_the_summarys(real: Runs) -> None:
+    page = Page((real["desloc"] / "report.html").read_text(encoding="utf-8"))
+    summary = summary_of(real["desloc"])
+    central, measured = summary["evaluation"]["central"], summary["bytes"]["measured"]
+    for told in (
+        loss_text(central["loss"]["final"]),
+        figures(central["perplexity"]["final"]),
+        bytes_text(measured["up"]["total"]),
+        f"{bytes_text(measured['down']['total'])} down",
+        f"{figures(summary['ratio']['local_adam'])} {TIMES}",
+        f"{figures(summary['ratio']['ddp'])} {TIMES}",
+        "completed",
+    ):
+        assert told in page.text, told
+    cells = [cell for table in page.tables for row in table for cell in row]
+    assert summary["weights_sha256"] in cells
+    assert summary["versions"]["torch"] in cells
+    assert summary["versions"].keys() >= {"python", "torch", "flwr", "flower-desloc"}
+
+
+def test_the_worst_domain_and_the_worst_client_are_named(real: Runs) -> None:
+    last = json.loads((real["desloc"] / "metrics.jsonl").read_text().splitlines()[-1])
+    text = " ".join(Page((real["desloc"] / "report.html").read_text()).text)
+    for where, name in (("central", "domain"), ("federated", "client")):
+        losses = {n: m["loss"] for n, m in last["evaluation"][where]["parts"].items()}
+        worst = max(losses, key=losses.__getitem__)
+        assert f"the worst {name} is {worst} with {losses[worst]:.3f}" in text
+
+
+def test_the_same_run_gives_the_same_page(real: Runs, tmp_path: Path) -> None:
+    first, second = (
+        write_report([real["desloc"]], tmp_path / f"{i}.html", pngs=False) for i in range(2)
+    )
+    assert first.read_bytes() == second.read_bytes()
+    assert mpl.rcParams["svg.hashsalt"] is None  # nothing stays set
+
+
+def test_what_others_wrote_is_text(copy: Path, tmp_path: Path) -> None:
+    change_lines(copy, lambda line: line.update(left_out={"client-1": "<script>alert(1)</script>"}))
+    text = page_of(copy, output=tmp_path / "page.html")
+    assert ["0 to 8", "client-1", "5", "<script>alert(1)</script>"] in text.tables[1]
+    assert "<script" not in (tmp_path / "page.html").read_text()
+
+
+def test_the_report_is_a_view_the_run_can_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    _, run = record(tmp_path)
+    assert "the report failed and is left out" in caplog.text
+    assert summary_of(run.path)["status"] == "completed"
+    assert not run.report.exists()
+
+
+def test_the_report_needs_no_pyplot_and_fits_into_a_bundle() -> None:
+    code = "import sys, flower_desloc.report; print('matplotlib.pyplot' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+    # Flower's bundle takes *.py along, and nothing else of the package.
+    files = (Path(flower_desloc.__file__).parent / "report").rglob("*")
+    assert {path.suffix for path in files if path.is_file()} <= {".py", ".pyc"}
+
+
+# What a run's folder may lack
+
+
+def test_a_run_without_a_summary_is_counted_from_its_lines(copy: Path, tmp_path: Path) -> None:
+    whole = summary_of(copy)
+    (copy / "summary.json").unlink()
+    run = load(copy)
+    assert run.status == "unfinished"
+    for key in ("steps", "windows", "clients", "syncs", "evaluation", "stream_bytes", "ratio"):
+        assert run.summary[key] == whole[key], key
+    assert run.summary["bytes"]["measured"] == whole["bytes"]["measured"]
+    assert run.summary["bytes"]["local_adam"] == whole["bytes"]["local_adam"]
+    page = page_of(copy, output=tmp_path / "page.html")
+    assert "unfinished" in page.text
+    assert "data" not in page.sections  # who holds what was in the summary
+
+
+def test_half_a_line_is_not_there(copy: Path, tmp_path: Path) -> None:
+    (copy / "summary.json").unlink()
+    text = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text(text[:-40])
+    assert load(copy).num_steps == 6
+    assert "unfinished, 6 of 8 steps, 3 windows" in " ".join(
+        page_of(copy, output=tmp_path / "page.html").text
+    ).replace("Unfinished", "unfinished")
+
+
+@pytest.mark.parametrize(
+    ("lost", "absent"),
+    [
+        (lambda line: line.pop("evaluation", None), {"held-out", "fairness"}),
+        (lambda line: line.update(drift={}), {"drift"}),
+        (lambda line: line.update(bytes_up={}), set()),
+        (
+            lambda line: [
+                client.update(losses=[], grad_norms=[], learning_rates=[], update_norm=None,
+                              param_norm=None)
+                for client in line["clients"].values()
+            ],
+            set(),
+        ),
+    ],
+)  # fmt: skip
+def test_a_section_is_there_when_its_data_are(
+    copy: Path, lost: Callable[[dict[str, Any]], Any], absent: set[str]
+) -> None:
+    everything = set(keys([load(copy)]))
+    change_lines(copy, lost)
+    assert set(keys([load(copy)])) == everything - absent
+
+
+def test_without_norms_there_is_no_figure_of_norms(copy: Path) -> None:
+    def lose(line: dict[str, Any]) -> None:
+        line.pop("evaluation", None)
+        for client in line["clients"].values():
+            for name in ("grad_norms", "learning_rates", "update_norm", "param_norm"):
+                client.pop(name)
+
+    change_lines(copy, lose)
+    assert draw.norms([load(copy)]) is None
+
+
+def test_numbers_that_are_not_finite_are_gaps(copy: Path, tmp_path: Path) -> None:
+    def diverge(line: dict[str, Any]) -> None:
+        if line["step"] < 4:
+            return
+        for client in line["clients"].values():
+            for name in ("losses", "grad_norms"):
+                client[name] = [None for _ in client[name]]
+            client["update_norm"] = client["param_norm"] = None
+        line["drift"] = {s: dict.fromkeys(d) for s, d in line["drift"].items()}
+        for evaluation in line.get("evaluation", {}).values():
+            evaluation["overall"] = dict.fromkeys(evaluation["overall"])
+            evaluation["parts"] = {p: dict.fromkeys(m) for p, m in evaluation["parts"].items()}
+
+    change_lines(copy, diverge)
+    (copy / "summary.json").unlink()
+    page = page_of(copy, output=tmp_path / "page.html")
+    assert {"held-out", "losses", "norms", "drift"} <= set(page.sections)
+    assert load(copy).final("loss") is None
+    assert "-" in page.text  # the held-out loss
+    both = page_of(copy, copy.parent / "a-run", output=tmp_path / "again.html")
+    assert both.sections == page.sections  # the same folder twice is one run
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    recorder, run = record(tmp_path, finish=False)
+    recorder.finish("failed", error="FederationError: client-2 is gone")
+    page = Page(run.report.read_text())
+    assert "failed" in page.text
+    assert "FederationError: client-2 is gone" in page.text
+
+
+def test_a_run_that_never_began_has_a_report(real: Runs, tmp_path: Path) -> None:
+    (tmp_path / "a-run").mkdir()
+    shutil.copy(real["desloc"] / "config.yaml", tmp_path / "a-run")
+    page = page_of(tmp_path / "a-run", output=tmp_path / "page.html")
+    assert page.sections == ["settings", "provenance"]
+    together = page_of(tmp_path / "a-run", real["desloc"], output=tmp_path / "both.html")
+    assert together.sections[0] == "comparison"
+
+
+@pytest.mark.parametrize(
+    ("periods", "steps", "clients"),
+    [
+        ({"params": 1}, 1, 1),
+        ({"params": 8, "momentum_buffer": "never"}, 20, 4),
+        ({"params": "never", "exp_avg": 5, "buffers": 5, "max_exp_avg_sq": 5}, 10, 2),
+    ],
+)
+def test_any_streams_and_any_number_of_windows_are_drawn(
+    tmp_path: Path, periods: dict[str, Any], steps: int, clients: int
+) -> None:
+    _, run = record(tmp_path, periods, steps, clients=clients)
+    page = Page(run.report.read_text())
+    assert {"held-out", "bytes", "timeline", "losses", "norms"} <= set(page.sections)
+    assert load(run.path).streams == list(periods)
+
+
+def test_data_parallelism_has_a_report(real: Runs, tmp_path: Path) -> None:
+    words = " ".join(word for word in TINY.split() if not word.startswith("sync."))
+    tiny_run(tmp_path, f"{words} run.steps=3", "ddp")
+    page = Page((tmp_path / "ddp" / "report.html").read_text())
+    assert {"held-out", "time", "bytes", "timeline", "losses", "norms"} <= set(page.sections)
+    loaded = load(tmp_path / "ddp")
+    assert loaded.streams == ["gradients"]
+    assert modelled(loaded, DEFAULT_LINK).keys() == {"this run", "DDP"}
+    own, formula = modelled(loaded, DEFAULT_LINK).values()
+    assert own.total == pytest.approx(formula.total)
+    assert len(keys([loaded, load(real["desloc"])])) == 9
+
+
+def test_a_hundred_clients_are_bands_and_not_a_hundred_lines(tmp_path: Path) -> None:
+    _, run = record(tmp_path, steps=96, clients=100, finish=False)
+    loaded = load(run.path)
+    training = draw.training_loss([loaded])
+    assert training is not None
+    panel = training.axes[0]
+    assert len(panel.lines) == 1  # their mean
+    assert len(panel.collections) == 2  # 10 to 90 %, and all
+    losses = [c["losses"][0] for c in loaded.windows[0]["clients"].values()]
+    assert panel.lines[0].get_ydata()[0] == pytest.approx(np.mean(losses))
+    timeline = draw.timeline(loaded)
+    assert timeline is not None
+    assert len(timeline.axes[1].get_yticklabels()) < 20
+
+
+# Who was there
+
+
+def test_joins_leaves_and_those_left_out_are_told(tmp_path: Path) -> None:
+    def change(window: WindowRecord) -> WindowRecord:
+        clients = dict(window.clients)
+        if 0 < window.step <= 32:
+            clients.pop("client-3")
+        if 64 < window.step <= 96:
+            clients.pop("client-1")
+        if window.step > 160:
+            clients.pop("client-2")
+        out = {}
+        if window.step == 48:
+            clients.pop("client-0")
+            out = {"client-0": "its [params] hold NaN"}
+        return replace(window, clients=clients, left_out=out)
+
+    _, run = record(tmp_path, change=change, finish=False)
+    loaded = load(run.path)
+    there, out = attendance(loaded), left_out(loaded)
+    assert there is not None
+    assert there.rows == [
+        ["32", "client-3", "joined"],
+        ["64", "client-1", "left"],
+        ["96", "client-1", "came back"],
+        ["160", "client-2", "left"],
+    ]
+    assert out is not None
+    assert out.rows == [["32 to 48", "client-0", "1", "its [params] hold NaN"]]
+    assert "events" in keys([loaded])
+
+
+# The model of time
+
+
+def test_modelled_time_is_compute_as_measured_and_a_star_for_every_average(tmp_path: Path) -> None:
+    _, run = record(tmp_path, finish=False)  # 4 clients of 3.1 s a window of 16 steps
+    loaded = load(run.path)
+    assert seconds_per_step(loaded) == pytest.approx(3.1 / 16)
+    link = Link(bandwidth=1e6, latency=0.25)
+    methods = modelled(loaded, link)
+    size = 275_200
+    one, two, three = (star_seconds(n * size, 4, link) for n in (1, 2, 3))
+    # Of 12 windows, params are averaged in all, exp_avg with every third, exp_avg_sq every sixth.
+    assert methods["this run"].exchange == pytest.approx(8 * one + 2 * two + 2 * three)
+    assert methods["Local Adam"].exchange == pytest.approx(12 * three)
+    assert methods["DDP"].exchange == pytest.approx(192 * one)
+    for time in methods.values():
+        assert time.compute == pytest.approx(12 * 3.1)
+        assert time.course.last == (192, pytest.approx(time.total))
+
+
+# Several runs
+
+
+def test_seeds_are_one_row_with_mean_and_sample_standard_deviation(real: Runs) -> None:
+    runs = [load(path) for path in find([real.folder])]
+    groups = grouped(runs)
+    assert [(g.label, len(g.runs)) for g in groups] == [("desloc", 2), ("local", 1)]
+    table = comparison(groups, DEFAULT_LINK)
+    rows = {row[0]: row for row in table.rows}
+    means = {}
+    for name, folders in {
+        "desloc": [real["desloc"], real["desloc-2"]],
+        "local": [real["local"]],
+    }.items():
+        summaries = [summary_of(folder) for folder in folders]
+        for metric, column, digits in (("loss", 3, 3), ("perplexity", 4, 2)):
+            values = [s["evaluation"]["central"][metric]["final"] for s in summaries]
+            assert len(set(values)) == len(folders)
+            told = f"{np.mean(values):.{digits}f}"
+            if len(values) > 1:
+                told += f" ± {np.std(values, ddof=1):.{digits}f}"
+            assert rows[name][column] == told
+        means[name] = np.mean([s["evaluation"]["central"]["loss"]["final"] for s in summaries])
+        assert rows[name][5] == bytes_text(summaries[0]["bytes"]["measured"]["up"]["total"])
+        assert rows[name][6] == f"{figures(summaries[0]['ratio']['local_adam'])} {TIMES}"
+    assert [row[0] for row in table.rows] == sorted(means, key=means.__getitem__)
+
+
+def test_the_band_of_the_seeds_is_numpys(real: Runs) -> None:
+    figure = draw.held_out([load(path) for path in find([real.folder])])
+    assert figure is not None
+    finals = [
+        summary_of(real[name])["evaluation"]["central"]["loss"]["final"]
+        for name in ("desloc", "desloc-2")
+    ]
+    loss_by_step = figure.axes[3]
+    assert loss_by_step.lines[0].get_xydata()[-1] == pytest.approx((8, np.mean(finals)))
+    corners = loss_by_step.collections[0].get_paths()[0].vertices
+    last = corners[corners[:, 0] == 8][:, 1]
+    assert last.max() - last.min() == pytest.approx(2 * np.std(finals, ddof=1))
+
+
+def test_a_comparison_marks_what_differs(real: Runs, tmp_path: Path) -> None:
+    page = page_of(real.folder, output=tmp_path / "page.html")
+    assert page.sections == [
+        "comparison", "held-out", "bytes", "losses", "fairness", "drift", "norms", "settings",
+        "provenance",
+    ]  # fmt: skip
+    differ = next(table for table in page.tables if table[0][0] == "setting")
+    assert differ == [
+        ["setting", "desloc", "local"],
+        ["sync.exp_avg", "4", "2"],
+        ["sync.exp_avg_sq", "8", "2"],
+    ]
+    assert len(page.tables[-1]) == 1 + 3  # the folders
+
+
+def test_a_run_that_failed_does_not_count_beside_those_that_completed(
+    real: Runs, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(real.folder, folder)
+    summary = summary_of(folder / "desloc-2")
+    (folder / "desloc-2" / "summary.json").write_text(
+        json.dumps({**summary, "status": "failed", "error": "cut off"})
+    )
+    runs = [load(path) for path in find([folder])]
+    group = grouped(runs)[0]
+    finals = [run.final("loss") for run in group.runs if run.path.name != "desloc-2"]
+    assert group.final("loss") == Spread.of(finals)
+    status = {row[0]: row[2] for row in comparison(grouped(runs), DEFAULT_LINK).rows}
+    assert status == {"desloc": "1 completed, 1 failed", "local": "completed"}
+    assert "events" in keys(runs)
+
+
+def test_runs_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    for period in (8, 16):
+        record(tmp_path, {**PERIODS, "params": period}, 48, finish=False)
+    runs = [load(path) for path in find([tmp_path])]
+    assert [group.label for group in grouped(runs)] == [
+        "desloc sync.params=8", "desloc sync.params=16",
+    ]  # fmt: skip
+    assert len({group.colour for group in grouped(runs)}) == 2
+
+
+# The command
+
+
+def desloc(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_command_writes_the_page_and_its_figures_as_png(copy: Path) -> None:
+    (copy / "report.html").unlink()
+    result = desloc(copy, "--bandwidth", 10, "--latency", 0.2)
+    assert result.exit_code == 0
+    assert result.stdout == f"report: {copy / 'report.html'}\n"
+    page = Page((copy / "report.html").read_text())
+    assert "10 Mbit/s and 200 ms" in " ".join(page.text)
+    figures_there = {path.stem for path in (copy / "report").iterdir()}
+    assert figures_there == set(page.sections) - {"time", "settings", "provenance"}
+    for path in (copy / "report").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_several_runs_have_their_report_where_one_is(
+    real: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = desloc(real["desloc"], real["local"])
+    assert result.stdout == f"report: {tmp_path / 'report.html'}\n"
+
+
+@pytest.fixture
+def no_runs(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.yaml").write_text("- 1\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("no_such_setting: 1\n")
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "config.yaml").write_text("run: {}\n")
+    (tmp_path / "metrics" / "metrics.jsonl").write_text("{}{}\n")
+    (tmp_path / "summary").mkdir()
+    (tmp_path / "summary" / "config.yaml").write_text("run: {}\n")
+    (tmp_path / "summary" / "summary.json").write_text("[]")
+    return tmp_path  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "no such folder"),
+        ("folder", r"neither a run's folder \(it has no config.yaml\) nor a folder of runs"),
+        ("list", "not a configuration, but list"),
+        ("old", "no_such_setting"),
+        ("metrics", "metrics.jsonl: not one JSON object a line"),
+        ("summary", "summary.json: not the summary of a run"),
+    ],
+)
+def test_what_is_no_run_is_one_clear_sentence(no_runs: Path, name: str, said: str) -> None:
+    with pytest.raises(NoRunError, match=said):
+        [load(path) for path in find([no_runs / name])]
+    result = desloc(no_runs / name)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.search(said, result.stderr)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_link_that_cannot_be_is_refused(copy: Path) -> None:
+    result = desloc(copy, "--bandwidth", 0)
+    assert result.exit_code == 2
+    assert "--bandwidth" in result.stderr
