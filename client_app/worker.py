@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from flower_desloc.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.config import Config, parse
 from flower_desloc.flower.client import Worker
+from flower_desloc.record import DATA
 from flower_desloc.tasks import ClientData, Site, Task, build_task
 
 
@@ -44,7 +45,7 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
         metrics=task.metrics,
         about={
             "device": str(device),
-            "data": ", ".join(f"{name} {size}" for name, size in data.description.items()),
+            **{f"{DATA}{name}": str(size) for name, size in data.description.items()},
         },
     )
 

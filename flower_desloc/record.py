@@ -6,6 +6,18 @@ from typing import Protocol
 
 from flower_desloc.averaging import Drift
 
+DATA = "data/"
+"""A client says it holds so much of a domain or label as ``data/NAME``."""
+
+
+def holdings(about: Mapping[str, str]) -> dict[str, int]:
+    """Return the size of every domain or label of a client's data, as far as it says."""
+    return {
+        key.removeprefix(DATA): int(size)
+        for key, size in about.items()
+        if key.startswith(DATA) and size.isdecimal()
+    }
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRecord:
@@ -110,7 +122,12 @@ class Plan:
     stream_bytes: Mapping[str, int]
     """Size of each stream in bytes, as far as the strategy was told (``DesLoc(states=...)``)."""
     clients: Mapping[str, Mapping[str, str]]
-    """Client name -> what it said of itself (device, data, ...)."""
+    """Client name -> what it said of itself (device, data/NAME, ...)."""
+
+
+def client_data(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return client -> domain or label -> size, of the clients that say what they hold."""
+    return {name: data for name, about in plan.clients.items() if (data := holdings(about))}
 
 
 class Observer(Protocol):

@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 
 from flower_desloc.tasks.causal_lm import builtin, named, text
 from flower_desloc.tasks.causal_lm.documents import cut, split
-from flower_desloc.tasks.causal_lm.partition import Rule, deal, shares
+from flower_desloc.tasks.causal_lm.partition import deal, shares
 from flower_desloc.tasks.causal_lm.source import Source
 from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks.dealing import Rule
 
 WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
 RULES = ("iid", "by_domain", "dirichlet")

@@ -1,11 +1,11 @@
 """From what clients report to what a run tells of itself."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flwr.app import MetricRecord, MetricRecordValues
 
-from flower_desloc.flower.records import Reply
+from flower_desloc.flower.records import TOTALS, Reply
 from flower_desloc.record import ClientRecord, EvaluationRecord
 
 
@@ -45,6 +45,38 @@ def weighted(
         if total > 0:
             means[name] = sum(weights[c] * value for c, value in having.items()) / total
     return means
+
+
+def adds_up(reply: Reply) -> bool:
+    """Return whether the totals of an evaluation can be added to those of other clients."""
+    totals = [number(v) for name, v in reply.metrics.items() if name.startswith(TOTALS)]
+    return all(0 <= total < math.inf for total in totals)
+
+
+def pooled(
+    replies: Mapping[str, Reply],
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None,
+) -> MetricRecord | None:
+    """Return what clients' evaluations say together, and each one's as ``client/metric``.
+
+    Together they are the ``metrics`` of the added totals, or else the clients' metrics weighted
+    by their examples; None where there is nothing.
+    """
+    totals: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for client, reply in replies.items():
+        figures = {k: float(v) for k, v in reply.metrics.items() if not isinstance(v, list)}
+        weights[client] = figures.pop("num-examples", 0.0)
+        for name in [name for name in figures if name.startswith(TOTALS)]:
+            key = name.removeprefix(TOTALS)
+            totals[key] = totals.get(key, 0.0) + figures.pop(name)
+        parts[client] = figures
+    if not any(parts.values()):
+        return None
+    overall = metrics(totals) if metrics else weighted(parts, weights)
+    named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
+    return MetricRecord({**overall, **named})
 
 
 def evaluation_record(metrics: MetricRecord | None) -> EvaluationRecord | None:

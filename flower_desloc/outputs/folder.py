@@ -57,6 +57,11 @@ class RunFolder:
         return self.path / "overview.png"
 
     @property
+    def report(self) -> Path:
+        """The run in detail, one page."""
+        return self.path / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.path / "tensorboard"

@@ -23,14 +23,14 @@ from matplotlib.ticker import (
 from flower_desloc.outputs.folder import RunFolder
 from flower_desloc.outputs.methods import Uploads
 from flower_desloc.outputs.metrics import Line, read_lines
-from flower_desloc.outputs.units import bytes_text, figures, period_text
+from flower_desloc.outputs.units import bytes_text, figures, percent_text, period_text
 from flower_desloc.schedule import PARAMS, Period, SyncSchedule
 
 # Okabe and Ito's and Paul Tol's muted palettes: told apart with any colour vision.
 _STREAM_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _PART_COLOURS: Final = (
     "#332288", "#CC6677", "#117733", "#4477AA", "#AA4499",
-    "#999933", "#44AA99", "#882255", "#B8860B",
+    "#999933", "#44AA99", "#882255", "#B8860B", "#6B6B6B",
 )  # fmt: skip
 _INK: Final = "#222222"
 _GREY: Final = "#8A8A8A"
@@ -84,7 +84,8 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
     evaluations = _evaluations(lines, where)
     by_byte = any("nats_per_byte" in e["overall"] for _, e in evaluations)
     metric, unit = ("nats_per_byte", "nats per byte") if by_byte else ("loss", "loss")
-    parts = "domain" if where == "central" else "client"
+    of_images = any("accuracy" in e["overall"] for _, e in evaluations)
+    parts = "client" if where == "federated" else "label" if of_images else "domain"
     _name(panel, "Held-out loss", f"{unit} of the averaged model; thin lines by {parts}")
     if not evaluations:
         _empty(panel, "not evaluated")
@@ -114,7 +115,9 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
             ms=_size(overall),
             clip_on=False,
         )
-        labels.append(_Label(overall[-1], f"all {overall[-1][1]:.3f}", _INK, bold=True))
+        right = final["overall"].get("accuracy")
+        behind = "" if right is None else f", {percent_text(right)} right"
+        labels.append(_Label(overall[-1], f"all {overall[-1][1]:.3f}{behind}", _INK, bold=True))
     _labels(panel, labels)
 
 

@@ -24,11 +24,13 @@ from flower_desloc.outputs.units import (
     duration_text,
     figures,
     loss_text,
+    percent_text,
     period_text,
 )
-from flower_desloc.record import EvaluationRecord, Plan, Traffic, WindowRecord
+from flower_desloc.record import DATA, EvaluationRecord, Plan, Traffic, WindowRecord, holdings
 from flower_desloc.schedule import SyncSchedule
 
+_MANY_WINDOWS = 200
 _MANY_CLIENTS = 16
 """So many are named at the start; the rest is a number."""
 
@@ -85,7 +87,9 @@ class Progress:
         if self._live:
             self._live.refresh()
             return
-        if record.round > 0:
+        # Data parallelism has a window a step: nobody reads a thousand lines.
+        every = -(-self._plan.num_windows // _MANY_WINDOWS)
+        if record.round > 0 and record.round % every == 0:
             self._say(f"{self._at(record.step)}  {self._window_line(record)}")
         if held_out:
             self._say(f"{self._at(record.step)}  held-out loss {held_out}")
@@ -143,11 +147,12 @@ class Progress:
         )
 
     def _sent(self, form: str) -> str:
-        others = (
-            f"Local Adam {bytes_text(sum(self._uploads.local_adam.values()))}, "
-            f"DDP {bytes_text(self._uploads.ddp)}"
-        )
-        return form.format(bytes_text(sum(self._traffic.up.values())), others)
+        others = {
+            "Local Adam": sum(self._uploads.local_adam.values()),
+            "DDP": self._uploads.ddp,
+        }
+        listed = ", ".join(f"{name} {bytes_text(count)}" for name, count in others.items() if count)
+        return form.format(bytes_text(sum(self._traffic.up.values())), listed)
 
     def _times(self) -> str:
         text = duration_text(self._clock() - self._begin)
@@ -190,15 +195,21 @@ class Progress:
 def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """Return what is printed at the end of a run: a table, what was saved, and where it all is."""
     counts = summary["bytes"]
-    columns = (counts["measured"]["up"], counts["analytic"]["up"], counts["local_adam"]["up"])
+    columns = {
+        "sent up": counts["measured"]["up"],
+        "by formula": counts["analytic"]["up"],
+        "Local Adam": counts["local_adam"]["up"],
+    }
+    if not counts["local_adam"]["up"]["total"]:  # data parallelism has no such counterpart
+        del columns["Local Adam"]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("stream")
-    for heading in ("averaged", "times", "sent up", "by formula", "Local Adam"):
+    for heading in ("averaged", "times", *columns):
         table.add_column(heading, justify="right")
     for stream, period in summary["config"]["periods"].items():
-        sent = (bytes_text(column.get(stream, 0)) for column in columns)
+        sent = (bytes_text(column.get(stream, 0)) for column in columns.values())
         table.add_row(stream, period_text(period), str(summary["syncs"][stream]), *sent)
-    table.add_row("total", "", "", *(bytes_text(column["total"]) for column in columns))
+    table.add_row("total", "", "", *(bytes_text(column["total"]) for column in columns.values()))
 
     return "\n".join([_rendered(table), *_verdict(summary), f"folder: {folder}"])
 
@@ -220,10 +231,25 @@ def _verdict(summary: Mapping[str, Any]) -> list[str]:
             lines.append(f"{name}: {_from_to(course['loss'], loss_text)}")
         if "perplexity" in course:
             lines[-1] += f"; perplexity {_from_to(course['perplexity'], figures)}"
+        if "accuracy" in course:
+            lines[-1] += f"; accuracy {_from_to(course['accuracy'], percent_text)}"
+    lines += _by_client(summary.get("fairness"))
     error = f": {summary['error']}" if summary["error"] else ""
     took = duration_text(summary["seconds"].get("total", 0.0))
     lines.append(f"{summary['status']} after {summary['steps']} steps in {took}{error}")
     return lines
+
+
+def _by_client(fairness: Mapping[str, Any] | None) -> list[str]:
+    if fairness is None or fairness["clients"] < 2:
+        return []
+    name, text = (
+        ("accuracy", percent_text) if "accuracy" in fairness["std"] else ("loss", loss_text)
+    )
+    ends = (f"{fairness[end]['client']} {text(fairness[end][name])}" for end in ("best", "worst"))
+    return [
+        f"{name} by client: {' to '.join(ends)}; standard deviation {text(fairness['std'][name])}"
+    ]
 
 
 def _from_to(course: Mapping[str, Any], text: Callable[[float | None], str]) -> str:
@@ -242,20 +268,29 @@ def _rendered(table: Table) -> str:
 def _held_out(record: WindowRecord) -> str:
     parts = []
     if record.central:
-        parts.append(_loss_and_perplexity(record.central))
+        parts.append(_loss_and_more(record.central))
     if record.federated:
-        parts.append(f"on clients {_loss_and_perplexity(record.federated)}")
+        parts.append(f"on clients {_loss_and_more(record.federated)}")
     return ", ".join(parts)
 
 
-def _loss_and_perplexity(evaluation: EvaluationRecord) -> str:
+def _loss_and_more(evaluation: EvaluationRecord) -> str:
     perplexity = evaluation.overall.get("perplexity")
+    accuracy = evaluation.overall.get("accuracy")
     behind = "" if perplexity is None else f" (ppl {figures(perplexity)})"
+    behind += "" if accuracy is None else f" ({percent_text(accuracy)} right)"
     return f"{loss_text(evaluation.overall.get('loss'))}{behind}"
 
 
 def _about(about: Mapping[str, str]) -> str:
-    return f": {', '.join(f'{key} {value}' for key, value in about.items())}" if about else ""
+    data = ", ".join(f"{name} {size}" for name, size in holdings(about).items())
+    told: dict[str, str] = {}
+    for key, value in about.items():
+        if key.startswith(DATA) and data:
+            told["data"] = data
+        else:
+            told[key] = value
+    return f": {', '.join(f'{key} {value}' for key, value in told.items())}" if told else ""
 
 
 def _one_line(text: str) -> str:

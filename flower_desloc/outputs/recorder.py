@@ -11,7 +11,8 @@ from flower_desloc.outputs.metrics import read_lines, to_line
 from flower_desloc.outputs.progress import Progress
 from flower_desloc.outputs.summary import Status, build
 from flower_desloc.outputs.tensorboard import TensorBoard
-from flower_desloc.record import Observer, Plan, WindowRecord
+from flower_desloc.outputs.versions import versions
+from flower_desloc.record import Observer, Plan, WindowRecord, client_data
 from flower_desloc.schedule import SyncSchedule
 
 _log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ class RunRecorder(Observer):
     """Observer that fills the run's folder and tells the terminal.
 
     ``metrics.jsonl`` and ``summary.json`` are the record: when they cannot be written, ``OSError``
-    ends the run. TensorBoard, the terminal and the picture are views: one that fails is reported
-    and closed, and the run goes on.
+    ends the run. TensorBoard, the terminal, the pictures and the report are views: one that fails
+    is reported and closed, and the run goes on.
 
     As a context manager it sees to it that a run ended by an exception or Ctrl-C has a summary::
 
@@ -55,6 +56,8 @@ class RunRecorder(Observer):
         folder.write_config(dump(config))
         self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard))
         self._open("the picture", lambda: _Picture(folder))
+        self._open("the partition's picture", lambda: _Partition(config, folder))
+        self._open("the report", lambda: _Report(folder))
         self._open("progress", lambda: Progress(config, schedule, folder.path, stream=stream))
 
     def started(self, plan: Plan) -> None:
@@ -90,7 +93,7 @@ class RunRecorder(Observer):
             status=status,
             error=error,
             weights_sha256=weights_sha256,
-        )
+        ) | {"versions": versions()}
         try:
             self._folder.write_summary(summary)
         finally:
@@ -146,6 +149,47 @@ class _Picture:
         from flower_desloc.outputs.picture import draw
 
         draw(self._folder.path)
+
+
+class _Report:
+    """The view that writes the page when all is over."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def started(self, plan: Plan) -> None: ...
+
+    def joined(self, client: str, about: Mapping[str, str]) -> None: ...
+
+    def window(self, record: WindowRecord) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
+        # Imported when wanted, as above.
+        from flower_desloc.report import write_report
+
+        write_report([self._folder.path], self._folder.report, pngs=False)
+
+
+class _Partition:
+    """The view that draws at the start who holds what, as far as the clients say."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config = config
+        self._folder = folder
+
+    def started(self, plan: Plan) -> None:
+        # Imported when wanted, as above.
+        from flower_desloc.outputs.partition import draw_partition, title
+
+        if data := client_data(plan):
+            path = self._folder.path / "partition.png"
+            draw_partition(data, path, task=self._config.task, title=title(self._config))
+
+    def joined(self, client: str, about: Mapping[str, str]) -> None: ...
+
+    def window(self, record: WindowRecord) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
 def _report(name: str, error: Exception) -> None:

@@ -1,18 +1,17 @@
 """``summary.json``: a run in one object, made from its configuration and its windows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any, Literal
 
 from flower_desloc.config import Config
+from flower_desloc.outputs.fairness import BETTER, fairness
 from flower_desloc.outputs.methods import Uploads
 from flower_desloc.outputs.metrics import Line
-from flower_desloc.record import Plan
-from flower_desloc.schedule import PARAMS, SyncSchedule
+from flower_desloc.record import Plan, client_data
+from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule
 
 Status = Literal["completed", "failed"]
-
-_METRICS = ("loss", "perplexity", "bits_per_byte", "nats_per_byte")
-"""Of an evaluation; the smaller the better."""
 
 _NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
 
@@ -39,24 +38,29 @@ def build(
     windows = [line for line in lines if line["round"] > 0]
     step = windows[-1]["step"] if windows else 0
     names = set(plan.clients).union(*(line["clients"] for line in windows))
-    none = dict.fromkeys(schedule.periods, 0)
+    streams = list(dict.fromkeys([*schedule.periods, PARAMS]))
+    none = dict.fromkeys(streams, 0)
     measured = {
         "up": _with_total(_add_up([none, *(line["bytes_up"] for line in lines)])),
         "down": _with_total(_add_up([none, *(line["bytes_down"] for line in lines)])),
         "framed_up": sum(line["framed_bytes_up"] for line in lines),
         "framed_down": sum(line["framed_bytes_down"] for line in lines),
     }
-    sizes = {stream: plan.stream_bytes.get(stream, 0) for stream in schedule.periods}
+    sizes = {stream: plan.stream_bytes.get(stream, 0) for stream in streams}
     uploads = Uploads(schedule, sizes, plan.num_steps)
     uploads.add_lines(lines)
     completed = status == "completed"
-    down = download_bytes(
-        schedule, sizes, step, federated=completed and config.evaluation.federated
-    )
+    if config.strategy == "desloc":
+        down = download_bytes(
+            schedule, sizes, step, federated=completed and config.evaluation.federated
+        )
+    else:  # clients keep nothing: params are sent for every round and every evaluation
+        evaluations = sum("federated" in line.get("evaluation", {}) for line in lines)
+        down = {**none, PARAMS: (len(windows) + evaluations) * sizes[PARAMS]}
     counts = {
         "measured": measured,
         "analytic": {
-            "up": _with_total(uploads.desloc),
+            "up": _with_total({**none, **uploads.desloc}),
             "down": _with_total({stream: len(names) * size for stream, size in down.items()}),
         },
         "local_adam": {"up": _with_total(uploads.local_adam)},
@@ -72,10 +76,12 @@ def build(
             "seed": config.run.seed,
             "steps": config.run.steps,
             "task": config.task,
+            "strategy": config.strategy,
             "optimizer": config.optimizer.name,
             "sync_mode": config.sync_mode,
             "periods": dict(schedule.periods),
             "coin_seed": schedule.coin_seed,
+            "once_at": sorted(schedule.once_at),
         },
         "steps": step,
         "windows": len(windows),
@@ -89,6 +95,8 @@ def build(
             for where in ("central", "federated")
             if any(where in line.get("evaluation", {}) for line in lines)
         },
+        "fairness": fairness(lines),
+        "client_data": client_data(plan),
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
         "bytes": counts,
@@ -115,12 +123,14 @@ def download_bytes(
     - every average, with the next message after it; so none of those at the end of training;
     - with ``federated`` evaluation, ``params`` at the end: the final model is evaluated there.
     """
-    down = dict.fromkeys(schedule.periods, 0)
+    down = dict.fromkeys(sizes, 0)
     down[PARAMS] = sizes[PARAMS]
     for window in schedule.windows(num_steps):
         if window.stop < num_steps:
             for stream in window.due:
-                down[stream] += sizes[stream]
+                # What became of the mean gradient is sent as new parameters.
+                sent = PARAMS if stream == GRADIENTS else stream
+                down[sent] += sizes[sent]
     if federated and num_steps > 0:
         down[PARAMS] += sizes[PARAMS]
     return down
@@ -133,16 +143,21 @@ def _evaluation(lines: Iterable[Line], where: str) -> dict[str, Any]:
         if where in line.get("evaluation", {})
     ]
     return {
-        metric: _course((step, overall[metric]) for step, overall in seen if metric in overall)
-        for metric in _METRICS
+        metric: _course(
+            ((step, overall[metric]) for step, overall in seen if metric in overall), better
+        )
+        for metric, better in BETTER.items()
         if any(metric in overall for _, overall in seen)
     }
 
 
-def _course(values: Iterable[tuple[int, float | None]]) -> dict[str, Any]:
+def _course(
+    values: Iterable[tuple[int, float | None]], better: Callable[[float, float], float] = min
+) -> dict[str, Any]:
     seen = list(values)
-    numbers = [(value, step) for step, value in seen if value is not None]
-    best, best_step = min(numbers, default=(None, None))
+    numbers = [value for _, value in seen if value is not None]
+    best = reduce(better, numbers) if numbers else None
+    best_step = None if best is None else next(step for step, value in seen if value == best)
     return {
         "first": seen[0][1] if seen else None,
         "final": seen[-1][1] if seen else None,
@@ -164,4 +179,4 @@ def _with_total(by_stream: Mapping[str, int]) -> dict[str, int]:
 
 
 def _ratio(other: int, ours: int) -> float | None:
-    return other / ours if ours else None
+    return other / ours if ours and other else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from flower_desloc.record import EvaluationRecord, Plan, Traffic, WindowRecord
 
-_METRICS = ("loss", "perplexity", "bits_per_byte")
+_METRICS = ("loss", "accuracy", "perplexity", "bits_per_byte")
 
 
 class TensorBoard:
@@ -15,8 +15,8 @@ class TensorBoard:
 
     Tags: ``loss/mean``, ``loss/CLIENT`` and ``grad_norm/CLIENT`` at every step, ``learning_rate``;
     ``update_norm/CLIENT`` and ``param_norm/CLIENT`` at every window's end;
-    ``heldout_{loss,perplexity,bits_per_byte}/{central,federated}`` and the same with a domain's or
-    client's name behind it; ``bytes_{up,down}/STREAM`` since the start;
+    ``heldout_METRIC/{central,federated}`` and the same with a domain's, label's or client's name
+    behind it; ``bytes_{up,down}/STREAM`` since the start;
     ``drift/STREAM`` (spread / norm) and ``change/STREAM`` (moved / former norm) at every sync.
     """
 

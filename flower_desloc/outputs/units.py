@@ -3,6 +3,8 @@
 import math
 from typing import Final
 
+TEXT: Final = "causal_lm"
+"""The task whose data are measured in bytes."""
 _BYTE_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -36,6 +38,15 @@ def loss_text(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.3f}"
 
 
+def percent_text(share: float | None) -> str:
+    """Return a share of 1 in percent; ``-`` when there is none.
+
+    >>> percent_text(0.8914)
+    '89.1 %'
+    """
+    return "-" if share is None else f"{share:.1%}".replace("%", " %")
+
+
 def figures(value: float | None) -> str:
     """Return a perplexity or a factor with three significant figures; ``-`` when there is none.
 
@@ -47,6 +58,11 @@ def figures(value: float | None) -> str:
     if not math.isfinite(value) or value >= 1000:
         return f"{value:.3g}"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def size_text(size: int, task: str) -> str:
+    """Return the size of data: bytes of text, or a number of images."""
+    return bytes_text(size) if task == TEXT else str(size)
 
 
 def period_text(period: object) -> str:

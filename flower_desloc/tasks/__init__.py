@@ -90,4 +90,13 @@ def _causal_lm(config: Config) -> Task:
     return CausalLM(config)
 
 
-_TASKS: dict[str, Callable[[Config], Task]] = {"causal_lm": _causal_lm}
+def _image_classification(config: Config) -> Task:
+    from flower_desloc.tasks.image_classification import ImageClassification
+
+    return ImageClassification(config)
+
+
+_TASKS: dict[str, Callable[[Config], Task]] = {
+    "causal_lm": _causal_lm,
+    "image_classification": _image_classification,
+}

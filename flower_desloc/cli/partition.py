@@ -1,0 +1,68 @@
+"""`desloc partition`: who holds what, before anything is trained."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flower_desloc.cli.checkout import NotACheckoutError, app_folder
+from flower_desloc.cli.terminal import FAILED, USAGE, fail
+from flower_desloc.config import ConfigError, load
+from flower_desloc.outputs.partition import draw_partition, title, unlikeness_text
+from flower_desloc.outputs.units import TEXT, percent_text, size_text
+from flower_desloc.tasks import Site, build_task
+
+_SHOWN = 20
+"""So many clients have a line; the picture has them all."""
+
+
+def partition(
+    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
+    preset: Annotated[str, typer.Argument()],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    plot: Annotated[
+        Path, typer.Option(dir_okay=False, help="The picture, a .png, .pdf or .svg file.")
+    ] = Path("partition.png"),
+) -> None:
+    """Show who would hold what under a configuration, and draw it; nothing is trained.
+
+    PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
+    settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
+    """
+    try:
+        config = load(preset, overrides or [], presets=app_folder() / "configs")
+        task, number = build_task(config), config.federation.num_clients
+        data = {
+            f"client-{i}": dict(task.client_data(Site(i, number)).description)
+            for i in range(number)
+        }
+    except (ConfigError, NotACheckoutError) as error:
+        fail(USAGE, str(error))
+    except ValueError as error:
+        fail(FAILED, str(error))
+    Console(width=100, highlight=False).print(_table(data, config.task))
+    typer.echo(unlikeness_text(data, config.task))
+    try:
+        draw_partition(data, plot, task=config.task, title=title(config))
+    except (OSError, ValueError) as error:
+        fail(USAGE, f"--plot {plot}: {error}")
+    typer.echo(f"picture: {plot}")
+
+
+def _table(data: Mapping[str, Mapping[str, int]], task: str) -> Table:
+    page = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    page.add_column("client")
+    for heading in ("size", "domains" if task == TEXT else "labels", "largest part"):
+        page.add_column(heading, justify="right")
+    for client, held in [*data.items()][:_SHOWN]:
+        total = sum(held.values())
+        name = max(held, key=lambda name: held[name])
+        part = f"{name} {percent_text(held[name] / total)}"
+        page.add_row(client, size_text(total, task), str(len(held)), part)
+    if len(data) > _SHOWN:
+        page.add_row(f"and {len(data) - _SHOWN} more", "", "", "")
+    return page
