@@ -1,0 +1,114 @@
+"""The client of Flower's own strategies: take the parameters, train, send them back, keep nothing.
+
+It is that of Flower's quickstarts, over the same :class:`Worker` that DES-LOC drives: the optimizer
+is new in every round; data and learning rate follow the global step.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_desloc.averaging import Stream
+from flower_desloc.flower.client import Config, Worker
+from flower_desloc.flower.records import CONFIG, TOTALS, Reply, from_record
+from flower_desloc.local import local_steps
+from flower_desloc.schedule import PARAMS
+from flower_desloc.streams import check_finite, put, take
+
+ACTION = "stock"
+"""Of the messages, whose types are ``train.stock`` and ``evaluate.stock``."""
+START, STOP = "start-step", "stop-step"
+WEIGHTED_BY = {"examples": "num-examples", "uniform": "one"}
+"""Weighting -> the metric that a strategy weights by; every client replies with both."""
+
+
+def answer_stock(app: ClientApp, build: Callable[[Config, Context], Worker]) -> None:
+    """Let ``app`` answer Flower's own strategies too, with the workers that ``build`` makes."""
+
+    @app.train(ACTION)
+    def train(message: Message, context: Context) -> Message:
+        config, params, start, stop = _read(message.content)
+        reply = train_round(build(config, context), params, start=start, stop=stop)
+        return Message(reply.to_content(), reply_to=message)
+
+    @app.evaluate(ACTION)
+    def evaluate(message: Message, context: Context) -> Message:
+        config, params, _, _ = _read(message.content)
+        reply = evaluate_params(build(config, context), params)
+        return Message(reply.to_content(), reply_to=message)
+
+
+def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Reply:
+    """Return the parameters after the local steps ``start + 1 .. stop`` of a new optimizer.
+
+    Raises ``FloatingPointError`` when they are not finite.
+    """
+    began = time.perf_counter()
+    module, optimizer = worker.module, worker.optimizer
+    put(module, optimizer, {PARAMS: params})
+    # As good as a new one: a worker may be kept, and this is all that its optimizer remembers.
+    optimizer.state.clear()
+    after = take(module, optimizer, [PARAMS])[PARAMS]
+    before = {key: tensor.clone() for key, tensor in after.items()}
+    steps = local_steps(
+        module,
+        optimizer,
+        worker.loss_at,
+        start=start,
+        stop=stop,
+        lr_schedule=worker.lr_schedule,
+        clipping=worker.clipping,
+    )
+    try:
+        check_finite(PARAMS, after)
+    except ValueError as error:
+        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
+    return Reply(
+        metrics={
+            "num-examples": worker.num_examples,
+            WEIGHTED_BY["uniform"]: 1,
+            "train-loss": sum(steps.losses) / len(steps.losses),
+            START: start,
+            STOP: stop,
+            "losses": steps.losses,
+            "grad-norms": steps.grad_norms,
+            "learning-rates": steps.learning_rates,
+            "update-norm": _norm({key: after[key] - before[key] for key in after}),
+            "param-norm": _norm(after),
+            "seconds": time.perf_counter() - began,
+        },
+        streams={PARAMS: after},
+    )
+
+
+def evaluate_params(worker: Worker, params: Stream) -> Reply:
+    """Evaluate ``params`` on the client's held-out data."""
+    if worker.evaluate is None:
+        return Reply(metrics={"num-examples": 0})
+    put(worker.module, worker.optimizer, {PARAMS: params})
+    totals = worker.evaluate()
+    return Reply(
+        metrics={
+            "num-examples": worker.num_examples,
+            **worker.metrics(totals),
+            **{f"{TOTALS}{name}": value for name, value in totals.items()},
+        }
+    )
+
+
+def _read(content: RecordDict) -> tuple[Config, Stream, int, int]:
+    config = {
+        key: value
+        for key, value in content.config_records[CONFIG].items()
+        if isinstance(value, (str, int, float, bool))
+    }
+    params = from_record(content.array_records[PARAMS])
+    return config, params, int(config.pop(START)), int(config.pop(STOP))
+
+
+def _norm(stream: Stream) -> float:
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in stream.values()]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
