@@ -1,0 +1,78 @@
+"""The search for the best value of one setting: which values are tried, and when it is over."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One setting, tried at ``anchor * factor**position`` for whole positions.
+
+    Cells with the same anchor and factor try the same values.
+    """
+
+    key: str
+    factor: float
+    anchor: float
+    start: int
+    """Position of the value that the cell's own configuration has, to the nearest."""
+    seeds: tuple[int, ...]
+    """A value's score is the mean over these."""
+    max_runs: int
+    """Bound on the runs of one cell's search."""
+
+    @property
+    def max_values(self) -> int:
+        """Bound on the values that are tried."""
+        return self.max_runs // len(self.seeds)
+
+    def value(self, position: int) -> float:
+        """Return the value at a position, with three significant figures.
+
+        >>> sweep = Sweep(key="optimizer.lr", factor=2**0.5, anchor=0.0021, start=0, seeds=(0,),
+        ...               max_runs=9)
+        >>> [sweep.value(position) for position in (-1, 0, 1)]
+        [0.00148, 0.0021, 0.00297]
+        """
+        return float(f"{self.anchor * self.factor**position:.3g}")
+
+
+def nearest(value: float, anchor: float, factor: float) -> int:
+    """Return the position whose value is nearest to ``value``, by ratio."""
+    return round(math.log(value / anchor) / math.log(factor))
+
+
+def untried(scores: Mapping[int, float], start: int, most: int) -> list[int]:
+    """Return the positions to try next; none when the search is over.
+
+    ``scores`` are those known, the smaller the better, infinite where training diverged. The search
+    begins at ``start`` and its two neighbours and goes on beyond the best position for as long as
+    that has an untried neighbour and fewer than ``most`` positions were tried. Where everything
+    diverged it goes down.
+
+    >>> untried({}, start=0, most=9)
+    [0, -1, 1]
+    >>> untried({-1: 3.0, 0: 2.0, 1: 1.0}, start=0, most=9)
+    [2]
+    >>> untried({-1: 3.0, 0: 2.0, 1: 1.0, 2: math.inf}, start=0, most=9)
+    []
+    """
+    wanted = [p for p in (start, start - 1, start + 1) if p not in scores]
+    if not wanted:
+        at = best(scores)
+        beyond = [min(scores) - 1] if at is None else [at - 1, at + 1]
+        wanted = [p for p in beyond if p not in scores]
+    return wanted[: max(0, most - len(scores))]
+
+
+def best(scores: Mapping[int, float]) -> int | None:
+    """Return the position of the smallest score, the lowest of equals; None if none is finite."""
+    finite = [(score, position) for position, score in scores.items() if math.isfinite(score)]
+    return min(finite)[1] if finite else None
+
+
+def is_bracketed(scores: Mapping[int, float]) -> bool:
+    """Return whether the best position has a neighbour that is no better on both sides."""
+    at = best(scores)
+    return at is not None and {at - 1, at + 1} <= scores.keys()

@@ -1,0 +1,513 @@
+"""Studies: the grid, the search, and that nothing that is done is done again."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flower_desloc.build import build_schedule
+from flower_desloc.cli import app
+from flower_desloc.config import ConfigError, dump
+from flower_desloc.outputs import RunFolder
+from flower_desloc.outputs.summary import build
+from flower_desloc.record import Plan
+from flower_desloc.study import read_study, results, table, worker
+from flower_desloc.study.conduct import conduct
+from flower_desloc.study.pictures import draw
+from flower_desloc.study.pool import Pool
+from flower_desloc.study.results import markdown, write
+from flower_desloc.study.store import OUTCOME, Store
+from flower_desloc.study.sweep import best, is_bracketed, untried
+
+ROOT = Path(__file__).parents[1]
+STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
+MINIATURE = ROOT / "studies" / "miniature.yaml"
+TINY = [
+    "run.steps=8", "run.eval_every=4", "model.hidden_size=16", "model.intermediate_size=32",
+    "model.num_hidden_layers=1", "data.max_bytes=20000", "data.seq_len=16", "data.batch_size=2",
+    "evaluation.sequences=2",
+]  # fmt: skip
+
+LONG = [
+    "run.steps=64", "run.eval_every=0", "sync.params=1", "data.partition=iid",
+    "federation.num_clients=2", "evaluation.federated=false",
+]  # fmt: skip
+"""Enough windows to be met in the middle."""
+
+
+def study(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def search(score, start=0, most=9):
+    """Return the scores of the positions that a search tries, in their order."""
+    scores = {}
+    while positions := untried(scores, start, most):
+        for position in positions:
+            assert position not in scores, "tried twice"
+            scores[position] = score(position)
+    return scores
+
+
+# --- The search --------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.one_of(st.floats(0, 10), st.just(math.inf)), min_size=40, max_size=40),
+    st.integers(-15, 15),
+    st.integers(3, 12),
+)
+def test_a_search_brackets_the_best_or_has_used_its_bound_up(course, start, most):
+    scores = search(lambda position: course[position + 20], start, min(most, 4))
+    assert {start - 1, start, start + 1} <= scores.keys()
+    assert sorted(scores) == list(range(min(scores), max(scores) + 1))
+    assert is_bracketed(scores) or len(scores) == min(most, 4)
+
+
+@given(st.integers(-20, 20), st.integers(-20, 20), st.integers(-20, 20))
+def test_the_optimum_of_a_valley_is_found_from_either_side(optimum, start, edge):
+    def valley(position):
+        return math.inf if position > max(edge, optimum) else abs(position - optimum)
+
+    scores = search(valley, start, most=100)
+    if math.isfinite(valley(start)) or start > optimum:
+        assert best(scores) == optimum
+        assert is_bracketed(scores)
+
+
+def test_where_everything_diverges_the_search_goes_down_and_ends():
+    scores = search(lambda position: math.inf, most=6)
+    assert sorted(scores) == [-4, -3, -2, -1, 0, 1]
+    assert best(scores) is None
+    assert not is_bracketed(scores)
+
+
+# --- The file ----------------------------------------------------------------------------------
+
+
+def test_the_grid_is_the_product_of_the_axes(tmp_path):
+    made = read_study(
+        study(
+            tmp_path,
+            """
+base: {run: {steps: 24}}
+axes:
+  method: {DES-LOC: [], Local ADOPT: {config: local_adopt}}
+  data: {IID: [data.partition=iid], by domain: {overrides: {data: {partition: by_domain}}}}
+seeds: [3, 4]
+sweep: {key: optimizer.lr}
+""",
+        ),
+        ["run.eval_every=12"],
+    )
+    assert made.name == "mine"
+    assert [cell.slug for cell in made.cells] == [
+        "des-loc_iid", "des-loc_by-domain", "local-adopt_iid", "local-adopt_by-domain",
+    ]  # fmt: skip
+    config = made.cells[3].run(4).config
+    assert (config.run.steps, config.run.eval_every, config.run.seed) == (24, 12, 4)
+    assert (config.data.partition, config.sync["exp_avg"]) == ("by_domain", 16)
+    assert {cell.sweep.value(1) for cell in made.cells} == {0.00297}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seedz: [1]", "seedz: no such key (did you mean seeds?)"),
+        ("axes: {a: {b: {confg: x}}}", "axes.a.b.confg: no such key (did you mean config?)"),
+        ("axes: {a: {b: [run.stepz=1]}}", "in the cell 'b': run.stepz: no such key"),
+        ("axes: {a: {b: {config: nix}}}", "config=nix: no preset of that name"),
+        ("axes: {a: {x: {config: ddp}}, b: {y: {config: ddp}}}", "both state a config"),
+        ("axes: {a: {x y: [], x-y: []}}", "would share the folder x-y"),
+        ("seeds: [1, 1]", "seeds=[1, 1]"),
+        ("sweep: {key: optimizer.lrr}", "no such number (did you mean optimizer.lr?)"),
+        ("sweep: {key: optimizer.lr, max_runs: 2}", "sweep.max_runs=2: at least 3"),
+        ("sweep: {key: optimizer.lr, factor: 1}", "sweep.factor=1"),
+        ("score: {where: elsewhere}", "score.where=elsewhere: must be one of central"),
+        ("base: [evaluation.central=false]", "score.where=central: but evaluation.central=false"),
+        ("base: 3", "base: a list of key=value"),
+        ("- a", "the study: holds keys and values"),
+    ],
+)
+def test_what_is_wrong_in_a_study_is_named_with_its_file_and_key(tmp_path, text, said):
+    path = study(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        read_study(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_the_fingerprint_is_of_the_settings_and_not_of_the_names():
+    (one, other) = (cell.run(0) for cell in read_study(MINIATURE).cells)
+    (again, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.name=x"]).cells)
+    (changed, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.steps=13"]).cells)
+    assert one.folder == again.folder
+    assert len({one.folder, other.folder, changed.folder}) == 3
+
+
+# --- The results -------------------------------------------------------------------------------
+
+
+def leave(store, run, loss, *, diverged=False):
+    """Put into the store what a run of two clients leaves, each stream of 1000 bytes."""
+    config, schedule = run.config, build_schedule(run.config)
+    folder = RunFolder(store.place(run))
+    folder.path.mkdir(parents=True)
+    folder.write_config(dump(config))
+    lines = []
+    for number, window in enumerate(schedule.windows(config.run.steps), 1):
+        streams = [name for name in schedule.periods if name in window.due]
+        lines.append(
+            {
+                "round": number, "start": window.start, "step": window.stop, "streams": streams,
+                "bytes_up": dict.fromkeys(streams, 2000), "bytes_down": {},
+                "framed_bytes_up": 0, "framed_bytes_down": 0, "train_loss": loss(window.stop),
+                "seconds_split": {"total": 1.0}, "left_out": {}, "drift": {},
+                "clients": {name: {"losses": []} for name in ("client-0", "client-1")},
+                "evaluation": {
+                    "central": {"overall": {"loss": loss(window.stop)}, "parts": {}},
+                },
+            }
+        )  # fmt: skip
+        folder.append_metrics(lines[-1])
+    plan = Plan(
+        num_steps=config.run.steps,
+        num_windows=len(lines),
+        stream_bytes=dict.fromkeys(schedule.periods, 1000),
+        clients={},
+    )
+    status = "failed" if diverged else "completed"
+    folder.write_summary(build(lines, config=config, schedule=schedule, plan=plan, status=status))
+    outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
+    (folder.path / OUTCOME).write_text(json.dumps({**outcome, "config": dump(config)}))
+
+
+def curve(end):
+    return lambda step: end + 3 / step
+
+
+def test_results_are_mean_and_standard_deviation_over_the_seeds_at_the_tuned_value(tmp_path):
+    made = read_study(
+        study(
+            tmp_path,
+            """
+base: [run.steps=48, "sync.params=4", "sync.exp_avg=12", "sync.exp_avg_sq=24"]
+axes:
+  method: {DES-LOC: [], Local ADOPT: ["sync.exp_avg=4", "sync.exp_avg_sq=4"], Wild: [run.steps=47]}
+  data: {IID: [data.partition=iid], by domain: [data.partition=by_domain]}
+seeds: [0, 1, 2]
+sweep: {key: optimizer.lr, max_runs: 5}
+""",
+        )
+    )
+    store = Store(tmp_path, made.name)
+    rng = np.random.default_rng(0)
+    ends = {}
+    for cell in made.cells:
+        for position in (-1, 0, 1, 2):
+            wild = cell.labels["method"] == "Wild" or position == 2
+            for seed in (0, 1, 2) if position == 1 else (0,):
+                run = cell.run(seed, position)
+                ends[run.title] = rng.normal(2 + (position - 1) ** 2, 0.1)
+                leave(store, run, curve(ends[run.title]), diverged=wild)
+        if cell.labels["method"] == "Wild":
+            for position in (-2, -3):
+                leave(store, cell.run(0, position), curve(3), diverged=True)
+    rows = results(made, store)
+    assert [row.mean is None for row in rows] == [False] * 4 + [True] * 2
+    for cell, row in zip(made.cells[:4], rows, strict=False):
+        scores = [ends[cell.run(seed, 1).title] + 3 / 48 for seed in (0, 1, 2)]
+        assert row.tuned == cell.sweep.value(1) == 0.00297
+        assert row.bracketed
+        assert row.tried[cell.sweep.value(2)] == math.inf
+        assert row.mean == pytest.approx(np.mean(scores), rel=1e-12)
+        assert row.std == pytest.approx(np.std(scores, ddof=1), rel=1e-12)
+    headings, lines = table(rows)
+    assert headings == [
+        "method", "data", "tuned", "final held-out loss", "seeds", "sent by a client",
+        "Local Adam sends", "DDP sends", "time",
+    ]  # fmt: skip
+    # Of 48 steps: params 12 times, exp_avg 4, exp_avg_sq 2, of 1000 bytes each.
+    assert lines[0] == [
+        "DES-LOC", "IID", "lr 0.00297", f"{rows[0].mean:.4f} ± {rows[0].std:.4f}", "3", "18.0 kB",
+        "2.00 times", "2.67 times", "0:12",
+    ]  # fmt: skip
+    assert lines[2][5:7] == ["36.0 kB", "1.00 times"]
+    assert lines[4][2:] == ["lr: all diverged", "-", "0", "-", "-", "-", "-"]
+    assert markdown(rows).count("\n") == 1 + len(rows)
+    write(rows, store.path)
+    cells = json.loads((store.path / "results.json").read_text())["cells"]
+    assert [cell["std"] for cell in cells] == [row.std for row in rows]
+    assert cells[4]["tried"] == dict.fromkeys(
+        (f"{made.cells[4].sweep.value(p):g}" for p in range(-3, 2)), None
+    )
+    drawn = draw(rows, store.path)
+    assert {path.name for path in drawn} == {
+        "scores.png", "sweep.png", "loss_by_step.png", "loss_by_bytes.png",
+    }  # fmt: skip
+
+
+def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
+    made = read_study(study(tmp_path, "base: [run.steps=16]\nseeds: [0, 1, 2]"))
+    store = Store(tmp_path, made.name)
+    for seed, end in enumerate((1.0, 2.0, 3.0)):
+        leave(store, made.cells[0].run(seed), curve(end), diverged=seed == 2)
+    [row] = results(made, store)
+    assert (row.diverged, row.mean, row.std) == (1, 1.5 + 3 / 16, pytest.approx(0.5**0.5))
+    assert "diverged" in table([row])[0]
+
+
+def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path):
+    [cell, *_] = read_study(MINIATURE).cells
+    store, run = Store(tmp_path, "mine"), cell.run(0)
+    leave(store, run, curve(1))
+    assert store.done(run)
+    outcome = store.place(run) / OUTCOME
+    outcome.write_text(outcome.read_text().replace("steps: 12", "steps: 13"))
+    assert Store(tmp_path, "mine").done(run) is None
+    outcome.write_text("half a fi")
+    assert Store(tmp_path, "mine").done(run) is None
+
+
+# --- The runs ----------------------------------------------------------------------------------
+
+
+class Here:
+    """A pool of one worker: this process."""
+
+    jobs = free = 1
+
+    def start(self, job):
+        self.job = job
+
+    def ended(self, timeout):
+        yield self.job, worker.run(self.job)
+
+
+class Quiet:
+    """A view that keeps what was said."""
+
+    def __init__(self):
+        self.heard = []
+
+    def started(self, run): ...
+
+    def finished(self, run, done, plans): ...
+
+    def said(self, text):
+        self.heard.append(text)
+
+    def tick(self, plans, running): ...
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_is_readable_and_says_what_it_is(path):
+    made = read_study(path)
+    assert made.name == path.stem
+    assert path.read_text().startswith("# ")
+    assert len(made.cells) == math.prod(map(len, made.axes.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [p for p in STUDIES if p != MINIATURE], ids=lambda path: path.stem)
+def test_the_first_cell_of_every_study_runs(path, tmp_path):
+    made = read_study(path, TINY)
+    cell = replace(made.cells[0], sweep=None)
+    made = replace(made, cells=(cell,), seeds=made.seeds[:1])
+    store = Store(tmp_path, made.name)
+    assert conduct(made, store, Here(), Quiet()) == {}
+    [row] = results(made, store)
+    assert row.mean is not None
+    assert "-" not in table([row])[1][0][len(made.axes) :]
+    draw([row], store.path)
+
+
+@pytest.mark.slow
+def test_a_divergence_is_a_result_whatever_the_method(tmp_path):
+    made = read_study(
+        study(
+            tmp_path,
+            """
+base: [optimizer.lr=1e30, federation.num_clients=2, data.partition=iid, evaluation.federated=false]
+axes:
+  method:
+    DES-LOC: {config: quickstart}
+    DDP: {config: ddp}
+    DiLoCo: {config: diloco, overrides: [outer.lr=1e30, sync.params=2]}
+    FedAvg: {config: fedavg}
+    FedAdam: {config: fedadam, overrides: [optimizer.lr=0.01, fedadam.lr=1e39]}
+    going on: {overrides: [federation.on_failure=continue, federation.repeats=0]}
+""",
+        ),
+        TINY,
+    )
+    store, view = Store(tmp_path, made.name), Quiet()
+    assert conduct(made, store, Here(), view) == {}
+    rows = results(made, store)
+    assert [row.diverged for row in rows] == [1] * 6, view.heard
+    assert [row.mean for row in rows] == [None] * 6
+    assert all(cells[1] == "diverged" for cells in table(rows)[1])
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_holds_up_no_other_and_is_tried_again(tmp_path):
+    text = """
+base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
+axes: {data: {none: [data.source=SOURCE], some: []}}
+""".replace("SOURCE", str(tmp_path / "nothing"))
+    made = read_study(study(tmp_path, text), TINY)
+    store, view = Store(tmp_path, made.name), Quiet()
+    failed = conduct(made, store, Here(), view)
+    assert list(failed) == ["none, seed 0"]
+    assert "nothing" in failed["none, seed 0"]
+    assert (store.failed(made.cells[0].run(0)) / "log.txt").exists()
+    assert [len(row.runs) for row in results(made, store)] == [0, 1]
+    (tmp_path / "nothing").mkdir()
+    tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
+    (tmp_path / "nothing" / "tales.jsonl").write_text("\n".join(tales))
+    assert conduct(made, store, Here(), view) == {}
+    assert not store.failed(made.cells[0].run(0)).exists()
+
+
+class Killer(Quiet):
+    """Kills the worker of certain runs: at once, or in the middle."""
+
+    def __init__(self, store, deaths):
+        super().__init__()
+        self.store, self.deaths, self.killed = store, deaths, set()
+
+    def tick(self, plans, running):
+        for run in running:
+            deaths = self.deaths.get(run.cell.name)
+            begun = list(self.store.scratch(run).glob("*/metrics.jsonl"))
+            alive = [child for child in active_children() if child.pid not in self.killed]
+            if deaths and alive and (deaths[0] == "at once" or begun):
+                deaths.pop(0)
+                self.killed.add(alive[0].pid)
+                alive[0].kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_takes_its_run_with_it_which_is_tried_once_more(tmp_path):
+    made = read_study(
+        study(tmp_path, "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"),
+        [*TINY, *LONG],
+    )
+    store = Store(tmp_path, made.name)
+    view = Killer(store, {"A": ["at once"], "B": ["in the middle", "at once"]})
+    with Pool(1, ROOT) as pool:
+        failed = conduct(made, store, pool, view)
+    assert list(failed) == ["B, seed 0"]
+    assert "died twice; is there enough memory?" in failed["B, seed 0"]
+    assert len(view.killed) == 3
+    assert [len(row.runs) for row in results(made, store)] == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_study_that_is_killed_goes_on_where_it_was(tmp_path):
+    path = study(tmp_path, "seeds: [0, 1, 2]")
+    folder = tmp_path / "mine"
+    half = ".unfinished/*/*/*/metrics.jsonl"
+
+    def start():
+        arguments = ["study", path, *TINY, *LONG, "--output-dir", tmp_path, "--jobs", "1"]
+        return subprocess.Popen(
+            [sys.executable, "-c", "from flower_desloc.cli import app; app()",
+             *map(str, arguments)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "DESLOC_TEST": str(tmp_path)},
+        )  # fmt: skip
+
+    def done():
+        return {run: (run / "summary.json").stat().st_mtime_ns for run in folder.glob("*/*seed-*")}
+
+    def stop_within_run(number, how):
+        process = start()
+        try:
+            wait_until(lambda: process.poll() is not None or (
+                len(done()) == number - 1 and any(f.stat().st_size for f in folder.glob(half))
+            ))  # fmt: skip
+            process.send_signal(how)
+            return process.wait(60), process.stderr.read()
+        finally:
+            process.kill()
+            process.stderr.close()
+
+    code, said = stop_within_run(2, signal.SIGINT)
+    assert code == 128 + signal.SIGINT, said
+    assert said == "stopped by SIGINT; what is done stays done; the same command goes on\n"
+    assert not (folder / ".unfinished").exists()
+    first = done()
+    assert len(first) == 1
+
+    code, said = stop_within_run(3, signal.SIGKILL)
+    assert code == -signal.SIGKILL, said
+    assert list(folder.glob(half)), "it was not in the middle"
+    second = done()
+    assert len(second) == 2
+    assert first.items() < second.items()
+    wait_until(lambda: not marked(tmp_path))
+    assert not marked(tmp_path), "workers outlive their study"
+
+    process = start()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert second.items() < done().items()
+    assert not (folder / ".unfinished").exists()
+    [row] = results(read_study(path, [*TINY, *LONG]), Store(tmp_path, "mine"))
+    assert [run.summary["config"]["seed"] for run in row.runs] == [0, 1, 2]
+    assert {run.folder.path for run in row.runs} == set(done())
+    assert (folder / "report.html").exists()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 240
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def marked(mark):
+    """Return the processes that :func:`start` has begun, and theirs."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"DESLOC_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_study_runs_once_and_then_only_draws(tmp_path):
+    command = ["study", "miniature", "--output-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "miniature"
+    cells = json.loads((folder / "results.json").read_text())["cells"]
+    assert [cell["method"] for cell in cells] == ["DES-LOC", "Local ADOPT"]
+    assert [cell["local_adam_ratio"] for cell in cells] == [2.0, 1.0]
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
+    (folder / "scores.png").unlink()
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")} == before
+    assert (folder / "scores.png").exists()
+    assert "1/2" not in result.output
