@@ -29,7 +29,12 @@ def app_folder() -> Path:
 
 def presets(app: Path) -> dict[str, str]:
     """Return what each preset of ``app`` is for, by name: the comment it opens with."""
-    return {path.stem: _opening_comment(path) for path in sorted((app / "configs").glob("*.yaml"))}
+    return opening_comments(app / "configs")
+
+
+def opening_comments(folder: Path) -> dict[str, str]:
+    """Return the comment that each YAML file of a folder opens with, by the file's stem."""
+    return {path.stem: _opening_comment(path) for path in sorted(folder.glob("*.yaml"))}
 
 
 def _opening_comment(path: Path) -> str:

@@ -20,16 +20,19 @@ def fail(code: int, message: str) -> Never:
 
 
 @contextmanager
-def exit_on_signals() -> Iterator[None]:
+def exit_on_signals(
+    left: str = "what the run has recorded so far stays in its folder",
+) -> Iterator[None]:
     """Let Ctrl-C, `kill` and a closed terminal leave every block in good order.
 
-    The exit code is the shell's for it, 128 + the signal's number.
+    ``left`` says what becomes of the work. The exit code is the shell's for it, 128 + the signal's
+    number.
     """
 
     def leave(number: int, _frame: FrameType | None) -> Never:
         name = signal.Signals(number).name
         typer.secho(
-            f"stopped by {name}; what the run has recorded so far stays in its folder",
+            f"stopped by {name}; {left}",
             err=True,
             fg=typer.colors.RED,
         )

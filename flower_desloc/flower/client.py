@@ -169,12 +169,8 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         "param-norm": _norm(after),
         "seconds": time.perf_counter() - began,
     }
-    try:
-        # Not written, or a stream that is never due would keep it for ever: what was held is kept.
-        for name, stream in streams.items():
-            check_finite(name, stream)
-    except ValueError as error:
-        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
+    # Not written, or a stream that is never due would keep it for ever: what was held is kept.
+    _require_finite(streams)
     now = Held(
         step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
     )
@@ -194,6 +190,7 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
         prime(worker.optimizer)
     put(worker.module, worker.optimizer, {PARAMS: params})
     grads, steps = gradients(worker.module, worker.optimizer, worker.loss_at, step=request.start)
+    _require_finite({GRADIENTS: grads})
     metrics: Metrics = {
         "num-examples": worker.num_examples,
         "train-loss": steps.losses[0],
@@ -329,6 +326,14 @@ def _require_same_code(request: Request) -> None:
             "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
             "restart it from an empty folder"
         )
+
+
+def _require_finite(streams: Mapping[str, Stream]) -> None:
+    try:
+        for name, stream in streams.items():
+            check_finite(name, stream)
+    except ValueError as error:
+        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
 
 
 def _is_zero(stream: Stream) -> bool:

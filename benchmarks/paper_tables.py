@@ -1,0 +1,147 @@
+"""The numbers of docs/paper.md that a study's own table does not hold.
+
+    python benchmarks/paper_tables.py rates runs/rates_of_change
+    python benchmarks/paper_tables.py norms runs/paper_baselines
+    python benchmarks/paper_tables.py doubling runs/doubling --step 288
+    python benchmarks/paper_tables.py clients runs/paper_baselines
+
+Prints a Markdown table: mean over the seeds of each cell, ± their sample standard deviation.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+Row = dict[str, float]
+
+
+def rates(lines: list[Line], step: int) -> Row:
+    """Relative rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment, its median (RQ1)."""
+    del step
+    row: Row = {}
+    for stream in ("exp_avg", "exp_avg_sq"):
+        drifts = [line["drift"][stream] for line in lines if stream in line["drift"]]
+        # From the second average on: before the first there is none to compare with.
+        changes = [now["moved"] / before["norm"] for before, now in pairwise(drifts)]
+        if changes:
+            row[stream] = statistics.median(changes)
+    if len(row) == 2:
+        row["exp_avg / exp_avg_sq"] = row["exp_avg"] / row["exp_avg_sq"]
+    return row
+
+
+def norms(lines: list[Line], step: int) -> Row:
+    """Norms at the end of training, and the largest held-out activations on the way (RQ4)."""
+    del step
+    last = [line for line in lines if line["clients"]][-1]["clients"].values()
+    seen = [
+        line["evaluation"]["central"]["overall"]["activation_norm"]
+        for line in lines
+        if line["round"] > 0 and "central" in line.get("evaluation", {})
+    ]
+    gradients = [
+        norm for line in lines for c in line["clients"].values() for norm in c["grad_norms"]
+    ]
+    return {
+        "parameters": statistics.fmean(client["param_norm"] for client in last),
+        "activations, last": seen[-1],
+        "activations, largest": max(seen),
+        "gradients, median": statistics.median(gradients),
+        "gradients, largest in the second half": max(gradients[len(gradients) // 2 :]),
+    }
+
+
+def doubling(lines: list[Line], step: int) -> Row:
+    """Held-out loss and gradient norms around ``step``, when workers join (RQ3)."""
+    loss = {
+        line["step"]: line["evaluation"]["central"]["overall"]["loss"]
+        for line in lines
+        if "central" in line.get("evaluation", {})
+    }
+    after = [s for s in sorted(loss) if s > step]
+    before = [line for line in lines if step - 64 <= line["start"] and 0 < line["step"] <= step]
+    joined = [line for line in lines if line["start"] == step]
+    old = set(before[-1]["clients"])
+    return {
+        "loss before": loss[step],
+        "first loss after": loss[after[0]],
+        "worst of the next four": max(loss[s] for s in after[:4]),
+        "final loss": loss[max(loss)],
+        "gradient before": _gradient(before, old.__contains__),
+        "after, old": _gradient(joined, old.__contains__),
+        "after, new": _gradient(joined, lambda name: name not in old),
+    }
+
+
+def clients(lines: list[Line], step: int) -> Row:
+    """Held-out loss on the clients' own data: who is served worst, and the spread."""
+    del step
+    parts = next(
+        line["evaluation"]["federated"]["parts"]
+        for line in reversed(lines)
+        if "federated" in line.get("evaluation", {})
+    )
+    losses = [part["loss"] for part in parts.values()]
+    return {
+        "best client": min(losses),
+        "worst client": max(losses),
+        "standard deviation": statistics.pstdev(losses),
+    }
+
+
+def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
+    return statistics.fmean(
+        norm
+        for line in lines
+        for name, client in line["clients"].items()
+        if is_one(name)
+        for norm in client["grad_norms"]
+    )
+
+
+def _cells(study: Path) -> Iterator[tuple[str, list[Path]]]:
+    names = ("key", "tuned", "bracketed", "mean", "std", "scores", "seeds", "diverged", "runs")
+    for cell in json.loads((study / "results.json").read_text())["cells"]:
+        labels = [v for k, v in cell.items() if isinstance(v, str) and k not in names]
+        # Beside the results: the study may have been moved since.
+        runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
+        yield ", ".join(labels), runs
+
+
+def _lines(run: Path) -> list[Line]:
+    return [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _spread(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.4g}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
+
+
+def main() -> None:
+    """Print one table."""
+    tables = {f.__name__: f for f in (rates, norms, doubling, clients)}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("table", choices=tables)
+    parser.add_argument("study", type=Path, help="a study's folder, with its results.json")
+    parser.add_argument("--step", type=int, default=288, help="when the workers doubled")
+    arguments = parser.parse_args()
+    heading: list[str] = []
+    for label, runs in _cells(arguments.study):
+        rows = [tables[arguments.table](_lines(run), arguments.step) for run in runs]
+        if not rows:
+            continue
+        if not heading:
+            heading = list(rows[0])
+            print("| |", " | ".join(heading), "|")
+            print("|---|" + "---|" * len(heading))
+        cells = (_spread([row[name] for row in rows if name in row]) for name in heading)
+        print(f"| {label} |", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main()
