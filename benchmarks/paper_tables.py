@@ -4,6 +4,7 @@
     python benchmarks/paper_tables.py norms runs/paper_baselines
     python benchmarks/paper_tables.py doubling runs/doubling --step 288
     python benchmarks/paper_tables.py clients runs/paper_baselines
+    python benchmarks/paper_tables.py against runs/paper_baselines --reference "Local ADOPT"
 
 Prints a Markdown table: mean over the seeds of each cell, ± their sample standard deviation.
 """
@@ -94,6 +95,16 @@ def clients(lines: list[Line], step: int) -> Row:
     }
 
 
+def against(study: Path, reference: str) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Each cell's score over that of the ``reference`` with the same seeds, in percent more."""
+    cells = dict(_scores(study))
+    for labels, scores in cells.items():
+        other = cells[(reference, *labels[1:])]
+        if len(scores) == len(other):  # where a seed diverged there is no pair
+            more = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
+            yield ", ".join(labels), {f"% above {reference}": more}
+
+
 def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
     return statistics.fmean(
         norm
@@ -104,10 +115,19 @@ def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
     )
 
 
-def _cells(study: Path) -> Iterator[tuple[str, list[Path]]]:
-    names = ("key", "tuned", "bracketed", "mean", "std", "scores", "seeds", "diverged", "runs")
+def _read(study: Path) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     for cell in json.loads((study / "results.json").read_text())["cells"]:
-        labels = [v for k, v in cell.items() if isinstance(v, str) and k not in names]
+        # The axes come first, and their labels are all the strings but the tuned setting's name.
+        yield tuple(v for k, v in cell.items() if isinstance(v, str) and k != "key"), cell
+
+
+def _scores(study: Path) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+    for labels, cell in _read(study):
+        yield labels, cell["scores"]
+
+
+def _cells(study: Path) -> Iterator[tuple[str, list[Path]]]:
+    for labels, cell in _read(study):
         # Beside the results: the study may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
         yield ", ".join(labels), runs
@@ -122,25 +142,34 @@ def _spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
+def _rows(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    if arguments.table == "against":
+        yield from against(arguments.study, arguments.reference)
+        return
+    table = _TABLES[arguments.table]
+    for label, runs in _cells(arguments.study):
+        rows = [table(_lines(run), arguments.step) for run in runs]
+        yield label, {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+
+
+_TABLES = {table.__name__: table for table in (rates, norms, doubling, clients)}
+
+
 def main() -> None:
     """Print one table."""
-    tables = {f.__name__: f for f in (rates, norms, doubling, clients)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("table", choices=tables)
+    parser.add_argument("table", choices=[*_TABLES, "against"])
     parser.add_argument("study", type=Path, help="a study's folder, with its results.json")
     parser.add_argument("--step", type=int, default=288, help="when the workers doubled")
+    parser.add_argument("--reference", help="label of the cell to compare with, on the first axis")
     arguments = parser.parse_args()
     heading: list[str] = []
-    for label, runs in _cells(arguments.study):
-        rows = [tables[arguments.table](_lines(run), arguments.step) for run in runs]
-        if not rows:
-            continue
-        if not heading:
-            heading = list(rows[0])
+    for label, columns in _rows(arguments):
+        if columns and not heading:
+            heading = list(columns)
             print("| |", " | ".join(heading), "|")
             print("|---|" + "---|" * len(heading))
-        cells = (_spread([row[name] for row in rows if name in row]) for name in heading)
-        print(f"| {label} |", " | ".join(cells), "|")
+        print(f"| {label} |", " | ".join(_spread(columns[name]) for name in heading), "|")
 
 
 if __name__ == "__main__":
