@@ -1,6 +1,7 @@
 """`desloc toy`: the paper's toy problem, in two figures and a table."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -73,7 +74,7 @@ def toy(
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(USAGE, f"--output-dir {output_dir}: {error.strerror}; give a folder that can be made")
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)  # a log wraps nothing
     with exit_on_signals("nothing is left of it"):
         if searching:
             grid = Grid(workers=workers)

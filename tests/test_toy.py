@@ -1,0 +1,209 @@
+"""The toy problem: its mathematics, its two ways to one result, and `desloc toy`."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flower_desloc.cli import app
+from flower_desloc.toy import search
+from flower_desloc.toy.federation import Points, federate
+from flower_desloc.toy.problem import (
+    BLOCK,
+    OPTIMUM,
+    SIGMA,
+    SPLITS,
+    START,
+    Noise,
+    distance,
+    gradient,
+    noisy_value,
+    value,
+)
+from flower_desloc.toy.search import Grid, Row
+from flower_desloc.toy.setting import K_V, K_X, METHODS, Setting
+from flower_desloc.toy.transcription import noise, transcribe
+
+COORDINATE = st.floats(-2, 2)
+
+
+@given(COORDINATE, COORDINATE)
+def test_the_gradient_is_that_of_the_value(x1, x2):
+    x = torch.tensor([x1, x2], dtype=torch.float64, requires_grad=True)
+    value(*x).backward()
+    np.testing.assert_allclose(gradient(x1, x2), x.grad, rtol=1e-12, atol=1e-9)
+
+
+def test_the_optimum_is_where_the_function_and_its_gradient_are_zero():
+    assert value(*OPTIMUM) == 0
+    assert gradient(*OPTIMUM) == (0, 0)
+    assert distance(np.array(OPTIMUM)) == 0
+    assert distance(np.array(START)) == 2.2
+
+
+def test_a_clients_gradient_is_the_functions_plus_the_noise():
+    points, noises = Points(num_seeds=2), np.arange(8.0).reshape(2, 2, 2)
+    loss = noisy_value(points.x, noises)
+    (2 * loss).backward()
+    assert loss.item() == pytest.approx(4 * value(*START))
+    clean = np.array(gradient(*START)).reshape(2, 1, 1)
+    np.testing.assert_allclose(points.x.grad, 2 * (clean + noises))
+
+
+def test_noise_is_a_function_of_seed_worker_and_step_alone():
+    there_and_back = Noise(3, seeds=range(4))
+    forth = [there_and_back.at(step).copy() for step in range(2 * BLOCK + 1)]
+    back = [there_and_back.at(step).copy() for step in reversed(range(2 * BLOCK + 1))]
+    np.testing.assert_array_equal(forth, back[::-1])
+    np.testing.assert_array_equal(Noise(3, seeds=[2]).at(7)[..., 0], forth[7][..., 2])
+    assert not np.allclose(Noise(4, seeds=range(4)).at(7), forth[7])
+    assert not np.allclose(forth[BLOCK], forth[0])
+
+
+def test_noise_has_the_papers_standard_deviations():
+    workers = [Noise(worker, seeds=[0]) for worker in range(400)]
+    draws = np.stack([worker.block(0)[..., 0] for worker in workers])  # (workers, steps, 2, splits)
+    iid, niid = np.moveaxis(draws, -1, 0)
+    assert iid.std() == pytest.approx(SIGMA, rel=0.01)
+    assert abs(iid.mean()) < 0.02
+    assert np.corrcoef(iid[..., 0].ravel(), iid[..., 1].ravel())[0, 1] == pytest.approx(0, abs=0.01)
+    # sigma^m ~ |N(0, 3)|: its root mean square is 3, its mean 3 sqrt(2 / pi).
+    own = niid.std(axis=(1, 2))
+    assert np.sqrt((own**2).mean()) == pytest.approx(3, rel=0.1)
+    assert own.mean() == pytest.approx(3 * math.sqrt(2 / math.pi), rel=0.1)
+
+
+def test_the_methods_are_the_papers():
+    schedules = {name: method.schedule().periods for name, method in METHODS.items()}
+    assert schedules["desloc"] == {"params": 192, "exp_avg": 192, "exp_avg_sq": 692}
+    assert set(schedules["local_adam"].values()) == {192}
+    assert schedules["favg_keep_opt"] == {"params": 192, "exp_avg": "never", "exp_avg_sq": "never"}
+    assert schedules["favg_reset_opt"] == {"params": 192, "exp_avg": "reset", "exp_avg_sq": "reset"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(lr=0.02, betas=(0.9, 0.99)), Setting("adopt", 0.02, (0.95, 0.99), clip=None)],
+    ids=lambda setting: setting.rule,
+)
+def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
+    """Past K_v, and past a reset; at a higher rate every rounding grows until runs part."""
+    rounds = K_V // K_X + 1
+    size = {"num_workers": 3, "num_steps": rounds * K_X, "seeds": [0, 5]}
+    through = federate(setting, METHODS[method], **size, state_dir=tmp_path)
+    written = transcribe([setting], METHODS[method], noise(3, rounds * K_X, [0, 5])).averages
+    assert through.shape == (1 + rounds, 2, len(SPLITS), 2)
+    np.testing.assert_allclose(through, written[:, :, 0], rtol=0, atol=1e-7)
+    assert np.ptp(through[-1], axis=(1, 2)).min() > 1e-4  # replicas are runs of their own
+
+
+def test_settings_that_are_transcribed_together_do_not_mix():
+    settings = [Setting(lr=lr, betas=(b, 0.99), clip=clip) for lr, b, clip in LINE]
+    together = transcribe(settings, METHODS["desloc"], noise(2, 400, [0]), every=100)
+    for i, setting in enumerate(settings):
+        alone = transcribe([setting], METHODS["desloc"], noise(2, 400, [0]), every=100)
+        np.testing.assert_array_equal(together.averages[:, :, i], alone.averages[:, :, 0])
+        np.testing.assert_array_equal(together.means[:, :, i], alone.means[:, :, 0])
+    assert together.means.shape == (5, 2, 3, 2, 1)
+
+
+LINE = [(0.01, 0.9, 5.0), (0.03, 0.99, None), (0.02, 0.95, 1.0)]
+
+
+def row(method, end, *, lr=0.1, beta1=0.9, split="iid"):
+    return Row("adam", None, beta1, 0.999, lr, split, method, end, 0.0)
+
+
+def test_a_verdict_counts_where_desloc_converges():
+    rows = []
+    for lr, ends in {
+        0.1: (0.10, 0.11, 0.20, 0.30),  # as the paper says
+        0.2: (0.10, 0.10, 0.10, math.inf),  # kept is as good
+        0.3: (0.10, 0.15, 0.05, 0.05),  # neither
+        0.4: (0.50, 0.50, 0.90, 0.90),  # too far off to count
+    }.items():
+        rows += [row(m, end, lr=lr) for m, end in zip(METHODS, ends, strict=True)]
+    iid, niid = search.verdicts(rows)
+    assert (iid.settings, iid.as_local_adam) == (3, 2)
+    assert iid.farther == {"favg_keep_opt": 1, "favg_reset_opt": 2}
+    assert iid.closer == {"favg_keep_opt": 1, "favg_reset_opt": 1}
+    assert niid.settings == 0
+    assert search.where_all_hold(rows) == [Setting("adam", 0.1, (0.9, 0.999), None)]
+    other = [row(m, end, split="niid") for m, end in zip(METHODS, (1, 1, 2, 2), strict=True)]
+    assert search.where_all_hold(rows + other) == []
+    closest = {r.method: r.lr for r in search.best(rows[:8])}
+    assert closest == dict(zip(METHODS, (0.1, 0.2, 0.2, 0.1), strict=True))
+    names = [name for name, _ in search.groups(rows)]
+    assert names == ["all", "adam", "lr 0.1", "lr 0.2", "lr 0.3", "lr 0.4", "β₁ 0.9"]
+    assert [len(some) for _, some in search.groups(rows)] == [16, 16, 4, 4, 4, 4, 16]
+
+
+def test_a_run_that_diverges_ends_infinitely_far_off():
+    wild = Grid(
+        rules=[("adam", None)], beta1=[0.0], beta2=[0.0], rates=[1e30], workers=2, rounds=2, seeds=1
+    )
+    (line,) = wild.lines()
+    rows = search._part((line, "desloc", wild))
+    assert [r.distance for r in rows] == [math.inf, math.inf]
+
+
+# ------------------------------------------------------------------------------------ desloc toy
+
+
+def desloc_toy(*arguments):
+    return CliRunner().invoke(app, ["toy", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_desloc_toy_in_miniature(tmp_path):
+    small = ("--workers", 4, "--rounds", 2, "--transcribed", 3, "--seeds", 2)
+    result = desloc_toy("--output-dir", tmp_path, "--jobs", 2, *small)
+    assert result.exit_code == 0, result.output
+    for picture in ("toy_iid.png", "toy_niid.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+        assert picture in result.output
+    told = json.loads((tmp_path / "toy.json").read_text())
+    assert told["size"] == {"workers": 4, "rounds": 2, "transcribed": 3, "seeds": 2}
+    assert [(end["split"], end["method"]) for end in told["ends"]] == [
+        (split, method) for split in SPLITS for method in METHODS
+    ]
+    assert all(0 < end["federated"][0] < 100 for end in told["ends"])
+
+
+def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
+    small = {"rules": [("adam", 5.0)], "beta1": [0.9, 0.995], "beta2": [0.999], "rates": [0.1, 0.3]}
+    monkeypatch.setattr(
+        "flower_desloc.cli.toy.Grid", lambda workers: Grid(**small, workers=3, rounds=2, seeds=2)
+    )
+    result = desloc_toy("--search", "--output-dir", tmp_path, "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "search.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * len(SPLITS) * len(METHODS)
+    assert {float(r["beta1"]) for r in rows} == {0.9, 0.995}
+    assert all(float(r["distance"]) > 0 for r in rows)
+
+
+@pytest.mark.parametrize("wrong", [("--beta1", 1), ("--beta2", 1.5)])
+def test_desloc_toy_refuses_betas_of_1_and_more(wrong, tmp_path):
+    result = desloc_toy("--output-dir", tmp_path / "toy", *wrong)
+    assert result.exit_code == 2
+    assert "--beta" in result.output
+    assert not (tmp_path / "toy").exists()
+
+
+def test_desloc_toy_says_so_when_it_diverges(tmp_path, capfd):
+    small = ("--workers", 2, "--rounds", 1, "--transcribed", 1, "--seeds", 1, "--jobs", 1)
+    result = desloc_toy("--output-dir", tmp_path, "--lr", 1e200, "--clip", 0, *small)
+    assert result.exit_code == 1
+    assert "training diverged" in result.output
+    assert "--lr" in result.output
+    assert "Traceback" not in result.output
+    assert "Warning" not in capfd.readouterr().err
