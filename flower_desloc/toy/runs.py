@@ -25,7 +25,7 @@ class Size:
     """How much is run."""
 
     workers: int = NUM_WORKERS
-    rounds: int = 5
+    rounds: int = 4
     """Of the federation; each is 192 local steps of every worker."""
     transcribed: int = 48
     """Rounds of the transcription."""
