@@ -125,11 +125,11 @@ def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
 
 def _norm(tensors: list[Tensor]) -> Tensor:
     # get_total_norm() sorts by device and type first, which costs as much as a small step.
-    if len(tensors) == 1:
-        return torch.linalg.vector_norm(tensors[0])
     if not tensors:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    norms = torch._foreach_norm(tensors)
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

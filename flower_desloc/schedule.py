@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 PARAMS: Final = "params"
+BUFFERS: Final = "buffers"
 GRADIENTS: Final = "gradients"
 NEVER: Final = "never"
 RESET: Final = "reset"
@@ -63,18 +64,27 @@ class SyncSchedule:
         object.__setattr__(self, "periods", dict(self.periods))
         object.__setattr__(self, "once_at", frozenset(self.once_at))
         if GRADIENTS in self.periods:
-            if self.periods != {GRADIENTS: 1}:
+            if self.periods != {GRADIENTS: 1} or self.once_at:
+                once = f" and, once, after {sorted(self.once_at)}" if self.once_at else ""
                 raise ValueError(
                     f"gradients are averaged every step and alone: {{{GRADIENTS!r}: 1}}, "
-                    f"got {dict(self.periods)}"
+                    f"got {dict(self.periods)}{once}; begin with the preset ddp"
                 )
         elif PARAMS not in self.periods:
             raise ValueError(
                 f"the schedule states no period for {PARAMS!r}, only for "
                 f"{sorted(self.periods)}; state {_ALLOWED}"
             )
-        elif self.periods[PARAMS] == RESET:
-            raise ValueError(f"{PARAMS!r} cannot be 'reset'; only an optimizer state can")
+        states = self.periods.keys() - {PARAMS, BUFFERS}
+        if not self.resets <= states:
+            names = ", ".join(sorted(self.resets - states))
+            raise ValueError(f"{names!r} cannot be 'reset'; only optimizer states can")
+        if self.resets and self.resets != states:
+            # Bias correction has one step count for all states.
+            raise ValueError(
+                f"'reset' is for all states or none: {', '.join(sorted(states - self.resets))} "
+                f"would keep what it has, {', '.join(sorted(self.resets))} not"
+            )
         for stream, period in self.periods.items():
             if period in (NEVER, RESET):
                 continue

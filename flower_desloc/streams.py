@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.averaging import Stream
+from flower_desloc.schedule import BUFFERS as BUFFERS
 from flower_desloc.schedule import PARAMS
 
-BUFFERS = "buffers"
 _STEP = "step"  # PyTorch's name of the step count; it is set, never averaged
 
 

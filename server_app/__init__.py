@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
 from flower_desloc.build import build_outer, build_schedule, build_streams
-from flower_desloc.config import Config, dump, load
+from flower_desloc.config import Config, ConfigError, dump, load
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
@@ -94,7 +94,12 @@ def _policy(config: Config) -> Policy:
 
 
 def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
-    if BUFFERS in streams and not {BUFFERS, GRADIENTS} & config.sync.keys():
+    if BUFFERS in streams and GRADIENTS in config.sync:
+        raise ConfigError(
+            "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which do "
+            "not travel with gradients; choose a model without, or average params"
+        )
+    if BUFFERS in streams and BUFFERS not in config.sync:
         config.sync[BUFFERS] = NEVER
         log(
             WARNING,

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.build import build_outer, build_schedule
-from flower_desloc.config import load
+from flower_desloc.config import ConfigError, load
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.optim import SGDM
@@ -301,3 +301,34 @@ def test_every_stream_is_averaged_once_at_the_steps_that_are_named(tmp_path):
     assert [stop for stop, names in due.items() if "exp_avg" in names] == [7, 12]
     run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=14)
     assert_close(run.start(), oracle(run))
+
+
+# ----------------------------------------------------------------------------- What makes no sense
+
+
+def test_all_states_are_reset_or_none_and_nothing_but_states():
+    """Adam's bias correction has one step count for both moments."""
+    with pytest.raises(ValueError, match="all states or none: exp_avg would keep"):
+        SyncSchedule({PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": RESET})
+    for stream in (PARAMS, "buffers"):
+        with pytest.raises(ValueError, match=f"'{stream}' cannot be 'reset'"):
+            SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET, stream: RESET})
+
+
+def test_gradients_are_not_averaged_with_anything_once():
+    with pytest.raises(ValueError, match="every step and alone"):
+        SyncSchedule({GRADIENTS: 1}, once_at=frozenset({3}))
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("federation.attendance.192=2", "before run.steps=192"),
+        ("federation.attendance.-1=2", "steps are at least 0"),
+        ("federation.attendance.4=5", "federation.num_clients=4"),
+        ("sync_once_at=[193]", "at most run.steps=192"),
+    ],
+)
+def test_joins_and_averages_that_never_come_are_refused(override, part):
+    with pytest.raises(ConfigError, match=part):
+        load("quickstart", override)

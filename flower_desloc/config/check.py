@@ -126,6 +126,11 @@ def check(config: Config) -> None:
 def _check_attendance(config: Config) -> None:
     federation = config.federation
     for step, number in federation.attendance.items():
+        if step >= config.run.steps:
+            raise ConfigError(
+                f"federation.attendance.{step}={number}: must be before "
+                f"run.steps={config.run.steps}"
+            )
         if step < 0 or not federation.min_clients <= number <= federation.num_clients:
             raise ConfigError(
                 f"federation.attendance={dict(federation.attendance)}: steps are at least 0, and "
@@ -161,11 +166,14 @@ def _check_sync(config: Config) -> None:
     if not config.sync:
         raise ConfigError("sync: no period is stated; state sync.params and one for every stream")
     try:
-        SyncSchedule(config.sync)
+        SyncSchedule(config.sync, once_at=frozenset(config.sync_once_at))
     except ValueError as error:
         raise ConfigError(f"sync: {error}") from error
-    if any(step < 1 for step in config.sync_once_at):
-        raise ConfigError(f"sync_once_at={list(config.sync_once_at)}: steps are at least 1")
+    if any(not 1 <= step <= config.run.steps for step in config.sync_once_at):
+        raise ConfigError(
+            f"sync_once_at={list(config.sync_once_at)}: steps are at least 1 and at most "
+            f"run.steps={config.run.steps}"
+        )
 
 
 def _check_stock(config: Config) -> None:

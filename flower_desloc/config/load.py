@@ -162,10 +162,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{key}.")
         elif isinstance(value, dict):
             # federation.attendance.96=8: in a dotlist every key is a string.
-            steps = {int(k) if str(k).isdecimal() else k: v for k, v in value.items()}
+            steps = {int(k) if _is_integer(k) else k: v for k, v in value.items()}
             yield f"{prefix}{key}", steps
         else:
             yield f"{prefix}{key}", value
+
+
+def _is_integer(key: Any) -> bool:
+    return str(key).removeprefix("-").isdecimal()
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

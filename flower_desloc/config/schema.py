@@ -181,9 +181,9 @@ class Federation:
     min_clients: int = 1
     """Quorum: wait for so many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number; from that step on the first so many clients take part, as
-    in `{0: 4, 96: 8}` (on the command line `federation.attendance.96=8`). Before the first step
-    named, all do."""
+    """Joins and leaves, as step: number. From the first window that begins at that step or later,
+    the first so many clients take part, as in `{0: 4, 96: 8}` (on the command line
+    `federation.attendance.96=8`). Before the first step named, all do."""
     fraction_train: float = 1.0
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = "uniform"

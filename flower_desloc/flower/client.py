@@ -268,10 +268,7 @@ def _streams(
 
 def _origin(request: Request) -> int:
     """Return the step at which the optimizer began anew: its counts start there."""
-    states = [name for name in request.versions if starts_at_zero(name)]
-    if not states or not request.resets.issuperset(states):
-        return 0
-    return max(request.versions[name] for name in states)
+    return max((request.versions[name] for name in request.resets), default=0)
 
 
 def _has_done(held: Held, request: Request) -> bool:

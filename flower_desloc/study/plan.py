@@ -1,5 +1,6 @@
 """What a cell still needs: the next values of its search, then its seeds at the best of them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -53,6 +54,9 @@ def plan(cell: Cell, study: Study, find: Callable[[Run], Done | None]) -> Plan:
     while positions := untried(scores, sweep.start, sweep.max_values):
         missing = []
         for position in positions:
+            if not cell.is_possible(position):
+                scores[position] = math.inf  # beyond what the setting may be
+                continue
             runs = [cell.run(seed, position) for seed in sweep.seeds]
             found = {run.seed: find(run) for run in runs}
             missing += [run for run in runs if found[run.seed] is None]

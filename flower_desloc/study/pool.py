@@ -53,6 +53,9 @@ class Pool:
                 worker.kill()
                 yield job, None
                 continue
+            except Exception as error:  # such as a full disk, outside of the run itself
+                reason = f"{type(error).__name__}: {error}"
+                outcome = Outcome(status="failed", error=reason, seconds=0.0, config="")
             self._idle.append(worker)
             yield job, outcome
 

@@ -267,7 +267,7 @@ def _numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield from _numbers(value, f"{prefix}{field.name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif isinstance(value, float):  # there is no root of two of a whole number
             yield f"{prefix}{field.name}", value
 
 

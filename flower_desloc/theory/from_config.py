@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from flower_desloc.build import check_streams
+from flower_desloc.build import build_schedule, check_streams
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.schedule import PARAMS
@@ -61,7 +61,7 @@ def streams(
             beta=_beta(config, name),
             ceiling=_ceiling(config, name, rho),
         )
-        for name, period in config.sync.items()
+        for name, period in build_schedule(config).periods.items()
     )
 
 
