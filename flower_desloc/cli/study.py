@@ -52,6 +52,11 @@ def study(
         if not file:
             fail(USAGE, f"which study? There are\n{_listing(opening_comments(app / 'studies'))}")
         path = Path(file) if file.endswith((".yaml", ".yml")) else app / "studies" / f"{file}.yaml"
+        if not path.is_file():
+            listing = _listing(opening_comments(app / "studies"))
+            fail(
+                USAGE, f"{file}: no such study; give the path of a .yaml file, or one of\n{listing}"
+            )
         plan = read_study(path, overrides or [])
         store = Store(output_dir, plan.name)
         if dry_run:

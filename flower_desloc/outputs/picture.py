@@ -153,11 +153,12 @@ def _sent(
     if not most:
         _empty(panel, "nothing was sent")
         return
-    panel.plot(steps, local_adam, color=_INK, lw=1.8, ls=(0, (5, 2)), drawstyle="steps-post")
     panel.plot(steps[:-1], ddp[:-1], color=_INK, lw=1.8, ls=":")
-    labels.append(
-        _Label((steps[-1], local_adam[-1]), f"Local Adam {bytes_text(local_adam[-1])}", _INK)
-    )
+    if local_adam[-1]:  # data parallelism has no such counterpart
+        panel.plot(steps, local_adam, color=_INK, lw=1.8, ls=(0, (5, 2)), drawstyle="steps-post")
+        labels.append(
+            _Label((steps[-1], local_adam[-1]), f"Local Adam {bytes_text(local_adam[-1])}", _INK)
+        )
     # In proportion, or stacking says nothing; so DDP leaves at the top, with its number.
     panel.set_ylim(0, most * 1.15)
     panel.yaxis.set_major_formatter(

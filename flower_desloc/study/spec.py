@@ -85,6 +85,8 @@ class _WrongError(ValueError):
 
 def _study(path: Path, overrides: Sequence[str]) -> Study:
     values = _mapping(_read(path), "the study", _STUDY)
+    if not values:
+        raise _WrongError("it is empty; state axes, each a mapping from labels to settings")
     name = str(values.get("name", path.stem))
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", name):
         raise _WrongError(f"name={name}: it names a folder; letters, digits, '_', '-' and '.'")

@@ -64,7 +64,7 @@ def _domains(panel: Axes, parts: Mapping[str, Curve], overall: Curve) -> None:
     if len(parts) > len(PARTS):
         by_client(panel, parts, average="mean")
         return
-    colours = part_colours(list(parts))
+    colours = part_colours(sorted(parts, key=_label_order))  # as in the figure of who holds what
     labels = []
     for name, curve in parts.items():
         plot(panel, curve, colours[name], lw=1.2, **dots(curve))
