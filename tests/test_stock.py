@@ -440,7 +440,7 @@ def test_the_app_too_makes_of_fedavg_what_desloc_calls_favg_opt(tmp_path):
 @pytest.mark.slow
 def test_simulation_and_one_process_give_the_same_bits(tmp_path):
     command = [str(BIN / "desloc"), "run", "fedadam", *SMALL.split(), "--workers", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     here, there = summary(tmp_path / "runs" / "fedadam"), run("fedadam", tmp_path / "inprocess")
     assert here["weights_sha256"] == there["weights_sha256"]
