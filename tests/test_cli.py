@@ -509,6 +509,7 @@ def place(tmp_path) -> Iterator[Place]:
         environment = os.environ | {
             "PLACE": temp,
             "TMPDIR": temp,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),  # PyTorch makes it when it is imported
             "PYTHONPATH": str(cwd),
             "PYTHONWARNINGS": "",
             "FLWR_HOME": str(cwd),

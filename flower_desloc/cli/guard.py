@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 
 def main(home: Path, command: list[str]) -> int:
@@ -37,38 +38,69 @@ def main(home: Path, command: list[str]) -> int:
 
 def take_down(home: Path) -> None:
     """End every process that was started for ``home``, in good order if it takes a second."""
-    _signal(home, signal.SIGTERM)
+    known = _started_for(home)
+    _signal(known, signal.SIGTERM)
     deadline = time.monotonic() + 1.0
-    while any(_started_for(home)):
+    while known := _still_there(known | _started_for(home)):
         if time.monotonic() > deadline:
             # Again and again: Ray may just have started another worker.
-            _signal(home, signal.SIGKILL)
+            _signal(known, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _signal(home: Path, number: signal.Signals) -> None:
-    for pid in _started_for(home):
+class _Process(NamedTuple):
+    """A process; its number alone may be another's by now."""
+
+    pid: int
+    started: str
+
+
+def _signal(processes: Iterable[_Process], number: signal.Signals) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(process.pid, number)
 
 
-def _started_for(home: Path) -> Iterator[int]:
-    """Yield the processes whose environment says FLWR_HOME=home.
+def _started_for(home: Path) -> set[_Process]:
+    """Return the processes whose environment says FLWR_HOME=home, and their descendants.
 
     Neither a process group nor a session holds them together: Flower starts its SuperExec, and we
     the log, in sessions of their own. Nor does Flower's own chain, in which every part watches the
     pid of its parent: the simulation notices, but its main thread, waiting for the ServerApp, does
-    not wake up, and it goes on training. The environment is inherited all the way down.
+    not wake up, and it goes on training. The environment is inherited all the way down, but Ray's
+    agents write their title over theirs: those are found by their parents, while they have them.
 
     Without /proc (macOS) there is nothing to see, and an interrupted simulation may live on.
     """
     mark = b"FLWR_HOME=" + os.fsencode(home)
+    there = dict(_processes())
+    found = {process for process in there if mark in _environment(process)}
+    found = {process for process in found if process.pid != os.getpid()}
+    while more := {p for p, parent in there.items() if parent in {f.pid for f in found}} - found:
+        found |= more
+    return found
+
+
+def _still_there(processes: set[_Process]) -> set[_Process]:
+    return processes & dict(_processes()).keys()
+
+
+def _processes() -> Iterator[tuple[_Process, int]]:
+    """Yield every process that has not ended, and the pid of its parent."""
     for entry in Path("/proc").glob("[0-9]*"):
-        # It may end while we look at it; and another user's is none of our business.
+        # It may end while we look at it.
         with contextlib.suppress(OSError):
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            if mark in environment and int(entry.name) != os.getpid():
-                yield int(entry.name)
+            # The name, in parentheses, may hold anything; see proc(5) for what follows it.
+            state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z":
+                yield _Process(int(entry.name), rest[17]), int(parent)
+
+
+def _environment(process: _Process) -> list[bytes]:
+    # It may have ended; and another user's is none of our business.
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 if __name__ == "__main__":
