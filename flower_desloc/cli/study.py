@@ -101,8 +101,8 @@ def _print_plans(state: Mapping[str, Plan], store: Store) -> None:
             typer.echo(f"  done     {Path(folder).relative_to(store.path)}")
         for run in plan.missing:
             typer.echo(f"  to run   {store.place(run).relative_to(store.path)}")
-        if plan.searching:
-            typer.echo(f"  then     more of {plan.cell.sweep.key}, and the other seeds at its best")  # type: ignore[union-attr]
+        if plan.searching and plan.cell.sweep:
+            typer.echo(f"  then     more of {plan.cell.sweep.key}, and the other seeds at its best")
     more = f", and at least {later} after those" if later else ""
     typer.echo(f"{len(done)} runs done, {missing} to run{more}; folder: {store.path}")
 

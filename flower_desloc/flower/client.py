@@ -33,7 +33,7 @@ from flower_desloc.flower.records import (
     Request,
 )
 from flower_desloc.flower.state import DamagedStateError, Held, StateFile
-from flower_desloc.local import Clipping, gradients, local_steps, seed_adopt
+from flower_desloc.local import Clipping, StepMetrics, gradients, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
 from flower_desloc.schedule import GRADIENTS, PARAMS
@@ -157,20 +157,14 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     )
     streams = take(module, optimizer, request.versions)
     after = streams[PARAMS]
-    metrics: Metrics = {
-        "num-examples": worker.num_examples,
-        "train-loss": sum(steps.losses) / len(steps.losses),
+    metrics = {
+        **trained(worker, steps, before, after),
         "start-step": request.start,
         "stop-step": request.stop,
-        "losses": steps.losses,
-        "grad-norms": steps.grad_norms,
-        "learning-rates": steps.learning_rates,
-        "update-norm": _norm({key: after[key] - before[key] for key in after}),
-        "param-norm": _norm(after),
         "seconds": time.perf_counter() - began,
     }
     # Not written, or a stream that is never due would keep it for ever: what was held is kept.
-    _require_finite(streams)
+    require_finite(streams)
     now = Held(
         step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
     )
@@ -190,7 +184,7 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
         prime(worker.optimizer)
     put(worker.module, worker.optimizer, {PARAMS: params})
     grads, steps = gradients(worker.module, worker.optimizer, worker.loss_at, step=request.start)
-    _require_finite({GRADIENTS: grads})
+    require_finite({GRADIENTS: grads})
     metrics: Metrics = {
         "num-examples": worker.num_examples,
         "train-loss": steps.losses[0],
@@ -215,6 +209,13 @@ def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply
     if not worker.optimizer.state:
         prime(worker.optimizer)
     put(worker.module, worker.optimizer, request.streams)
+    return evaluated(worker)
+
+
+def evaluated(worker: Worker) -> Reply:
+    """Return what the model, as it is, scores on the client's held-out data, if it has any."""
+    if worker.evaluate is None:
+        return Reply(metrics={"num-examples": 0})
     totals = worker.evaluate()
     return Reply(
         metrics={
@@ -325,7 +326,21 @@ def _require_same_code(request: Request) -> None:
         )
 
 
-def _require_finite(streams: Mapping[str, Stream]) -> None:
+def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
+    """Return what local steps measured, from the parameters ``before`` to those ``after``."""
+    return {
+        "num-examples": worker.num_examples,
+        "train-loss": sum(steps.losses) / len(steps.losses),
+        "losses": steps.losses,
+        "grad-norms": steps.grad_norms,
+        "learning-rates": steps.learning_rates,
+        "update-norm": _norm({key: after[key] - before[key] for key in after}),
+        "param-norm": _norm(after),
+    }
+
+
+def require_finite(streams: Mapping[str, Stream]) -> None:
+    """Raise ``FloatingPointError`` for what only a diverged training gives."""
     try:
         for name, stream in streams.items():
             check_finite(name, stream)

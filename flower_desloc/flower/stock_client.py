@@ -7,16 +7,15 @@ is new in every round; data and learning rate follow the global step.
 import time
 from collections.abc import Callable
 
-import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_desloc.averaging import Stream
-from flower_desloc.flower.client import Config, Worker
-from flower_desloc.flower.records import CONFIG, TOTALS, Reply, from_record
+from flower_desloc.flower.client import Config, Worker, evaluated, require_finite, trained
+from flower_desloc.flower.records import CONFIG, Reply, from_record
 from flower_desloc.local import local_steps
 from flower_desloc.schedule import PARAMS
-from flower_desloc.streams import check_finite, put, take
+from flower_desloc.streams import put, take
 
 ACTION = "stock"
 """Of the messages, whose types are ``train.stock`` and ``evaluate.stock``."""
@@ -62,22 +61,13 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
         lr_schedule=worker.lr_schedule,
         clipping=worker.clipping,
     )
-    try:
-        check_finite(PARAMS, after)
-    except ValueError as error:
-        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
+    require_finite({PARAMS: after})
     return Reply(
         metrics={
-            "num-examples": worker.num_examples,
+            **trained(worker, steps, before, after),
             WEIGHTED_BY["uniform"]: 1,
-            "train-loss": sum(steps.losses) / len(steps.losses),
             START: start,
             STOP: stop,
-            "losses": steps.losses,
-            "grad-norms": steps.grad_norms,
-            "learning-rates": steps.learning_rates,
-            "update-norm": _norm({key: after[key] - before[key] for key in after}),
-            "param-norm": _norm(after),
             "seconds": time.perf_counter() - began,
         },
         streams={PARAMS: after},
@@ -86,17 +76,8 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
 
 def evaluate_params(worker: Worker, params: Stream) -> Reply:
     """Evaluate ``params`` on the client's held-out data."""
-    if worker.evaluate is None:
-        return Reply(metrics={"num-examples": 0})
     put(worker.module, worker.optimizer, {PARAMS: params})
-    totals = worker.evaluate()
-    return Reply(
-        metrics={
-            "num-examples": worker.num_examples,
-            **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in totals.items()},
-        }
-    )
+    return evaluated(worker)
 
 
 def _read(content: RecordDict) -> tuple[Config, Stream, int, int]:
@@ -107,8 +88,3 @@ def _read(content: RecordDict) -> tuple[Config, Stream, int, int]:
     }
     params = from_record(content.array_records[PARAMS])
     return config, params, int(config.pop(START)), int(config.pop(STOP))
-
-
-def _norm(stream: Stream) -> float:
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in stream.values()]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))

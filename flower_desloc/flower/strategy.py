@@ -5,7 +5,6 @@ Models" (Iacob et al.), with the average taken after the step. One round is one 
 client for its local steps, average what is due.
 """
 
-import math
 import secrets
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -21,10 +20,15 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
-from flower_desloc.flower.metrics import client_record, evaluation_record, number, weighted
+from flower_desloc.flower.metrics import (
+    adds_up,
+    client_record,
+    evaluation_record,
+    number,
+    pooled,
+)
 from flower_desloc.flower.records import (
     STATE_LOST,
-    TOTALS,
     Reply,
     Request,
     from_record,
@@ -296,30 +300,19 @@ class DesLoc(Strategy):
     ) -> MetricRecord | None:
         """Return the metrics of all clients together, and each one's as ``client/metric``."""
         del server_round
-        totals: dict[str, float] = {}
-        parts: dict[str, dict[str, float]] = {}
-        weights: dict[str, float] = {}
+        usable: dict[str, Reply] = {}
         for message in replies:
             reply = self._usable(message, frozenset())
             if reply is None:
                 continue
             member = self._federation.member(message)
-            if not _adds_up(reply):
+            if not adds_up(reply):
                 self._leave_out(member, ValueError("evaluation: its totals are not numbers >= 0"))
                 continue
             for name in _model_streams(self.globals.versions):
                 member.held[name] = self.globals.versions[name]
-            numbers = {k: float(v) for k, v in reply.metrics.items() if not isinstance(v, list)}
-            weights[member.name] = numbers.pop("num-examples", 0.0)
-            for name in [name for name in numbers if name.startswith(TOTALS)]:
-                key = name.removeprefix(TOTALS)
-                totals[key] = totals.get(key, 0.0) + numbers.pop(name)
-            parts[member.name] = numbers
-        if not any(parts.values()):
-            return None
-        overall = self.metrics(totals) if self.metrics else weighted(parts, weights)
-        named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
-        return MetricRecord({**overall, **named})
+            usable[member.name] = reply
+        return pooled(usable, self.metrics)
 
     def _train(self, grid: Grid, server_round: int, config: ConfigRecord) -> MetricRecord:
         """Run one window, again if need be, until the quorum has been averaged."""
@@ -496,11 +489,6 @@ def _has_lost_state(reply: Message) -> bool:
     return reply.has_content() and any(
         STATE_LOST in record for record in reply.content.metric_records.values()
     )
-
-
-def _adds_up(reply: Reply) -> bool:
-    totals = [number(v) for name, v in reply.metrics.items() if name.startswith(TOTALS)]
-    return all(0 <= total < math.inf for total in totals)
 
 
 def _model_streams(names: Container[str]) -> list[str]:

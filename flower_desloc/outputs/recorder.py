@@ -55,9 +55,9 @@ class RunRecorder(Observer):
         self._views: dict[str, View] = {}
         folder.write_config(dump(config))
         self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard))
-        self._open("the picture", lambda: _Picture(folder))
+        self._open("the picture", lambda: _AtEnd(lambda: _draw(folder)))
         self._open("the partition's picture", lambda: _Partition(config, folder))
-        self._open("the report", lambda: _Report(folder))
+        self._open("the report", lambda: _AtEnd(lambda: _report_on(folder)))
         self._open("progress", lambda: Progress(config, schedule, folder.path, stream=stream))
 
     def started(self, plan: Plan) -> None:
@@ -132,30 +132,11 @@ class RunRecorder(Observer):
                 _report(name, error)
 
 
-class _Picture:
-    """The view that draws when all is over."""
+class _AtEnd:
+    """A view that is written when all is over."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def started(self, plan: Plan) -> None: ...
-
-    def joined(self, client: str, about: Mapping[str, str]) -> None: ...
-
-    def window(self, record: WindowRecord) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
-        # Imported when wanted: matplotlib takes a second.
-        from flower_desloc.outputs.picture import draw
-
-        draw(self._folder.path)
-
-
-class _Report:
-    """The view that writes the page when all is over."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write = write
 
     def started(self, plan: Plan) -> None: ...
 
@@ -164,10 +145,21 @@ class _Report:
     def window(self, record: WindowRecord) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
-        # Imported when wanted, as above.
-        from flower_desloc.report import write_report
+        self._write()
 
-        write_report([self._folder.path], self._folder.report, pngs=False)
+
+def _draw(folder: RunFolder) -> None:
+    # Imported when wanted: matplotlib takes a second.
+    from flower_desloc.outputs.picture import draw
+
+    draw(folder.path)
+
+
+def _report_on(folder: RunFolder) -> None:
+    # Imported when wanted, as above.
+    from flower_desloc.report import write_report
+
+    write_report([folder.path], folder.report, pngs=False)
 
 
 class _Partition:

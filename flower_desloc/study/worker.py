@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from flower_desloc.study.store import LOG, OUTCOME, Outcome
 
@@ -51,11 +51,11 @@ def run(job: Job) -> Outcome:
     job.scratch.mkdir(parents=True)
     with _output_to(job.scratch / LOG):
         error = _train(job)
-    status = "completed" if error is None else "failed"
-    if error is not None and _NOT_FINITE in error:
-        status = "diverged"
+    status: Literal["completed", "diverged", "failed"] = "completed"
+    if error is not None:
+        status = "diverged" if _NOT_FINITE in error else "failed"
     outcome = Outcome(
-        status=status,  # type: ignore[typeddict-item]
+        status=status,
         error=error,
         seconds=time.perf_counter() - began,
         config=job.config,
