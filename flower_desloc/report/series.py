@@ -74,6 +74,21 @@ class Band:
         there = np.isfinite(rows).any(axis=0)
         return cls(x[there], rows[:, there])
 
+    def between(self) -> "Band":
+        """Return the steps that all curves span, with straight lines between their own points.
+
+        With coins no two seeds are evaluated after the same steps.
+        """
+        own = [np.isfinite(row) for row in self.rows]
+        begin = max((self.x[there][0] for there in own), default=0.0)
+        end = min((self.x[there][-1] for there in own), default=0.0)
+        x = self.x[(self.x >= begin) & (self.x <= end)]
+        rows = [
+            np.interp(x, self.x[there], row[there])
+            for row, there in zip(self.rows, own, strict=True)
+        ]
+        return Band(x, np.array(rows).reshape(len(rows), len(x)))
+
     def mean(self) -> Curve:
         """Return the mean over the curves that have a value."""
         return Curve(self.x, np.nanmean(self.rows, axis=0)) if self.x.size else _NOTHING

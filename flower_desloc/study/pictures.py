@@ -236,7 +236,7 @@ def _losses(layout: _Layout, against: str) -> Figure:
 def _band(row: Row, against: str) -> tuple[Array, Array, Array] | None:
     """Return x, mean and standard deviation over the seeds that did not diverge."""
     runs = [load(done.folder.path) for done in row.runs if not done.diverged]
-    band = Band.of([_loss(run, row.study.score) for run in runs])
+    band = Band.of([_loss(run, row.study.score) for run in runs]).between()
     if not band.x.size:
         return None
     x = band.x

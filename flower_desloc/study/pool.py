@@ -68,7 +68,9 @@ class Pool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for worker in [*self._idle, *(worker for worker, _ in self._busy.values())]:
+        for worker in self._idle:  # killed, they would leave their semaphores behind
+            worker.executor.shutdown()
+        for worker, _ in self._busy.values():
             worker.kill()
 
 
