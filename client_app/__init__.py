@@ -1,8 +1,6 @@
-"""The ClientApp: the task's model and data, driven by DES-LOC or a strategy of Flower's."""
+"""The ClientApp: hands every message to the client, in a process that stays warm."""
 
-from client_app.worker import build_worker
-from flower_desloc.flower.client import client_app
-from flower_desloc.flower.stock_client import answer_stock
+from flower_desloc.warm import WarmClientApp
 
-app = client_app(build_worker)
-answer_stock(app, build_worker)
+# Imported by name, and not before it is needed: PyTorch alone takes seconds.
+app = WarmClientApp("client_app.client:app")

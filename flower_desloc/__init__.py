@@ -1,18 +1,19 @@
 """DES-LOC: averaging parameters and optimizer states on clocks of their own.
 
-``DesLoc`` is the Flower strategy; it is imported when first asked for, because the algorithm
-itself needs PyTorch alone.
+Every name is imported when first asked for: ``DesLoc`` is the Flower strategy, and the algorithm
+itself needs PyTorch alone; a process that only hands messages on (:mod:`flower_desloc.warm`) needs
+neither.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flower_desloc.averaging import Drift, Mean
-from flower_desloc.local import Clipping, StepMetrics, local_steps
-from flower_desloc.schedule import NEVER, PARAMS, SyncSchedule, Window
-from flower_desloc.streams import prime, put, set_step, stream_names, take
-
 if TYPE_CHECKING:
-    from flower_desloc.flower.strategy import DesLoc as DesLoc
+    from flower_desloc.averaging import Drift, Mean
+    from flower_desloc.flower.strategy import DesLoc
+    from flower_desloc.local import Clipping, StepMetrics, local_steps
+    from flower_desloc.schedule import NEVER, PARAMS, SyncSchedule, Window
+    from flower_desloc.streams import prime, put, set_step, stream_names, take
 
 __version__ = "0.1.0"
 
@@ -34,10 +35,17 @@ __all__ = [
     "take",
 ]
 
+_HOMES = {
+    "averaging": ["Drift", "Mean"],
+    "flower.strategy": ["DesLoc"],
+    "local": ["Clipping", "StepMetrics", "local_steps"],
+    "schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
+    "streams": ["prime", "put", "set_step", "stream_names", "take"],
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "DesLoc":
-        from flower_desloc.flower.strategy import DesLoc
-
-        return DesLoc
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flower_desloc"
 CORE = [
     *(PACKAGE / f"{name}.py" for name in ("schedule", "streams", "averaging", "local")),
-    *(PACKAGE / f"{name}.py" for name in ("lr_schedule", "ledger")),
+    *(PACKAGE / f"{name}.py" for name in ("lr_schedule", "ledger", "robust")),
     *sorted((PACKAGE / "optim").glob("*.py")),
 ]
 CORE_MODULES = {
@@ -31,6 +31,7 @@ PURE = {
     "itertools",
     "math",
     "random",
+    "statistics",
     "typing",
 }
 
@@ -75,10 +76,9 @@ def fresh(code: str) -> str:
     return done.stdout
 
 
-def test_importing_flower_desloc_imports_pytorch_but_neither_flower_nor_a_library_of_the_edge():
-    modules = set(
-        json.loads(fresh("import flower_desloc, json, sys; print(json.dumps([*sys.modules]))"))
-    )
+def test_importing_the_core_imports_pytorch_but_neither_flower_nor_a_library_of_the_edge():
+    core = ", ".join(sorted(CORE_MODULES))
+    modules = set(json.loads(fresh(f"import {core}, json, sys; print(json.dumps([*sys.modules]))")))
     edge = {"flwr", "omegaconf", "transformers", "datasets", "flower_desloc.config", "ray", "typer"}
     assert "torch" in modules
     assert not modules & edge
@@ -92,8 +92,9 @@ def test_the_strategy_is_imported_when_asked_for():
 @pytest.mark.parametrize("name", ["flower_desloc", "flower_desloc.optim", "flower_desloc.config"])
 def test_all_is_the_public_names(name):
     package = importlib.import_module(name)
-    imported_for_itself = {"TYPE_CHECKING", "Any"}
-    lazy = {"DesLoc"} if name == "flower_desloc" else set()
+    imported_for_itself = {"TYPE_CHECKING", "Any", "import_module"}
+    lazy = {key for names in vars(package).get("_HOMES", {}).values() for key in names}
+    assert all(hasattr(package, key) for key in lazy)
     public = {
         key
         for key, value in vars(package).items()

@@ -1,0 +1,45 @@
+"""Our client, which also says when its parts were done."""
+
+import time
+
+BEGAN = time.time()
+
+from flwr.app import Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
+
+from client_app.worker import build_worker
+from flower_desloc.flower.client import Worker, client_app
+
+IMPORTED = time.time()
+
+
+class Timed(ClientApp):
+    """Answers as ours does, and adds the record ``times`` to a window's reply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._built = 0.0
+        self._ours = client_app(self._build)
+
+    def _build(self, config: dict[str, str | int | float | bool], context: Context) -> Worker:
+        worker = build_worker(config, context)
+        self._built = time.time()
+        return worker
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        asked = time.time()
+        reply = self._ours(message, context)
+        if message.metadata.message_type == "train":
+            reply.content["times"] = MetricRecord(
+                {
+                    "import-began": BEGAN,
+                    "imported": IMPORTED,
+                    "asked": asked,
+                    "built": self._built,
+                    "done": time.time(),
+                }
+            )
+        return reply
+
+
+app = Timed()

@@ -1,0 +1,181 @@
+"""The ServerApp: blocks of DesLoc's windows, warm and cold, and of FedAvg's rounds, all timed."""
+
+import json
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.config import Config, dump, load
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import to_record
+from flower_desloc.record import WindowRecord
+from flower_desloc.tasks import build_task
+
+CLIENTS = 2
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Write what was measured, or what went wrong, to the file ``output``."""
+    config = context.run_config
+    found: dict[str, Any]
+    try:
+        found = {"windows": measure(grid, int(config["blocks"]), int(config["windows"]), config)}
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    partial = Path(str(config["output"])).with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.rename(str(config["output"]))
+
+
+def measure(grid: Grid, blocks: int, windows: int, run_config: Any) -> list[dict[str, Any]]:
+    steps = blocks * windows
+    config = load("quickstart", f"{run_config['overrides']} run.steps={steps}")
+    watched = Watched(grid)
+    turns = Turns(watched, config, windows)
+    settings = ConfigRecord({"settings": dump(config)})
+    strategy(steps).start(watched, turns.params, settings, observer=turns)
+    return turns.found
+
+
+def strategy(steps: int) -> DesLoc:
+    schedule = SyncSchedule({"params": 1, "exp_avg": 3, "exp_avg_sq": 6})
+    return DesLoc(schedule, steps, policy=Policy(min_clients=CLIENTS), evaluate_clients=False)
+
+
+class Turns:
+    """DesLoc's observer: lets the others have their blocks after every block of its windows."""
+
+    def __init__(self, grid: "Watched", config: Config, windows: int) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.params = to_record(dict(build_task(config).build_model().named_parameters()))
+        self._grid = grid
+        self._settings = dump(config)
+        self._windows = windows
+        self._who = "warm"
+
+    def started(self, plan: Any) -> None: ...
+
+    def joined(self, client: str, about: Any) -> None: ...
+
+    def window(self, record: WindowRecord) -> None:
+        exchanges = self._grid.take()
+        if record.round == 0:
+            return
+        self._note(self._who, record.round, record.seconds["total"], exchanges)
+        if record.round % self._windows == 0 and self._who == "warm":
+            self._cold()
+            self._fedavg()
+
+    def _cold(self) -> None:
+        self._who = "cold"
+        settings = ConfigRecord({"settings": self._settings, "cold": True})
+        strategy(self._windows).start(self._grid, self.params, settings, observer=self)
+        self._who = "warm"
+        self._grid.take()
+
+    def _fedavg(self) -> None:
+        fedavg = Timed(fraction_evaluate=0.0, min_available_nodes=CLIENTS)
+        config = ConfigRecord({"settings": self._settings})
+        fedavg.start(self._grid, self.params, self._windows, train_config=config)
+        exchanges = self._grid.take()
+        for number, total in enumerate(fedavg.seconds, start=1):
+            mine, exchanges = exchanges[:CLIENTS], exchanges[CLIENTS:]
+            self._note("fedavg", number, total, mine)
+
+    def _note(self, who: str, number: int, total: float, exchanges: list[Any]) -> None:
+        # The first of a block begins at another moment of the SuperNodes' polling than the others.
+        first = (number - 1) % self._windows == 0
+        self.found.append({"who": who, "first": first, "seconds": total, "exchanges": exchanges})
+
+
+class Timed(FedAvg):
+    """FedAvg that notes how long its rounds are."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        self._began = time.perf_counter()
+        return super().configure_train(*args, **kwargs)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        replies = list(replies)
+        for reply in replies:
+            if reply.has_error():
+                raise RuntimeError(reply.error.reason)
+        result = super().aggregate_train(server_round, replies)
+        self.seconds.append(time.perf_counter() - self._began)
+        return result
+
+
+class Watched(Grid):
+    """Flower's grid, which also notes when a message went out and when its reply was had."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._sent: dict[str, float] = {}
+        self._had: list[dict[str, float | str]] = []
+
+    def take(self) -> list[dict[str, float | str]]:
+        """Return the exchanges since the last call, one a reply that has times."""
+        had, self._had = self._had, []
+        return had
+
+    def set_run(self, run: Any) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        began = time.time()
+        ids = list(self._grid.push_messages(messages))
+        self._sent |= dict.fromkeys(ids, began)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(self._grid.pull_messages(message_ids))
+        self._note(replies)
+        return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Flower's own, with its polling."""
+        began = time.time()
+        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        self._sent |= {reply.metadata.reply_to_message_id: began for reply in replies}
+        self._note(replies)
+        return replies
+
+    def _note(self, replies: Iterable[Message]) -> None:
+        for reply in replies:
+            if reply.has_error():
+                continue
+            metrics = dict(reply.content.metric_records.get("metrics", {}))
+            times = dict(reply.content.metric_records.get("times", {}))
+            times |= {k.removeprefix("times/"): v for k, v in metrics.items() if "times/" in k}
+            if times:
+                asked = reply.metadata.reply_to_message_id
+                own = metrics["seconds"]
+                extra = {"id": asked, "own": own, "sent": self._sent[asked], "had": time.time()}
+                self._had.append({**times, **extra})

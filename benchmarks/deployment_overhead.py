@@ -1,0 +1,284 @@
+"""What a window costs beyond the clients' own work in a deployment, beside stock FedAvg.
+
+    python benchmarks/deployment_overhead.py [--windows 4] [--blocks 3] [--output FILE]
+
+A SuperLink and two SuperNodes on loopback. In one run over them three take turns, a block of
+windows each: DesLoc with warm trainers, DesLoc without, and Flower's ``FedAvg.start``. A window is
+one local step of the same small Llama on the same data, so that nearly nothing but the overhead is
+measured: a window's wall-clock less the slowest client's own time, from the built model to the
+reply. The first of every block is left out: it begins at another moment of the SuperNodes' polling
+than those that follow.
+
+Where a window's time goes is told from the clients' own clocks, the SuperNodes' logs and the
+server's grid, as the median over clients and windows.
+
+``--poll SECONDS`` sets FLWR_SUPEREXEC_TASK_POLL_INTERVAL for the SuperNodes, and so for all three;
+Flower's default is 1.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flwr
+import torch
+
+APP = Path(__file__).with_name("deployment_app")
+CLIENTS = 2
+WHO = ("warm", "cold", "fedavg")
+SMALL = (
+    "model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=2 data.batch_size=1 "
+    "evaluation.federated=false evaluation.central=false"
+)
+# From -> to: what it is called. In this order; a part that a process does not do takes no time.
+PARTS = [
+    ("sent", "received", "SuperNode's poll"),
+    ("received", "process", "SuperExec's poll and the message's objects"),
+    ("process", "began", "process start, imports of Flower, message and app fetched"),
+    ("began", "called", "import of the ClientApp"),
+    ("called", "asked", "imports of PyTorch, model's library, client; or the way to the trainer"),
+    ("asked", "built", "model and data built"),
+    ("built", "done", "own work: state, training"),
+    ("done", "answered", "way back from the trainer"),
+    ("answered", "sending", "reply handed to the SuperNode, which polls for it"),
+    ("sending", "uploaded", "reply uploaded"),
+    ("uploaded", "had", "reply taken by the server, in its turn"),
+]
+
+
+class Mark(NamedTuple):
+    """A SuperNode's log said Receiving, Sending or Sent of a message."""
+
+    time: float
+    node: str
+    what: str
+    message: str
+
+
+class Federation:
+    """A SuperLink and SuperNodes on loopback, in a folder of their own."""
+
+    def __init__(self, folder: Path, poll: float | None) -> None:
+        self.folder = folder
+        self.marks: list[Mark] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "OMP_NUM_THREADS": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if poll is not None:
+            self._environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = str(poll)
+        self.port = free_port()
+        address = f"127.0.0.1:{self.port}"
+        self._start(
+            "superlink",
+            *("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)),
+            "--disable-runtime-dependency-installation",
+        )
+        self._wait_for("Uvicorn running", "superlink")
+        for i in range(CLIENTS):
+            self._start(
+                f"node{i}",
+                *("flower-supernode", "--insecure", "--superlink", address),
+                *("--host", "127.0.0.1", "--port", str(free_port())),
+                "--node-config",
+                f'partition-id={i} num-partitions={CLIENTS} state-dir="{folder}/state{i}"',
+            )
+
+    def run(self, run_config: str, output: Path, timeout: float) -> dict[str, Any]:
+        """Run the app; return what its ServerApp wrote to ``output``."""
+        shutil.copytree(APP, self.folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
+        home = self._home("cli")
+        (home / "config.toml").write_text(
+            '[superlink]\ndefault = "here"\n\n[superlink.here]\n'
+            f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        )
+        subprocess.run(
+            ["flwr", "run", str(self.folder / "app"), "here", "--run-config", run_config],
+            env={**self._environment, "FLWR_HOME": str(home)},
+            check=True,
+        )
+        deadline = time.monotonic() + timeout
+        while not output.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no result after {timeout:g} s; logs are in {self.folder}")
+            time.sleep(0.5)
+        found: dict[str, Any] = json.loads(output.read_text())
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+
+    def _start(self, name: str, *command: str) -> None:
+        process = subprocess.Popen(
+            command,
+            env={**self._environment, "FLWR_HOME": str(self._home(name))},
+            cwd=self._home(name),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._processes.append(process)
+        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
+
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with (self.folder / f"{name}.log").open("w", buffering=1) as log:
+            for line in process.stdout:
+                now = time.time()
+                log.write(f"{now:.3f} {line}")
+                if match := re.search(r"(Receiving|Sending): .*\(ID: (\w+)\)", line):
+                    self.marks.append(Mark(now, name, *match.groups()))
+                elif "Sent successfully" in line:
+                    self.marks.append(Mark(now, name, "Sent", ""))
+
+    def _home(self, name: str) -> Path:
+        home = self.folder / name
+        home.mkdir(exist_ok=True)
+        return home
+
+    def _wait_for(self, words: str, name: str) -> None:
+        log = self.folder / f"{name}.log"
+        deadline = time.monotonic() + 60
+        while not (log.exists() and words in log.read_text()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} did not start; see {log}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def federation(poll: float | None) -> Iterator[Federation]:
+    folder = Path(tempfile.mkdtemp(prefix="desloc-bench-"))
+    made = Federation(folder, poll)
+    try:
+        yield made
+    finally:
+        made.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def breakdown(windows: list[dict[str, Any]], marks: list[Mark]) -> dict[str, float]:
+    """Return the median seconds of every part."""
+    times: dict[str, list[float]] = {}
+    for exchange in (e for window in windows for e in window["exchanges"]):
+        received = next(m for m in marks if m[2:] == ("Receiving", exchange["id"]))
+        at = {**exchange, "received": received.time}
+        # The log names a reply by an id of its own: it is the node's next.
+        for what, name in (("Sending", "sending"), ("Sent", "uploaded")):
+            at[name] = next(
+                m.time
+                for m in marks
+                if (m.node, m.what) == (received.node, what) and m.time > received.time
+            )
+        for begin, end, name in PARTS:
+            times.setdefault(name, []).append(max(at[end] - at[begin], 0.0))
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "windows": len(values),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--poll", type=float, help="the SuperExecs' poll, in seconds")
+    parser.add_argument("--windows", type=int, default=4, help="of a block")
+    parser.add_argument("--blocks", type=int, default=3, help="of each")
+    parser.add_argument("--output", type=Path, help="write the result here as well, as JSON")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so in good order
+    with federation(args.poll) as made:
+        output = made.folder / "result.json"
+        config = (
+            f'blocks={args.blocks} windows={args.windows} overrides="{SMALL}" output="{output}"'
+        )
+        limit = 300 + 300 * args.blocks * args.windows  # on a machine with other work, too
+        windows = made.run(config, output, limit)["windows"]
+        marks = list(made.marks)
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
+        "clients": CLIENTS,
+        "superexec_poll_seconds": args.poll or 1.0,
+        "overhead_seconds": {},
+        "parts_seconds": {},
+    }
+    blocks: dict[str, list[float]] = {}
+    for who in WHO:
+        kept = [w for w in windows if w["who"] == who and not w["first"]]
+        overheads = [w["seconds"] - max(e["own"] for e in w["exchanges"]) for w in kept]
+        size = args.windows - 1
+        blocks[who] = [
+            statistics.median(overheads[i : i + size]) for i in range(0, len(overheads), size)
+        ]
+        result["overhead_seconds"][who] = spread(overheads)
+        result["parts_seconds"][who] = breakdown(kept, marks)
+    # Of medians, and block beside block, as noise comes and goes.
+    medians = {who: found["median"] for who, found in result["overhead_seconds"].items()}
+    result["to_fedavg"] = {
+        who: {
+            "ratio": medians[who] / medians["fedavg"],
+            "blocks": [d / f for d, f in zip(blocks[who], blocks["fedavg"], strict=True)],
+        }
+        for who in WHO[:-1]
+    }
+    show(result)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show(result: dict[str, Any]) -> None:
+    for who, seconds in result["overhead_seconds"].items():
+        print(f"{who:8}", *(f"{what} {value:.2f}  " for what, value in seconds.items()))
+    for who, found in result["to_fedavg"].items():
+        ratio, blocks = found["ratio"], found["blocks"]
+        print(f"{who} / fedavg  {ratio:.2f}  (blocks: {min(blocks):.2f} to {max(blocks):.2f})")
+    parts = result["parts_seconds"]
+    print("\n" + "".join(f"{who:>8}" for who in WHO), " seconds, median over clients and windows")
+    for _, _, name in PARTS:
+        print("".join(f"{parts[who][name]:8.2f}" for who in WHO), f" {name}")
+
+
+if __name__ == "__main__":
+    main()
