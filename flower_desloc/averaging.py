@@ -45,7 +45,7 @@ class Mean:
             self._means = {name: _zeros(stream) for name, stream in streams.items()}
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
             self._squares = dict.fromkeys(streams, 0.0)
-        _require_same(streams, self._means)
+        require_same(streams, self._means)
         self._weight += weight
         share = weight / self._weight
         for name, stream in streams.items():
@@ -102,7 +102,8 @@ def _squared_distance(tensor: Tensor, reference: Tensor | None) -> float:
     return norm * norm  # ** raises where this is infinite
 
 
-def _require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
+def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
+    """Raise ``ValueError`` unless these are the expected streams and tensors, by name and shape."""
     _require_same_names("streams", streams, expected)
     for name, stream in streams.items():
         _require_same_names(f"tensors of {name!r}", stream, expected[name])

@@ -54,6 +54,22 @@ class Outer:
         """The parameters as they are, not copied."""
         return {key: p.detach() for key, p in self._params.items()}
 
+    @property
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state by its own names, ``step`` included; not copied."""
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, parameter in self._params.items():
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if value is not None:  # SGD without momentum
+                    state.setdefault(name, {})[key] = torch.as_tensor(value)
+        return state
+
+    def restore(self, state: Mapping[str, Stream]) -> None:
+        """Go on with what :attr:`state` was, after :meth:`begin` with the parameters of then."""
+        for name, stream in state.items():
+            for key, tensor in stream.items():
+                self._optimizer.state[self._params[key]][name] = tensor.clone()
+
     def towards(self, mean: Stream, step: int) -> dict[str, Tensor]:
         """Take a step along ``x - mean``, the pseudo-gradient; return the new parameters."""
         return self.step({key: p - mean[key] for key, p in self.params.items()}, step)

@@ -1,8 +1,8 @@
 """What a run tells of itself: one record a window, for files, curves and the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from flower_desloc.averaging import Drift
 
@@ -84,6 +84,33 @@ class EvaluationRecord:
     parts: Mapping[str, Mapping[str, float]]
 
 
+EventKind = Literal[
+    "failed",
+    "late",
+    "refused",
+    "outlier",
+    "joined",
+    "moved",
+    "left",
+    "returned",
+    "state lost",
+    "repeated",
+]
+"""What can happen: a client raised or died, did not answer in time, answered what cannot be used or
+is too far from the others; came, came back at another node, went, came back; has lost its state and
+was sent everything; too few could be used, so that the window was asked for again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a window and was not planned."""
+
+    kind: EventKind
+    client: str
+    """Its name; of one that never said it ``node N``; empty where the event is everybody's."""
+    what: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowRecord:
     """One window; ``round`` 0 is the state before training, which only has evaluations."""
@@ -111,6 +138,8 @@ class WindowRecord:
     """Evaluated on the server, by domain."""
     federated: EvaluationRecord | None = None
     """Evaluated on the clients, by client."""
+    events: Sequence[Event] = ()
+    """In the order in which they happened; those of every repeat of the window included."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,32 @@
 """The ServerApp: configuration -> strategy -> training -> the run's folder."""
 
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
-from torch import nn
+from torch import Tensor, nn
 
 from flower_desloc.build import build_outer, build_schedule, build_streams
 from flower_desloc.config import Config, ConfigError, dump, load
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.outputs import RunFolder, RunRecorder
+from flower_desloc.outputs.resume import initial, to_resume
+from flower_desloc.robust import Average
 from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS
-from flower_desloc.streams import BUFFERS, digest
+from flower_desloc.streams import BUFFERS, check_like, digest
 from flower_desloc.tasks import Task, build_task
 
 app = ServerApp()
@@ -40,8 +44,12 @@ def main(grid: Grid, context: Context) -> None:
     _leave_buffers_local(config, streams)
     schedule = build_schedule(config)
     schedule.require([PARAMS, *streams], config.optimizer.name)
-    folder = RunFolder.create(Path(str(run_config["output-dir"])), config.run.name)
-    with RunRecorder(config, schedule, folder) as recorder:
+    _begin_with(initial(config), params, streams)
+    output_dir = Path(str(run_config["output-dir"]))
+    with (
+        _folder(config, output_dir) as (folder, checkpoint),
+        RunRecorder(config, schedule, folder, resumed=checkpoint) as recorder,
+    ):
         strategy = _strategy(
             config,
             schedule,
@@ -53,6 +61,8 @@ def main(grid: Grid, context: Context) -> None:
             evaluate_clients=config.evaluation.federated,
             # The folder's name is this run's alone here, the rest makes it so elsewhere.
             run_key=f"{folder.path.name}-{secrets.token_hex(4)}",
+            checkpoints=Checkpoints(folder.checkpoints, config.run.checkpoint_every, dump(config)),
+            resume=checkpoint,
         )
         result = strategy.start(
             grid,
@@ -66,11 +76,47 @@ def main(grid: Grid, context: Context) -> None:
         recorder.finish("completed", digest(from_record(result.arrays)))
 
 
-def _strategy(config: Config, *args: Any, **kwargs: Any) -> DesLoc | Stock:
+@contextmanager
+def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
+    """Yield the run's folder, and the checkpoint to go on from if it is gone on with."""
+    folder, checkpoint = to_resume(config, output_dir) or (
+        RunFolder.create(output_dir, config.run.name),
+        None,
+    )
+    with folder.claimed():
+        if checkpoint is not None:
+            folder.go_back(checkpoint.round)
+        yield folder, checkpoint
+
+
+def _begin_with(
+    other: Checkpoint | None, params: dict[str, Tensor], streams: Mapping[str, dict[str, Tensor]]
+) -> None:
+    """Replace the model a run begins with by that of another run."""
+    if other is None:
+        return
+    for name, ours in {PARAMS: params, **streams}.items():
+        if name in (PARAMS, BUFFERS) and name in other.averages:
+            theirs = other.averages[name]
+            try:
+                check_like(name, theirs, ours)
+            except ValueError as error:
+                raise ConfigError(f"run.init_from: it is of another model: {error}") from error
+            ours.update({key: tensor.to(ours[key].dtype) for key, tensor in theirs.items()})
+
+
+def _strategy(
+    config: Config,
+    *args: Any,
+    checkpoints: Checkpoints,
+    resume: Checkpoint | None,
+    **kwargs: Any,
+) -> DesLoc | Stock:
     match config.strategy:
         case "desloc":
-            return DesLoc(*args, outer=build_outer(config), **kwargs)
-        case "fedavg":
+            outer = build_outer(config)
+            return DesLoc(*args, outer=outer, checkpoints=checkpoints, resume=resume, **kwargs)
+        case "fedavg":  # Flower's own cannot go on in the middle
             return Stock(FedAvg, *args, **kwargs)
         case "fedadam":
             f = config.fedadam
@@ -86,6 +132,9 @@ def _policy(config: Config) -> Policy:
         attendance=f.attendance,
         fraction_train=f.fraction_train,
         weighting=f.weighting,
+        average=cast(Average, f.average),
+        trim=f.trim,
+        norm_bound=f.norm_bound,
         on_failure=f.on_failure,
         timeout=f.timeout,
         repeats=f.repeats,

@@ -307,7 +307,7 @@ def test_a_line_says_what_the_contract_promises(finished: tuple[RunFolder, str])
         assert line.keys() >= {
             "round", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
             "framed_bytes_down", "train_loss", "seconds", "seconds_split", "clients", "left_out",
-            "drift",
+            "events", "drift",
         }  # fmt: skip
         parts = dict(line["seconds_split"])
         assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))

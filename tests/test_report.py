@@ -24,12 +24,13 @@ from flower_desloc import report
 from flower_desloc.cli import app
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.outputs.units import bytes_text, figures, loss_text
-from flower_desloc.record import WindowRecord
+from flower_desloc.record import Event, WindowRecord
 from flower_desloc.report import NoRunError, find, grouped, load, write_report
 from flower_desloc.report import figures as draw
 from flower_desloc.report.runs import Run, Spread
 from flower_desloc.report.sections import sections
-from flower_desloc.report.tables import TIMES, attendance, comparison, left_out
+from flower_desloc.report.series import Band, Curve
+from flower_desloc.report.tables import TIMES, attendance, comparison, event_counts, events
 from flower_desloc.report.time_model import DEFAULT_LINK, modelled, seconds_per_step
 from flower_desloc.theory.wall_clock import Link, star_seconds
 
@@ -203,9 +204,11 @@ def test_the_same_run_gives_the_same_page(real: Runs, tmp_path: Path) -> None:
 
 
 def test_what_others_wrote_is_text(copy: Path, tmp_path: Path) -> None:
-    change_lines(copy, lambda line: line.update(left_out={"client-1": "<script>alert(1)</script>"}))
+    event = {"kind": "refused", "client": "client-1", "what": "<script>alert(1)</script>"}
+    change_lines(copy, lambda line: line.update(events=[event]))
     text = page_of(copy, output=tmp_path / "page.html")
-    assert ["0 to 8", "client-1", "5", "<script>alert(1)</script>"] in text.tables[1]
+    row = ["0 to 8", "client-1", "refused", "5", "<script>alert(1)</script>"]
+    assert row in text.tables[2]
     assert "<script" not in (tmp_path / "page.html").read_text()
 
 
@@ -398,7 +401,7 @@ def test_joins_leaves_and_those_left_out_are_told(tmp_path: Path) -> None:
 
     _, run = record(tmp_path, change=change, finish=False)
     loaded = load(run.path)
-    there, out = attendance(loaded), left_out(loaded)
+    there = attendance(loaded)
     assert there is not None
     assert there.rows == [
         ["32", "client-3", "joined"],
@@ -406,9 +409,51 @@ def test_joins_leaves_and_those_left_out_are_told(tmp_path: Path) -> None:
         ["96", "client-1", "came back"],
         ["160", "client-2", "left"],
     ]
-    assert out is not None
-    assert out.rows == [["32 to 48", "client-0", "1", "its [params] hold NaN"]]
+
+
+def happened(path: Path) -> Run:
+    def change(window: WindowRecord) -> WindowRecord:
+        told = []
+        if window.step in (16, 48):
+            told.append(Event(kind="late", client="client-10", what="no reply"))
+        if window.step == 48:
+            told.append(Event(kind="repeated", client="", what="1 usable reply"))
+            told.append(Event(kind="state lost", client="client-9", what="all is sent"))
+        return replace(window, events=told, left_out={"client-10": "no reply"} if told else {})
+
+    _, run = record(path, change=change, finish=False)
+    return load(run.path)
+
+
+def test_events_are_counted_by_client_and_kind(tmp_path: Path) -> None:
+    loaded = happened(tmp_path)
+    counts, told = event_counts(loaded), events(loaded)
+    assert counts is not None
+    assert counts.head == ["client", "late", "state lost", "repeated"]
+    assert counts.rows == [
+        ["all", "0", "0", "1"],
+        ["client-9", "0", "1", "0"],
+        ["client-10", "2", "0", "0"],
+    ]
+    assert told is not None
+    assert told.rows == [
+        ["0 to 48", "client-10", "late", "2", "no reply"],
+        ["32 to 48", "all", "repeated", "1", "1 usable reply"],
+        ["32 to 48", "client-9", "state lost", "1", "all is sent"],
+    ]
     assert "events" in keys([loaded])
+
+
+def test_the_events_of_a_run_that_did_not_tell_their_kinds_are_those_left_out(
+    tmp_path: Path,
+) -> None:
+    folder = happened(tmp_path).path
+    change_lines(folder, lambda line: line.pop("events"))
+    counts, told = event_counts(load(folder)), events(load(folder))
+    assert counts is not None
+    assert counts.rows == [["client-10", "2"]]
+    assert told is not None
+    assert told.rows == [["0 to 48", "client-10", "left out", "2", "no reply"]]
 
 
 # The model of time
@@ -585,3 +630,15 @@ def test_a_link_that_cannot_be_is_refused(copy: Path) -> None:
     result = desloc(copy, "--bandwidth", 0)
     assert result.exit_code == 2
     assert "--bandwidth" in result.stderr
+
+
+def test_seeds_evaluated_after_different_steps_are_compared_between_them():
+    """Under coins: a mean over whichever seed has the step would jump from one to the other."""
+    line = Curve(np.array([2.0, 6.0]), np.array([4.0, 8.0]))
+    other = Curve(np.array([1.0, 3.0, 5.0]), np.array([10.0, 30.0, 50.0]))
+    band = Band.of([line, other]).between()
+    np.testing.assert_array_equal(band.x, [2, 3, 5])
+    np.testing.assert_allclose(band.rows, [[4, 5, 7], [20, 30, 50]])
+    alone = Band.of([line]).between()
+    np.testing.assert_array_equal(alone.rows, [line.y])
+    assert not Band.of([]).between().x.size

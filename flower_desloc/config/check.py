@@ -17,6 +17,7 @@ _CHOICES = {
     "sync_mode": ("periodic", "probabilistic"),
     "outer.name": ("none", "sgd", "adam"),
     "federation.weighting": ("uniform", "examples"),
+    "federation.average": ("mean", "median", "trimmed_mean"),
     "federation.on_failure": ("stop", "continue"),
 }
 
@@ -29,6 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "run.seed": (0, 2**32 - 1),
     "run.steps": (1, math.inf),
     "run.eval_every": (0, math.inf),
+    "run.checkpoint_every": (0, math.inf),
     "model.hidden_size": (1, math.inf),
     "model.intermediate_size": (1, math.inf),
     "model.num_hidden_layers": (1, math.inf),
@@ -62,6 +64,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "federation.client_gpus": (0, math.inf),
     "federation.min_clients": (1, math.inf),
     "federation.fraction_train": (1e-6, 1),
+    "federation.trim": (0, math.inf),
+    "federation.norm_bound": (1, math.inf),
     "federation.timeout": (0.001, math.inf),
     "federation.repeats": (0, math.inf),
     "evaluation.sequences": (1, math.inf),
@@ -112,6 +116,7 @@ def check(config: Config) -> None:
             "most 80, and not '.' or '-' first"
         )
     _check_attendance(config)
+    _check_average(config)
     _check_outer(config)
     _check_lr_schedule(config)
     if config.optimizer.name == "paper_adam" and config.optimizer.weight_decay:
@@ -137,6 +142,25 @@ def _check_attendance(config: Config) -> None:
                 f"numbers from federation.min_clients={federation.min_clients} to "
                 f"federation.num_clients={federation.num_clients}"
             )
+
+
+def _check_average(config: Config) -> None:
+    f = config.federation
+    if f.average != "mean" and f.weighting != "uniform":
+        raise ConfigError(
+            f"federation.average={f.average}: it counts every client once; set "
+            "federation.weighting=uniform"
+        )
+    if f.average == "trimmed_mean" and f.min_clients <= 2 * f.trim:
+        raise ConfigError(
+            f"federation.trim={f.trim}: it cuts {2 * f.trim} replies, so that "
+            f"federation.min_clients={f.min_clients} must be at least {2 * f.trim + 1}"
+        )
+    if config.strategy != "desloc" and (f.average != "mean" or f.norm_bound is not None):
+        raise ConfigError(
+            f"strategy={config.strategy}: its average is Flower's own; leave out "
+            "federation.average and federation.norm_bound"
+        )
 
 
 def _check_outer(config: Config) -> None:
@@ -179,6 +203,11 @@ def _check_sync(config: Config) -> None:
 def _check_stock(config: Config) -> None:
     if config.strategy == "desloc":
         return
+    if config.run.resume:
+        raise ConfigError(
+            f"run.resume={config.run.resume}: strategy={config.strategy} is Flower's own, which "
+            "cannot go on in the middle; leave it out"
+        )
     others = sorted(config.sync.keys() - {PARAMS})
     if others:
         raise ConfigError(

@@ -21,6 +21,14 @@ class Run:
     eval_every: int = 48
     """Evaluate at the first average of params at or after each multiple of so many steps; 0: only
     before and after training."""
+    checkpoint_every: int = 1
+    """Write what it takes to go on after every so many windows, and at the end; 0: never."""
+    resume: str = ""
+    """Go on with a run that was cut off: its folder, one of its checkpoints, or `auto`: the last
+    run of this name in the output folder, or a new one if that is complete."""
+    init_from: str = ""
+    """Begin with the model of another run: its folder, or one of its checkpoints. Optimizer states
+    and steps begin anew."""
 
 
 @dataclass(kw_only=True)
@@ -188,6 +196,15 @@ class Federation:
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = "uniform"
     """`uniform` (the paper's E_m) or `examples`."""
+    average: str = "mean"
+    """`mean`, or against clients that send what they should not, coordinate by coordinate, `median`
+    or `trimmed_mean`; these hold all replies of a window in memory, where the mean holds one."""
+    trim: int = 1
+    """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
+    that."""
+    norm_bound: float | None = None
+    """Leave out a client whose update of a stream is longer than so many times the median of all
+    clients'; holds all replies of a window in memory; null: do not."""
     on_failure: str = "stop"
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = 3600.0

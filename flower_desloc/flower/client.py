@@ -28,11 +28,13 @@ from flower_desloc.flower.records import (
     GOODBYE,
     HELLO,
     STATE_LOST,
+    STATE_NEW,
     TOTALS,
     Reply,
     Request,
 )
-from flower_desloc.flower.state import DamagedStateError, Held, StateFile
+from flower_desloc.flower.state import Held, StateFile
+from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.local import Clipping, StepMetrics, gradients, local_steps, seed_adopt
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
@@ -42,6 +44,9 @@ from flower_desloc.streams import check_finite, prime, put, starts_at_zero, stre
 T = TypeVar("T")
 Config = Mapping[str, str | int | float | bool]
 Metrics = dict[str, int | float | list[int] | list[float]]
+
+STATE_DIR = "DESLOC_STATE_DIR"
+"""Environment variable: where clients keep their state whose node config has no state-dir."""
 
 _LOST = Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
@@ -79,7 +84,10 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         request = Request.from_content(message.content)
         _require_same_code(request)
         worker = build(request.config, context)
-        held = _state_file(request, context).held()
+        file = _state_file(request, context)
+        if request.checkpoint >= 0:
+            file.go_back(request.checkpoint, request.attempt)
+        held = file.held()
         about = ConfigRecord(
             {
                 **worker.about,
@@ -163,10 +171,17 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         "stop-step": request.stop,
         "seconds": time.perf_counter() - began,
     }
+    if held is None:
+        metrics[STATE_NEW] = 1  # it may have had one, and what was never averaged is gone with it
     # Not written, or a stream that is never due would keep it for ever: what was held is kept.
     require_finite(streams)
     now = Held(
-        step=request.stop, versions=request.versions, window_start=request.start, metrics=metrics
+        step=request.stop,
+        versions=request.versions,
+        window_start=request.start,
+        metrics=metrics,
+        attempt=request.attempt,
+        checkpoint=request.checkpoint,
     )
     file.write(now, streams)
     return Reply(metrics=metrics, streams={name: streams[name] for name in request.due})
@@ -291,14 +306,20 @@ def _keep(file: StateFile, request: Request) -> None:
         return
     old = file.read(held.versions.keys() - newer.keys()) if held else {}
     versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
-    file.write(Held(step=held.step if held else 0, versions=versions), {**old, **newer})
+    now = Held(
+        step=held.step if held else 0,
+        versions=versions,
+        attempt=request.attempt,
+        checkpoint=request.checkpoint,
+    )
+    file.write(now, {**old, **newer})
 
 
 def _or_anew(file: StateFile, act: Callable[[], T]) -> T:
     """Return what ``act`` does with the file; if the file is damaged, what it does without."""
     try:
         return act()
-    except DamagedStateError as error:
+    except DamagedFileError as error:
         log(WARNING, "%s; this client starts as a new one", error)
         file.delete()
         return act()
@@ -311,9 +332,13 @@ def _state_file(request: Request, context: Context) -> StateFile:
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
             )
+    return StateFile(_state_folder(context), request.run_key, client_name(context))
+
+
+def _state_folder(context: Context) -> Path:
     home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
-    folder = Path(str(context.node_config.get("state-dir", Path(home) / "desloc")))
-    return StateFile(folder.expanduser(), request.run_key, client_name(context))
+    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
+    return Path(str(context.node_config.get("state-dir", default))).expanduser()
 
 
 def _require_same_code(request: Request) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from flwr.app import DEFAULT_TTL, Error, Message
 from flwr.serverapp import Grid
 
+from flower_desloc.record import EventKind
+
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
-_NO_REPLY = 100  # error code of our own; Flower's end below it
+_NO_REPLY, _NOT_SENT, _OTHER_NODE = 100, 101, 102  # error codes of our own; Flower's end below
 
 
 def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Iterator[Message]:
@@ -26,10 +28,12 @@ def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Ite
         request, message_id = asked.pop(0)
         reply = None if message_id is None else _wait(grid, message_id, until=heard + patience)
         if reply is None:
-            what = "was not taken by the link" if message_id is None else "was not answered"
-            reply = Message(
-                Error(_NO_REPLY, f"the request {what} in {patience:g} s"), reply_to=request
+            error = (
+                Error(_NOT_SENT, "the request was not taken by the link")
+                if message_id is None
+                else Error(_NO_REPLY, f"the request was not answered in {patience:g} s")
             )
+            reply = Message(error, reply_to=request)
         else:
             heard = time.monotonic()
             if reply.has_error():
@@ -37,15 +41,22 @@ def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Ite
                 reply = Message(error, reply_to=request)
             elif reply.metadata.src_node_id != request.metadata.dst_node_id:
                 what = f"node {reply.metadata.src_node_id} answered in its place"
-                reply = Message(Error(_NO_REPLY, what), reply_to=request)
+                reply = Message(Error(_OTHER_NODE, what), reply_to=request)
         yield reply
         del reply, request  # or they would live on beside the next
 
 
+def kind(reply: Message) -> EventKind:
+    """Return what kind of event it is that this reply cannot be used."""
+    if not reply.has_error() or reply.error.code == _OTHER_NODE:
+        return "refused"
+    return "late" if reply.error.code == _NO_REPLY else "failed"
+
+
 def _sentence(reason: str | None) -> str:
     """Return what the client said, without the exceptions that Flower has wrapped it in."""
-    text = " ".join((reason or "no reason given").split())
-    return text.rpartition("occurred. Message: ")[2].removesuffix("'>")
+    text = " ".join((reason or "").split())
+    return text.rpartition("occurred. Message: ")[2].removesuffix("'>") or "no reason given"
 
 
 def time_to_live(patience: float) -> float:

@@ -1,7 +1,9 @@
 """The conversation with the clients: greeting, asking, listening, and counting its bytes."""
 
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -9,7 +11,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.code import fingerprint
-from flower_desloc.flower.exchange import exchange, time_to_live
+from flower_desloc.flower.exchange import exchange, kind, time_to_live
 from flower_desloc.flower.members import Member, Policy, in_order
 from flower_desloc.flower.records import (
     ABOUT,
@@ -19,7 +21,7 @@ from flower_desloc.flower.records import (
     framed_bytes,
     payload_bytes,
 )
-from flower_desloc.record import Traffic
+from flower_desloc.record import Event, EventKind, Traffic
 
 _LOOK_AGAIN = 0.1  # seconds
 _GOODBYE_PATIENCE = 60.0
@@ -35,11 +37,17 @@ class Federation:
     def __init__(self, grid: Grid, policy: Policy, run_key: str) -> None:
         self.traffic = Traffic()
         """Bytes sent and received so far."""
+        self.attempt = secrets.token_hex(4)
+        """Tells this start of the server from those before it, for the clients' own files."""
+        self.checkpoint = -1
+        """Step of the last checkpoint; -1: none."""
         self._grid = grid
         self._policy = policy
         self._run_key = run_key
         self._members: dict[str, Member] = {}
         self._left: set[int] = set()  # nodes whose client is elsewhere by now
+        self._here: set[str] = set()  # who was online when last looked
+        self._events: list[Event] = []
 
     def wait_for_quorum(self) -> None:
         """Wait until ``min_clients`` nodes are online, and no more are just coming.
@@ -69,8 +77,14 @@ class Federation:
         """
         known = {member.node_id for member in self._members.values()} | self._left
         new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
-        hello = Request(run_key=self._run_key, config={**config, "code": fingerprint()})
+        hello = Request(
+            run_key=self._run_key,
+            attempt=self.attempt,
+            checkpoint=self.checkpoint,
+            config={**config, "code": fingerprint()},
+        )
         greeted: dict[str, int] = {}
+        begins = not self._members
         for reply in self.ask(
             self._message(hello.to_content(0), node_id, HELLO, 0) for node_id in new
         ):
@@ -84,19 +98,33 @@ class Federation:
                         "give each SuperNode its own partition-id or name in its node config"
                     )
             except ValueError as error:
+                self.note(kind(reply), f"node {node_id}", str(error))
                 self.fail(f"node {node_id} cannot take part: {error}")
                 continue
             greeted[member.name] = node_id
             if (old := self._members.get(member.name)) is not None:
                 log(WARNING, "%s is now node %d, not %d", member.name, node_id, old.node_id)
                 self._left.add(old.node_id)
+                self.note("moved", member.name, f"from node {old.node_id} to node {node_id}")
+            elif not begins:
+                self.note("joined", member.name, f"at node {node_id}")
+            self._here.add(member.name)
             self._members[member.name] = member
             yield member
 
     def online(self) -> list[Member]:
         """Return the clients that are online, in the fixed order of summation."""
         nodes = set(self._grid.get_node_ids())
-        return in_order(m for m in self._members.values() if m.node_id in nodes)
+        members = in_order(m for m in self._members.values() if m.node_id in nodes)
+        here = {member.name for member in members}
+        for name in (name for name in self._members if (name in here) != (name in self._here)):
+            node = f"node {self._members[name].node_id}"
+            if name in here:
+                self.note("returned", name, f"{node} is online again")
+            else:
+                self.note("left", name, f"{node} is not online")
+        self._here = here
+        return members
 
     def request(
         self,
@@ -120,7 +148,7 @@ class Federation:
         for reply in exchange(
             self._grid, map(self._counted_down, requests), patience=self._policy.timeout
         ):
-            self.traffic += Traffic(up=payload_bytes(reply), framed_up=framed_bytes(reply))
+            self.traffic += self._counted_up(reply)
             yield reply
             del reply  # or it would live on beside the next
 
@@ -128,6 +156,15 @@ class Federation:
         """Return the client that sent a reply."""
         node_id = reply.metadata.src_node_id
         return next(m for m in self._members.values() if m.node_id == node_id)
+
+    def note(self, kind: EventKind, client: str, what: str) -> None:
+        """Remember what happened, for the record of the window."""
+        self._events.append(Event(kind=kind, client=client, what=what))
+
+    def news(self) -> list[Event]:
+        """Return what has happened since this was last asked."""
+        events, self._events = self._events, []
+        return events
 
     def fail(self, what: str) -> None:
         """Log a failure, or raise :class:`FederationError` if the policy is to stop."""
@@ -150,6 +187,11 @@ class Federation:
     ) -> Message:
         ttl = time_to_live(self._policy.timeout)
         return Message(content, node_id, message_type, group_id=str(server_round), ttl=ttl)
+
+    def _counted_up(self, reply: Message) -> Traffic:
+        with suppress(ValueError):  # of what could not have travelled; it is left out for that
+            return Traffic(up=payload_bytes(reply), framed_up=framed_bytes(reply))
+        return Traffic(up=payload_bytes(reply))
 
     def _counted_down(self, message: Message) -> Message:
         self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))

@@ -1,9 +1,9 @@
 """The same two apps in one process: for tests, for debugging, for studies on one device."""
 
 import importlib
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,22 +87,39 @@ class InProcessGrid(Grid):
 def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
     """Run the app's ServerApp and ClientApp here, with ``num_clients`` clients.
 
+    The clients keep their state in ``.clients`` in the output folder, until the run is complete.
     Raises what the ServerApp raises.
     """
     config = load(str(run_config["config"]), str(run_config["overrides"]))
     server_app = importlib.import_module("server_app").app
     client_app = importlib.import_module("client_app").app
+    state_dir = clients_folder(Path(str(run_config["output-dir"])))
     with (
         _threads(config.federation.client_cpus),
         torch.random.fork_rng(),
-        tempfile.TemporaryDirectory(prefix="desloc-") as state_dir,
+        removed_if_empty(state_dir),
     ):
         nodes = [
-            {"partition-id": i, "num-partitions": num_clients, "state-dir": state_dir}
+            {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
             for i in range(num_clients)
         ]
         context = Context(1, 0, {}, RecordDict(), dict(run_config))
         server_app(InProcessGrid(client_app, nodes), context)
+
+
+def clients_folder(output_dir: Path) -> Path:
+    """Return where the simulated clients of runs in ``output_dir`` keep their state."""
+    return output_dir.expanduser().resolve() / ".clients"
+
+
+@contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove ``folder`` in the end, unless there is something in it."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager

@@ -4,9 +4,11 @@ import random
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from flwr.app import ConfigRecord
 
+from flower_desloc.robust import Average
 from flower_desloc.streams import starts_at_zero
 
 
@@ -28,11 +30,21 @@ class Policy:
     attendance: Mapping[int, int] = field(default_factory=dict)
     """Step -> how many clients, the first by name, take part from there on; before the first step
     that is named, all."""
+    average: Average = "mean"
+    """Or ``median`` or ``trimmed_mean``, coordinate by coordinate."""
+    trim: int = 1
+    """How many replies a trimmed mean cuts on each side."""
+    norm_bound: float | None = None
+    """Leave out a client whose update is longer than so many times the median of all."""
     seed: int = 0
     """Draws who trains where ``fraction_train`` is below 1."""
 
     def __post_init__(self) -> None:
-        allowed = {"weighting": ("uniform", "examples"), "on_failure": ("stop", "continue")}
+        allowed = {
+            "weighting": ("uniform", "examples"),
+            "on_failure": ("stop", "continue"),
+            "average": get_args(Average),
+        }
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(values)}")
@@ -40,6 +52,12 @@ class Policy:
             raise ValueError(f"fraction_train={self.fraction_train}: must be above 0, at most 1")
         if self.min_clients < 1 or self.repeats < 0 or not self.timeout > 0:
             raise ValueError("min_clients and timeout must be positive, repeats at least 0")
+        if self.average != "mean" and self.weighting != "uniform":
+            raise ValueError(f"average={self.average}: its clients have no weights")
+        if self.trim < 0 or (self.average == "trimmed_mean" and self.min_clients <= 2 * self.trim):
+            raise ValueError(f"trim={self.trim}: min_clients must be at least {2 * self.trim + 1}")
+        if self.norm_bound is not None and not self.norm_bound >= 1:
+            raise ValueError(f"norm_bound={self.norm_bound}: must be at least 1")
         for step, number in self.attendance.items():
             if step < 0 or number < self.min_clients:
                 raise ValueError(

@@ -8,6 +8,9 @@ from flwr.app import MetricRecord, MetricRecordValues
 from flower_desloc.flower.records import TOTALS, Reply
 from flower_desloc.record import ClientRecord, EvaluationRecord
 
+FromTotals = Callable[[Mapping[str, float]], Mapping[str, float]]
+"""Metrics from totals added over clients."""
+
 
 def number(value: MetricRecordValues) -> float:
     """Return a metric that is one number; NaN if it is a list."""
@@ -47,16 +50,30 @@ def weighted(
     return means
 
 
-def adds_up(reply: Reply) -> bool:
-    """Return whether the totals of an evaluation can be added to those of other clients."""
-    totals = [number(v) for name, v in reply.metrics.items() if name.startswith(TOTALS)]
-    return all(0 <= total < math.inf for total in totals)
+def check_evaluation(reply: Reply, metrics: FromTotals | None) -> None:
+    """Raise ``ValueError`` unless an evaluation can be added to those of other clients.
+
+    One that says nothing, of a client without held-out data, can.
+    """
+    told = {name: number(value) for name, value in reply.metrics.items()}
+    examples = told.get("num-examples", 0.0)
+    if not 0 <= examples < 2**63:
+        raise ValueError(f"its num-examples is {examples}; it must be a number at least 0")
+    totals = {k.removeprefix(TOTALS): v for k, v in told.items() if k.startswith(TOTALS)}
+    for name, total in totals.items():
+        if not 0 <= total < math.inf:
+            raise ValueError(f"its total of {name} is {total}; it must be a number at least 0")
+    if metrics is None or not told.keys() - {"num-examples", "start-step", "stop-step"}:
+        return
+    try:
+        metrics(totals)
+    except Exception as error:  # whatever the app's own function raises for what a client sent
+        raise ValueError(
+            f"there are no metrics of its totals {totals}: {type(error).__name__}: {error}"
+        ) from error
 
 
-def pooled(
-    replies: Mapping[str, Reply],
-    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None,
-) -> MetricRecord | None:
+def pooled(replies: Mapping[str, Reply], metrics: FromTotals | None) -> MetricRecord | None:
     """Return what clients' evaluations say together, and each one's as ``client/metric``.
 
     Together they are the ``metrics`` of the added totals, or else the clients' metrics weighted

@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MetricRecord,
+    MetricRecordValues,
+    RecordDict,
+)
 
 from flower_desloc.averaging import Stream
 from flower_desloc.schedule import Window
@@ -19,11 +27,14 @@ CONFIG = "config"
 METRICS = "metrics"
 ABOUT = "about"
 STATE_LOST = "state-lost"
+STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
+    *("attempt", "checkpoint-step"),
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
+_NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq"}
 HELLO = "query.hello"
 GOODBYE = "query.goodbye"
 
@@ -34,6 +45,10 @@ class Request:
 
     run_key: str
     """Names the run for the client's own files, over restarts."""
+    attempt: str = ""
+    """Names this start of the server: another one after every resume."""
+    checkpoint: int = -1
+    """Step of the server's last checkpoint, which it may go back to; -1: there is none."""
     start: int = 0
     stop: int = 0
     due: frozenset[str] = frozenset()
@@ -51,6 +66,8 @@ class Request:
         config = ConfigRecord({**self.config})
         config["server-round"] = server_round
         config["run-key"] = self.run_key
+        config["attempt"] = self.attempt
+        config["checkpoint-step"] = self.checkpoint
         config["start-step"] = self.start
         config["stop-step"] = self.stop
         config["streams-due"] = sorted(self.due)
@@ -76,6 +93,8 @@ class Request:
             config.pop("server-round")
             return cls(
                 run_key=str(config.pop("run-key")),
+                attempt=str(config.pop("attempt")),
+                checkpoint=_integer(config.pop("checkpoint-step")),
                 start=_integer(config.pop("start-step")),
                 stop=_integer(config.pop("stop-step")),
                 due=frozenset(str(name) for name in due),
@@ -107,13 +126,16 @@ class Reply:
         """Read a reply; raises ``ValueError``, saying what is wrong, for anything else."""
         if METRICS not in content.metric_records:
             raise ValueError(f"it has no MetricRecord {METRICS!r}")
+        for name, value in content.metric_records[METRICS].items():
+            if not _travels(value):
+                raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
         return cls(
             metrics=dict(content.metric_records[METRICS]),
             streams={name: from_record(r) for name, r in content.array_records.items()},
         )
 
     def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
-        """Raise ``ValueError`` unless this holds finite values for exactly the due streams.
+        """Raise ``ValueError`` unless this holds values to average for exactly the due streams.
 
         ``like`` gives names, shapes and types; a stream it lacks is only checked for its values.
         """
@@ -138,6 +160,7 @@ class Reply:
                             f"expected {like[name][key].dtype}"
                         )
             check_finite(name, stream)
+            _check_range(name, stream)
 
     def _check_metrics(self) -> None:
         for name in ("num-examples", "train-loss"):
@@ -159,9 +182,14 @@ def to_record(stream: Stream) -> ArrayRecord:
 def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
     """Return the tensors of an ArrayRecord; raises ``ValueError`` when they cannot be read."""
     try:
-        return {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
+        stream = {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
     except Exception as error:  # whatever NumPy lets through of what other formats raise
         raise ValueError(f"an array cannot be read: {error}") from error
+    for key, tensor in stream.items():
+        # NumPy reads what it needs and leaves the rest, which has travelled all the same.
+        if (came := _values_bytes(record[key])) != tensor.nbytes:
+            raise ValueError(f"{key!r} came with {came} bytes for {tensor.nbytes} bytes of values")
+    return stream
 
 
 def plain(config: ConfigRecord) -> dict[str, str | int | float | bool]:
@@ -220,10 +248,34 @@ def framed_bytes(message: Message) -> int:
 def _values_bytes(array: Array) -> int:
     # Counted from the bytes that came, not from the shape that is claimed: .npy less its header.
     data = array.data
-    if not data.startswith(b"\x93NUMPY"):
+    width = 2 if data[6:7] == b"\x01" else 4  # of the header's length, by version of the format
+    header = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+    if not data.startswith(b"\x93NUMPY") or len(data) < header:  # nothing that NumPy wrote
         return len(data)
-    width = 2 if data[6] == 1 else 4  # of the header's length, by version of the format
-    return len(data) - 8 - width - int.from_bytes(data[8 : 8 + width], "little")
+    return len(data) - header
+
+
+def _check_range(name: str, stream: Stream) -> None:
+    """Raise ``ValueError`` for finite values of which there is no mean that one can go on with."""
+    for key, tensor in stream.items():
+        what = f"{key!r} of stream {name!r}"
+        if not tensor.is_floating_point():
+            raise ValueError(f"{what} is of type {tensor.dtype}, which has no mean")
+        if tensor.numel() == 0:
+            continue
+        low, high = (float(end) for end in tensor.aminmax())
+        # Half of all there is, or the difference of two would not be finite.
+        most = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max / 2
+        if max(-low, high) > most:
+            raise ValueError(f"{what} holds values beyond {most:.3g}, too large to be averaged")
+        if low < 0 and name in _NEVER_NEGATIVE:
+            raise ValueError(f"{what} has values below zero; a mean of squares has none")
+
+
+def _travels(value: MetricRecordValues) -> bool:
+    # Flower's records take any integer, and its wire format raises; in simulation there is none.
+    each = value if isinstance(value, list) else [value]
+    return all(isinstance(v, float) or -(2**63) <= v < 2**64 for v in each)
 
 
 def _integer(value: object) -> int:

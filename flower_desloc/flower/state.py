@@ -3,29 +3,23 @@
 Flower's ``Context.state`` is lost when a SuperNode restarts and silently stale when it is large,
 so what a client keeps lies in a file of its own, keyed by the run and the client's name. Deleting
 the file is the same as being a new client.
+
+The server may die and go on from its last checkpoint, which lies behind the clients. So the first
+time a client would overwrite what it held at a checkpoint, it keeps that file beside the new one
+(a hard link: nothing is copied), and a server that resumes has it go back there.
 """
 
 import contextlib
-import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flower_desloc.averaging import Stream
-from flower_desloc.streams import digest
-
-_ABOUT = "desloc"
-_DIGESTS = "sha256"
-_SEPARATOR = "/"  # joins stream and tensor; no stream name contains it
-
-
-class DamagedStateError(ValueError):
-    """A client's state file holds other values than were written."""
+from flower_desloc.flower import tensor_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +34,10 @@ class Held:
     """Where the window began that ended at ``step``; -1: none yet."""
     metrics: Mapping[str, int | float | list[int] | list[float]] = field(default_factory=dict)
     """What was replied of that window, so that it can be replied again."""
+    attempt: str = ""
+    """Which start of the server this was written under."""
+    checkpoint: int = -1
+    """Step of the server's last checkpoint when this was written; -1: there was none."""
 
 
 class StateFile:
@@ -49,67 +47,80 @@ class StateFile:
         self.path = folder / run_key / f"{client}.safetensors"
         # One name, so that what a killed process left is overwritten. One process writes at a time.
         self._partial = self.path.with_suffix(".partial")
+        # A folder of this client's own: others come and go at the same time.
+        self._kept = self.path.with_suffix(".checkpoint")
 
     def held(self) -> Held | None:
         """Return what the file holds, or None where there is no whole file."""
         try:
-            with safe_open(self.path, framework="pt") as file:
-                about = json.loads(file.metadata()[_ABOUT])
-            return Held(**about)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            return Held(**(tensor_file.about(self.path) or {}))
+        except TypeError:
             # Torn, foreign or absent: to the federation this client is new.
             return None
 
     def read(self, streams: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """Return the named streams of those that :meth:`held` lists.
 
-        Raises :class:`DamagedStateError` when they are not what was written.
+        Raises :class:`~flower_desloc.flower.tensor_file.DamagedFileError` when they are not what
+        was written.
         """
-        wanted = set(streams)
-        result: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
-        with safe_open(self.path, framework="pt") as file:
-            digests = json.loads(file.metadata()[_DIGESTS])
-            for full in file.keys():  # noqa: SIM118 - not a mapping
-                name, _, key = full.partition(_SEPARATOR)
-                if name in wanted:
-                    result[name][key] = file.get_tensor(full)
-        for name, stream in result.items():
-            # Lengths are checked by the format; a flipped bit is not.
-            if digest(stream) != digests.get(name):
-                raise DamagedStateError(f"{name} in {self.path} is not what was written")
-        return result
+        return tensor_file.read(self.path, streams)
 
     def write(self, held: Held, streams: Mapping[str, Stream]) -> None:
         """Replace the file; a crash at any moment leaves the old one or the new one.
 
         Raises ``OSError`` naming the file when it cannot be written; the old one is then whole.
         """
-        tensors = {
-            f"{name}{_SEPARATOR}{key}": tensor.contiguous()
-            for name, stream in streams.items()
-            for key, tensor in stream.items()
-        }
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            digests = json.dumps({name: digest(stream) for name, stream in streams.items()})
-            about = {_ABOUT: json.dumps(asdict(held)), _DIGESTS: digests}
-            try:
-                save_file(tensors, self._partial, metadata=about)
-                with self._partial.open("rb+") as file:
-                    os.fsync(file.fileno())
-                self._partial.replace(self.path)
-            except BaseException:
-                self._partial.unlink(missing_ok=True)
-                raise
-        except (OSError, SafetensorError) as error:
+            tensor_file.write(self._partial, asdict(held), streams)
+            self._keep_for(held.checkpoint)
+            self._partial.replace(self.path)
+        except OSError as error:
+            self._partial.unlink(missing_ok=True)
             raise OSError(
                 f"cannot write this client's state to {self.path}: {error}; free the disk or set "
                 "state-dir in the node config"
             ) from error
 
+    def go_back(self, step: int, attempt: str) -> None:
+        """Hold what was held at the server's checkpoint after ``step``, in another attempt's life.
+
+        What was not there at that checkpoint, or is not kept any more, is deleted.
+        """
+        held = self.held()
+        if held is not None and (held.attempt == attempt or held.checkpoint < step):
+            return
+        kept = self._kept_for(step)
+        if kept.exists():
+            _link(kept, self._partial)
+            self._partial.replace(self.path)
+        else:
+            self.delete()
+
     def delete(self) -> None:
         """Forget everything; the run's folder goes with its last client."""
         self.path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
+        shutil.rmtree(self._kept, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent, or other clients' files are in it
             self.path.parent.rmdir()
+
+    def _keep_for(self, checkpoint: int) -> None:
+        """Keep the file as it is, if it is what was held at that checkpoint."""
+        old = self.held()
+        if old is None or old.checkpoint >= checkpoint:
+            return
+        shutil.rmtree(self._kept, ignore_errors=True)
+        self._kept.mkdir()
+        _link(self.path, self._kept_for(checkpoint))
+
+    def _kept_for(self, checkpoint: int) -> Path:
+        return self._kept / f"step-{checkpoint}.safetensors"
+
+
+def _link(path: Path, other: Path) -> None:
+    other.unlink(missing_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, other)

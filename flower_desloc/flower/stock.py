@@ -176,7 +176,7 @@ class Stock:
         now = self._link.round
         self._evaluated = now.window.stop
         if self.evaluate_clients:
-            federated = pooled(self._link.evaluate(), self.metrics)
+            federated = pooled(self._link.evaluate(self.metrics), self.metrics)
             if federated is not None:
                 self._evaluations[now.number] = federated
         central = None
@@ -208,4 +208,5 @@ class Stock:
             },
             central=evaluation_record(central),
             federated=evaluation_record(self._evaluations.get(now.number)),
+            events=self._link.federation.news(),
         )

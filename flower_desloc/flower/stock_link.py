@@ -12,13 +12,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flower_desloc.averaging import Drift, Mean
-from flower_desloc.flower.exchange import time_to_live
+from flower_desloc.flower.exchange import kind, time_to_live
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
-from flower_desloc.flower.metrics import adds_up, client_record, number
+from flower_desloc.flower.metrics import FromTotals, check_evaluation, client_record, number
 from flower_desloc.flower.records import CONFIG, Reply, from_record
 from flower_desloc.flower.stock_client import ACTION, START, STOP, WEIGHTED_BY
-from flower_desloc.record import ClientRecord
+from flower_desloc.record import ClientRecord, EventKind
 from flower_desloc.schedule import PARAMS, Window
 
 _TRAIN, _EVALUATE = f"train.{ACTION}", f"evaluate.{ACTION}"
@@ -97,7 +97,7 @@ class Link(Grid):
             raise FederationError(f"no client takes part in {self._where()}")
         return joined
 
-    def evaluate(self) -> dict[str, Reply]:
+    def evaluate(self, metrics: FromTotals | None) -> dict[str, Reply]:
         """Ask every client that takes part to evaluate the parameters; return the usable replies.
 
         Not by way of the strategy: Flower's take the mean of the clients' metrics, where DES-LOC
@@ -109,10 +109,12 @@ class Link(Grid):
         requests = self._requests(members, _EVALUATE, config, now.window.stop)
         replies: dict[str, Reply] = {}
         for _, member, reply in self._usable(requests, frozenset()):
-            if adds_up(reply):
-                replies[member.name] = reply
+            try:
+                check_evaluation(reply, metrics)
+            except ValueError as error:
+                self._leave_out(member, f"evaluation: {error}")
             else:
-                self._leave_out(member, "evaluation: its totals are not numbers >= 0")
+                replies[member.name] = reply
         return replies
 
     def get_node_ids(self) -> Iterable[int]:
@@ -146,6 +148,7 @@ class Link(Grid):
             if len(usable) >= self._policy.min_clients:
                 break
             log(WARNING, "%s has too few usable replies: %s", self._where(), now.left_out)
+            self.federation.note("repeated", "", f"{len(usable)} usable replies")
         else:
             raise FederationError(
                 f"{self._where()} stayed below federation.min_clients={self._policy.min_clients} "
@@ -187,12 +190,14 @@ class Link(Grid):
                 reply = Reply.from_content(message.content)
                 reply.check(self.round.window, due, {PARAMS: self.like})
             except ValueError as error:
-                self._leave_out(member, str(error) if due else f"evaluation: {error}")
+                reason = str(error) if due else f"evaluation: {error}"
+                self._leave_out(member, reason, kind(message))
             else:
                 yield message, member, reply
 
-    def _leave_out(self, member: Member, reason: str) -> None:
+    def _leave_out(self, member: Member, reason: str, kind: EventKind = "refused") -> None:
         self.round.left_out[member.name] = reason
+        self.federation.note(kind, member.name, reason)
         self.federation.fail(f"{member.name} is left out of {self._where()}: {reason}")
 
     def _drift(self, replies: Iterable[Message]) -> dict[str, Drift]:

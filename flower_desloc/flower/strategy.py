@@ -18,10 +18,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import (
-    adds_up,
+    check_evaluation,
     client_record,
     evaluation_record,
     number,
@@ -29,6 +31,7 @@ from flower_desloc.flower.metrics import (
 )
 from flower_desloc.flower.records import (
     STATE_LOST,
+    STATE_NEW,
     Reply,
     Request,
     from_record,
@@ -39,13 +42,15 @@ from flower_desloc.ledger import stream_bytes
 from flower_desloc.outer import Outer
 from flower_desloc.record import (
     ClientRecord,
+    EventKind,
     Observer,
     Plan,
     Traffic,
     WindowRecord,
 )
+from flower_desloc.robust import Gathered
 from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
-from flower_desloc.streams import BUFFERS, check_finite, starts_at_zero
+from flower_desloc.streams import BUFFERS, check_finite, check_like, starts_at_zero
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -54,7 +59,7 @@ _TRAIN, _EVALUATE = "train", "evaluate"
 
 @dataclass
 class Globals:
-    """What the federation has in common, and all that it takes to go on."""
+    """What the federation has in common."""
 
     step: int = 0
     averages: dict[str, ArrayRecord] = field(default_factory=dict)
@@ -103,6 +108,11 @@ class DesLoc(Strategy):
         Whether the clients evaluate the averaged parameters on their own held-out data.
     run_key : str, optional
         Names the run for the clients' own files. Drawn at random: two runs share nothing.
+    checkpoints : Checkpoints, optional
+        Where to write what it takes to go on.
+    resume : Checkpoint, optional
+        Go on from there, under its ``run_key``. The clients go back to what they held then, and
+        the parameters :meth:`start` is given only tell names and shapes.
 
     """
 
@@ -118,6 +128,8 @@ class DesLoc(Strategy):
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
         run_key: str | None = None,
+        checkpoints: Checkpoints | None = None,
+        resume: Checkpoint | None = None,
     ) -> None:
         self.schedule = schedule
         self.num_steps = num_steps
@@ -138,6 +150,7 @@ class DesLoc(Strategy):
         for name, stream in (states or {}).items():
             if not starts_at_zero(name):
                 self.globals.averages[name] = to_record(stream)
+        self._checkpoints, self._resume = checkpoints, resume
         self._window = Window(0, 0, frozenset())
         self._evaluated = 0
         self._tally = _Tally()
@@ -191,12 +204,16 @@ class DesLoc(Strategy):
         result = Result()
         self.summary()
         self._like[PARAMS] = _meta(from_record(initial_arrays))
-        self.globals.averages[PARAMS] = initial_arrays
-        if self.outer is not None:
-            self.outer.begin(from_record(initial_arrays))
         if self._averages_gradients:
             self._like[GRADIENTS] = self._like[PARAMS]
+        self.globals.averages[PARAMS] = initial_arrays
+        if self._resume is not None:
+            self._go_back(self._resume)
+        if self.outer is not None:
+            self.outer.begin(self._average(PARAMS))
+            self.outer.restore(self._resume.outer if self._resume else {})
         self._federation = Federation(grid, self.policy, self.run_key)
+        self._federation.checkpoint = self._resume.step if self._resume else -1
         self._federation.wait_for_quorum()
         members = in_order(self._federation.welcome(plain(train_config)))
         windows = list(self.schedule.windows(self.num_steps))
@@ -212,7 +229,8 @@ class DesLoc(Strategy):
             )
         before = Window(0, 0, frozenset())
         sent = Traffic()  # the greetings are round 0's
-        for server_round, self._window in enumerate([before, *windows]):
+        done = self._resume.round + 1 if self._resume else 0
+        for server_round, self._window in list(enumerate([before, *windows]))[done:]:
             began = time.perf_counter()
             self._tally = _Tally()
             if server_round > 0:
@@ -227,6 +245,10 @@ class DesLoc(Strategy):
             if observer is not None:
                 traffic, sent = self._federation.traffic - sent, self._federation.traffic
                 observer.window(self._record(server_round, result, traffic, began))
+            last = server_round == len(windows)
+            if self._checkpoints and self._checkpoints.falls_due(server_round, last=last):
+                self._checkpoints.write(self._checkpoint(server_round))
+                self._federation.checkpoint = self._window.stop
         result.arrays = self.globals.averages[PARAMS]
         self._federation.farewell()
         return result
@@ -250,19 +272,24 @@ class DesLoc(Strategy):
         """
         del server_round
         due = self._window.due
-        mean = Mean({name: self._average(name) for name in due if name in self.globals.averages})
+        mean = self._mean(due)
         clients = self._tally.clients
+        added: list[Member] = []
         for message in replies:
             began = time.perf_counter()
             member = self._federation.member(message)
             reply = self._usable(message, due)
             if reply is not None and self._add(mean, member, reply):
                 clients[member.name] = client_record(reply)
+                added.append(member)
+                if member.held and STATE_NEW in reply.metrics and due != {GRADIENTS}:
+                    self._federation.note("state lost", member.name, "it began anew")
                 self._tally.left_out.pop(member.name, None)  # of an earlier repeat
                 if due != {GRADIENTS}:  # of which nothing is kept
                     member.held = dict(self.globals.versions)
             self._tally.averaging += time.perf_counter() - began
             del message, reply  # or they would live on beside the next
+        self._leave_out_outliers(mean, added)
         if mean.count < self.policy.min_clients:
             return None, None
         began = time.perf_counter()
@@ -306,9 +333,6 @@ class DesLoc(Strategy):
             if reply is None:
                 continue
             member = self._federation.member(message)
-            if not adds_up(reply):
-                self._leave_out(member, ValueError("evaluation: its totals are not numbers >= 0"))
-                continue
             for name in _model_streams(self.globals.versions):
                 member.held[name] = self.globals.versions[name]
             usable[member.name] = reply
@@ -328,12 +352,40 @@ class DesLoc(Strategy):
             if metrics is not None:
                 return metrics
             log(WARNING, "%s has too few usable replies: %s", self._where(), self._tally.left_out)
+            self._federation.note("repeated", "", f"{len(self._tally.clients)} usable replies")
             self._tally.clients.clear()
         raise FederationError(
             f"{self._where()} stayed below federation.min_clients={self.policy.min_clients} "
             f"through federation.repeats={self.policy.repeats} repeats; "
             f"left out: {self._tally.left_out}"
         )
+
+    def _checkpoint(self, server_round: int) -> Checkpoint:
+        return Checkpoint(
+            run_key=self.run_key,
+            round=server_round,
+            step=self._window.stop,
+            evaluated=self._evaluated,
+            versions=self.globals.versions,
+            averages={name: self._average(name) for name in self.globals.averages},
+            outer=self.outer.state if self.outer else {},
+        )
+
+    def _go_back(self, to: Checkpoint) -> None:
+        """Take over what a checkpoint holds; raises ``ValueError`` for one of another model."""
+        if (theirs := set(to.versions)) != (ours := set(self.globals.versions)):
+            raise ValueError(
+                f"the checkpoint has the streams {sorted(theirs)}, this run {sorted(ours)}"
+            )
+        for name, stream in to.averages.items():
+            if name in self._like:
+                check_like(name, stream, self._like[name])
+        self.globals.step = to.step
+        self.globals.versions = dict(to.versions)
+        self.globals.averages = {name: to_record(stream) for name, stream in to.averages.items()}
+        self._evaluated = to.evaluated
+        self.run_key = to.run_key
+        log(INFO, "going on after step %d, with the clients' state under %s", to.step, to.run_key)
 
     def _present(self, step: int) -> list[Member]:
         return present(self._federation.online(), self.policy, step)
@@ -360,6 +412,7 @@ class DesLoc(Strategy):
             else:
                 member = self._federation.member(reply)
                 log(INFO, "%s has lost its state and is sent everything", member.name)
+                self._federation.note("state lost", member.name, "it is sent everything")
                 member.held.clear()
                 # At once, not at the end: sums have one order.
                 yield from self._federation.ask(
@@ -374,6 +427,8 @@ class DesLoc(Strategy):
         versions = self.globals.versions
         request = Request(
             run_key=self.run_key,
+            attempt=self._federation.attempt,
+            checkpoint=self._federation.checkpoint,
             start=self._window.stop if evaluates else self._window.start,
             stop=self._window.stop,
             due=frozenset() if evaluates else self._window.due,
@@ -394,13 +449,34 @@ class DesLoc(Strategy):
                 raise ValueError(message.error.reason)
             reply = Reply.from_content(message.content)
             reply.check(self._window, due, self._like)
+            if not due:
+                check_evaluation(reply, self.metrics)
         except ValueError as error:
             reason = error if due else ValueError(f"evaluation: {error}")
-            self._leave_out(self._federation.member(message), reason)
+            self._leave_out(self._federation.member(message), reason, kind(message))
             return None
         return reply
 
-    def _add(self, mean: Mean, member: Member, reply: Reply) -> bool:
+    def _mean(self, due: frozenset[str]) -> Mean | Gathered:
+        """Return what averages the window's replies."""
+        last = {name: self._average(name) for name in due if name in self.globals.averages}
+        policy = self.policy
+        if policy.average == "mean" and policy.norm_bound is None:
+            return Mean(last)
+        return Gathered(last, policy.average, policy.trim)
+
+    def _leave_out_outliers(self, mean: Mean | Gathered, added: list[Member]) -> None:
+        """Take clients whose updates are too long for the policy out again, saying so."""
+        if not isinstance(mean, Gathered) or (bound := self.policy.norm_bound) is None:
+            return
+        outliers = mean.outliers(bound)
+        mean.drop(outliers)
+        for index, why in outliers.items():
+            del self._tally.clients[added[index].name]
+            error = ValueError(f"{why}; federation.norm_bound={bound:g}")
+            self._leave_out(added[index], error, "outlier")
+
+    def _add(self, mean: Mean | Gathered, member: Member, reply: Reply) -> bool:
         """Add a reply to the mean; else leave its client out, saying why."""
         weight = 1.0
         if self.policy.weighting == "examples":
@@ -412,8 +488,9 @@ class DesLoc(Strategy):
             return False
         return True
 
-    def _leave_out(self, member: Member, error: ValueError) -> None:
+    def _leave_out(self, member: Member, error: ValueError, kind: EventKind = "refused") -> None:
         self._tally.left_out[member.name] = str(error)
+        self._federation.note(kind, member.name, str(error))
         self._federation.fail(f"{member.name} is left out of {self._where()}: {error}")
 
     def _evaluates(self) -> bool:
@@ -467,6 +544,7 @@ class DesLoc(Strategy):
             },
             central=evaluation_record(result.evaluate_metrics_serverapp.get(server_round)),
             federated=evaluation_record(result.evaluate_metrics_clientapp.get(server_round)),
+            events=self._federation.news(),
         )
 
     def _require_finite(self, name: str, stream: Stream) -> None:

@@ -4,13 +4,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from flower_desloc.config import ConfigError
+from flower_desloc.outputs.metrics import read_lines
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,16 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def checkpoints(self) -> Path:
+        """What it takes to go on, should the run be cut off."""
+        return self.path / "checkpoints"
+
+    @property
+    def resumes(self) -> Path:
+        """One JSON object for every time the run was gone on with."""
+        return self.path / "resumes.jsonl"
+
+    @property
     def final(self) -> Path:
         """The trained model."""
         return self.path / "final"
@@ -80,20 +95,33 @@ class RunFolder:
 
         Raises ``OSError``, naming the file, when it cannot be written.
         """
-        data = memoryview((_json(line) + "\n").encode())
         try:
-            # Unbuffered: a line is in the file when this returns, and goes there in one piece.
-            with self.metrics.open("ab", buffering=0) as file:
-                whole = file.seek(0, os.SEEK_END)
-                try:
-                    while data:
-                        data = data[file.write(data) :]
-                except BaseException:
-                    file.truncate(whole)  # a full disk takes half a line
-                    raise
+            _append(self.metrics, line)
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot record the window: {error.strerror}", str(self.metrics)
+            ) from error
+
+    def go_back(self, server_round: int) -> None:
+        """Forget the windows after a round, as the run goes on from there."""
+        lines = list(read_lines(self.metrics))
+        kept = [line for line in lines if line["round"] <= server_round]
+        _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
+        self.summary.unlink(missing_ok=True)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        step = kept[-1]["step"] if kept else 0
+        again = len(lines) - len(kept)
+        _append(self.resumes, {"step": step, "time": now, "windows_again": again})
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other processes out of the folder; raises :class:`ConfigError` if one is in it."""
+        try:
+            with FileLock(self.path / ".lock", timeout=0):
+                yield
+        except Timeout as error:
+            raise ConfigError(
+                f"run.resume: the run in {self.path} is still going on, in another process"
             ) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -103,9 +131,11 @@ class RunFolder:
     def write_final(self, write: Callable[[Path], None]) -> Path:
         """Call ``write`` with an empty folder, which is ``final/`` once it returns."""
         partial = self.path / ".final-partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was cut off here
         partial.mkdir()
         try:
             write(partial)
+            shutil.rmtree(self.final, ignore_errors=True)
             partial.rename(self.final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,6 +150,19 @@ def _claim(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    data = memoryview((_json(line) + "\n").encode())
+    # Unbuffered: a line is in the file when this returns, and goes there in one piece.
+    with path.open("ab", buffering=0) as file:
+        whole = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except BaseException:
+            file.truncate(whole)  # a full disk takes half a line
+            raise
 
 
 def _replace(path: Path, text: str) -> None:

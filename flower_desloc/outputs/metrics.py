@@ -29,6 +29,7 @@ def to_line(record: WindowRecord) -> Line:
         "seconds_split": _split(record),
         "clients": {name: asdict(client) for name, client in record.clients.items()},
         "left_out": dict(record.left_out),
+        "events": [asdict(event) for event in record.events],
         "drift": {stream: asdict(drift) for stream, drift in record.drift.items()},
     }
     if any(evaluations.values()):

@@ -76,6 +76,12 @@ class Progress:
         """Name the newcomer."""
         self._say(f"joined: {client}{_about(about)}")
 
+    def replay(self, record: WindowRecord) -> None:
+        """Count a window that has been told of already."""
+        self._count(record)
+        if held_out := _held_out(record):
+            self._held_out = f"{held_out} at step {record.step}"
+
     def window(self, record: WindowRecord) -> None:
         """Say what the window brought."""
         for client, reason in record.left_out.items():
@@ -234,6 +240,12 @@ def _verdict(summary: Mapping[str, Any]) -> list[str]:
         if "accuracy" in course:
             lines[-1] += f"; accuracy {_from_to(course['accuracy'], percent_text)}"
     lines += _by_client(summary.get("fairness"))
+    for resumed in summary.get("resumed", []):
+        again = resumed["windows_again"]
+        lines.append(
+            f"gone on with after step {resumed['step']} at {resumed['time']}; {again} "
+            f"window{'' if again == 1 else 's'} once more"
+        )
     error = f": {summary['error']}" if summary["error"] else ""
     took = duration_text(summary["seconds"].get("total", 0.0))
     lines.append(f"{summary['status']} after {summary['steps']} steps in {took}{error}")

@@ -6,9 +6,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from flower_desloc.config import Config, dump
+from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.outputs.folder import RunFolder
 from flower_desloc.outputs.metrics import read_lines, to_line
 from flower_desloc.outputs.progress import Progress
+from flower_desloc.outputs.replay import from_line
 from flower_desloc.outputs.summary import Status, build
 from flower_desloc.outputs.tensorboard import TensorBoard
 from flower_desloc.outputs.versions import versions
@@ -20,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 class View(Observer, Protocol):
     """An output the run can do without."""
+
+    def replay(self, record: WindowRecord) -> None:
+        """Called after ``started``, for each window before the one a run is gone on with."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Called once, after the last window."""
@@ -45,6 +50,7 @@ class RunRecorder(Observer):
         schedule: SyncSchedule,
         folder: RunFolder,
         *,
+        resumed: Checkpoint | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._config = config
@@ -53,8 +59,9 @@ class RunRecorder(Observer):
         self._plan: Plan | None = None
         self._finished = False
         self._views: dict[str, View] = {}
-        folder.write_config(dump(config))
-        self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard))
+        resumed_at = resumed.step if resumed else None
+        folder.write_config(resumed.settings if resumed else dump(config))
+        self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard, resumed_at))
         self._open("the picture", lambda: _AtEnd(lambda: _draw(folder)))
         self._open("the partition's picture", lambda: _Partition(config, folder))
         self._open("the report", lambda: _AtEnd(lambda: _report_on(folder)))
@@ -64,6 +71,9 @@ class RunRecorder(Observer):
         """Take note of the plan."""
         self._plan = plan
         self._tell(lambda view: view.started(plan))
+        for line in read_lines(self._folder.metrics):  # of a run that is gone on with
+            record = from_line(line)
+            self._tell(lambda view: view.replay(record))  # noqa: B023 - called at once
 
     def joined(self, client: str, about: Mapping[str, str]) -> None:
         """Pass it on."""
@@ -93,7 +103,7 @@ class RunRecorder(Observer):
             status=status,
             error=error,
             weights_sha256=weights_sha256,
-        ) | {"versions": versions()}
+        ) | {"versions": versions(), "resumed": list(read_lines(self._folder.resumes))}
         try:
             self._folder.write_summary(summary)
         finally:
@@ -142,6 +152,8 @@ class _AtEnd:
 
     def joined(self, client: str, about: Mapping[str, str]) -> None: ...
 
+    def replay(self, record: WindowRecord) -> None: ...
+
     def window(self, record: WindowRecord) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
@@ -178,6 +190,8 @@ class _Partition:
             draw_partition(data, path, task=self._config.task, title=title(self._config))
 
     def joined(self, client: str, about: Mapping[str, str]) -> None: ...
+
+    def replay(self, record: WindowRecord) -> None: ...
 
     def window(self, record: WindowRecord) -> None: ...
 

@@ -20,11 +20,13 @@ class TensorBoard:
     ``drift/STREAM`` (spread / norm) and ``change/STREAM`` (moved / former norm) at every sync.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         # Imported when wanted: it takes a second.
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        # What another attempt wrote of the steps to come is not shown any more.
+        purge_step = None if resumed_at is None else resumed_at + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._traffic = Traffic()
         self._norms: dict[str, float] = {}
 
@@ -33,6 +35,11 @@ class TensorBoard:
 
     def joined(self, client: str, about: Mapping[str, str]) -> None:
         """A new client's curves begin by themselves."""
+
+    def replay(self, record: WindowRecord) -> None:
+        """Count a window that is drawn already."""
+        self._traffic += record.traffic
+        self._norms |= {stream: drift.norm for stream, drift in record.drift.items()}
 
     def window(self, record: WindowRecord) -> None:
         """Write the window, and have it on disk when this returns."""

@@ -94,12 +94,13 @@ def _of_one(run: Run, link: Link) -> Iterator[Section]:
         f"{percent_text(unlikeness(run.client_data))} of its data would have to change.",
         draw.shares(run),
     )
-    events = [t for t in (tables.attendance(run), tables.left_out(run)) if t]
+    told = (tables.attendance(run), tables.event_counts(run), tables.events(run))
     yield Section(
         "events",
         "Joins, leaves and failures",
-        "Who came or left while the run went on, and whose contribution was left out and why.",
-        tables=events,
+        "Who came or left while the run went on; how often what happened to whom; and each event "
+        "in its words.",
+        tables=[table for table in told if table],
     )
     yield Section(
         "settings",

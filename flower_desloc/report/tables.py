@@ -1,10 +1,13 @@
 """What the report says in words and numbers: headline, comparison, events, settings."""
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import get_args
 
 from flower_desloc.config import Config, dump
+from flower_desloc.outputs.metrics import Line
 from flower_desloc.outputs.units import (
     bytes_text,
     duration_text,
@@ -13,7 +16,8 @@ from flower_desloc.outputs.units import (
     percent_text,
     period_text,
 )
-from flower_desloc.report.runs import Group, Run, Spread, flat
+from flower_desloc.record import EventKind
+from flower_desloc.report.runs import Group, Run, Spread, flat, natural
 from flower_desloc.report.series import Curve, heldout_parts, measure, told
 from flower_desloc.report.time_model import modelled
 from flower_desloc.theory.wall_clock import Link
@@ -197,17 +201,39 @@ def times(run: Run, link: Link) -> Table | None:
     )
 
 
-def left_out(run: Run) -> Table | None:
-    """Return whose contributions are not in the averages or evaluations, and why."""
-    events: dict[tuple[str, str], list[tuple[int, int]]] = {}
+def events(run: Run) -> Table | None:
+    """Return what happened to whom, how often and in which steps."""
+    seen: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for line in run.lines:
-        for client, reason in line.get("left_out", {}).items():
-            events.setdefault((client, reason), []).append((line["start"], line["step"]))
+        for client, kind, what in _events(line):
+            seen.setdefault((client, kind, what), []).append((line["start"], line["step"]))
     rows = [
-        [_steps(spans), client, str(len(spans)), reason]
-        for (client, reason), spans in events.items()
+        [_steps(spans), client or "all", kind, str(len(spans)), what]
+        for (client, kind, what), spans in seen.items()
     ]
-    return _capped(Table(["steps", "client", "windows", "why"], rows, frozenset({0, 1, 3})))
+    head = ["steps", "client", "event", "times", "what"]
+    return _capped(Table(head, rows, frozenset({0, 1, 2, 4})))
+
+
+def event_counts(run: Run) -> Table | None:
+    """Return how often which kind of event happened to each client; None where none did."""
+    counts = Counter((client, kind) for line in run.lines for client, kind, _ in _events(line))
+    kinds = [
+        kind for kind in (*get_args(EventKind), _LEFT_OUT) if any(k == kind for _, k in counts)
+    ]
+    names = sorted({client for client, _ in counts}, key=natural)
+    rows = [[name or "all", *(str(counts[name, kind]) for kind in kinds)] for name in names]
+    return Table(["client", *kinds], rows) if rows else None
+
+
+_LEFT_OUT = "left out"
+
+
+def _events(line: Line) -> list[tuple[str, str, str]]:
+    """Return client, kind and text of each; of runs that did not tell kinds, who was left out."""
+    if "events" in line:
+        return [(event["client"], event["kind"], event["what"]) for event in line["events"]]
+    return [(client, _LEFT_OUT, reason) for client, reason in line.get("left_out", {}).items()]
 
 
 def attendance(run: Run) -> Table | None:

@@ -1,0 +1,196 @@
+"""What one hostile site of eight does to a model, with each of the guards and without.
+
+    python benchmarks/hostile_site.py [--seeds 3] [--json FILE]
+
+Eight clients with unlike parts of scikit-learn's digits train a small network by DES-LOC-ADOPT, the
+real strategy and the real client in one process. The last client trains as the others do and sends
+something else:
+
+- flipped: its update of params, and its first moment, ten times in the other direction;
+- noise: normal noise of ten times their norm in their place.
+
+Its second moments are its own. Printed is the held-out loss of the final averaged model, mean and
+standard deviation over seeds, in nats an image; a model that knows nothing has 2.30; and how often
+the last client and, together, the others were left out, over all seeds.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import flwr
+import numpy as np
+import torch
+from flwr.app import Context, Message
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.federation import FederationError
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.lr_schedule import wsd
+from flower_desloc.optim import ADOPT
+
+CLIENTS, STEPS, BATCH = 8, 192, 16
+PERIODS = {"params": 8, "exp_avg": 24, "exp_avg_sq": 48}
+GUARDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "median": {"average": "median"},
+    "trimmed mean, 1 a side": {"average": "trimmed_mean", "trim": 1, "min_clients": 3},
+    "norm bound, 3 medians": {"norm_bound": 3.0},
+}
+Stream = dict[str, torch.Tensor]
+Attack = Callable[[Stream, Stream, torch.Generator], Stream]
+
+
+def flipped(last: Stream, own: Stream, _noise: torch.Generator) -> Stream:
+    return {key: last[key] - 10 * (own[key] - last[key]) for key in own}
+
+
+def noise(last: Stream, own: Stream, noise: torch.Generator) -> Stream:
+    lie = {}
+    for key, tensor in own.items():
+        wild = torch.randn(tensor.shape, generator=noise)
+        length = 10 * (tensor - last[key]).norm()
+        lie[key] = last[key] + wild * (length / wild.norm())
+    return lie
+
+
+ATTACKS: dict[str, Attack | None] = {"nobody": None, "flipped": flipped, "noise": noise}
+
+
+class Data:
+    """The digits: every label dealt in shares from Dirichlet(1), a fifth of them held out."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        images, labels = load_digits(return_X_y=True)
+        order = rng.permutation(len(labels))
+        held, train = np.split(order, [len(order) // 5])
+        self.images = torch.tensor(images / 16.0, dtype=torch.float32)
+        self.labels = torch.tensor(labels)
+        self.held = torch.tensor(held)
+        parts: list[list[int]] = [[] for _ in range(CLIENTS)]
+        for label in range(10):
+            own = [i for i in train if labels[i] == label]
+            ends = np.cumsum(rng.dirichlet(np.ones(CLIENTS)))[:-1] * len(own)
+            for part, some in zip(parts, np.split(own, ends.astype(int)), strict=True):
+                part.extend(int(i) for i in some)
+        self.parts = [torch.tensor(part) for part in parts]
+
+    def loss(self, module: torch.nn.Module, which: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(module(self.images[which]), self.labels[which])
+
+
+def network(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+
+
+def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
+    """Return the final held-out loss, and how often the last client and others were left out."""
+    data = Data(seed)
+
+    def build(_config: Any, context: Context) -> Worker:
+        m, module = int(context.node_config["partition-id"]), network(seed)
+
+        def loss_at(step: int) -> torch.Tensor:
+            draw = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + m)
+            some = torch.randint(len(data.parts[m]), (BATCH,), generator=draw)
+            return data.loss(module, data.parts[m][some])
+
+        return Worker(
+            module=module,
+            optimizer=ADOPT(module.parameters(), lr=0.01, betas=(0.95, 0.999)),
+            loss_at=loss_at,
+            num_examples=len(data.parts[m]),
+            lr_schedule=wsd(STEPS, STEPS // 12, STEPS // 10),
+        )
+
+    honest = client_app(build)
+    wild = torch.Generator().manual_seed(seed)
+    lie = ATTACKS[attack]
+
+    def app(message: Message, context: Context) -> Message:
+        hostile = context.node_config["partition-id"] == CLIENTS - 1
+        if lie is None or not hostile or message.metadata.message_type != "train":
+            return honest(message, context)
+        sent = from_record(message.content["params"])  # averaged in every window
+        reply = honest(message, context)
+        reply.content["params"] = to_record(lie(sent, from_record(reply.content["params"]), wild))
+        if "exp_avg" in reply.content:
+            own = from_record(reply.content["exp_avg"])
+            zero = {key: torch.zeros_like(tensor) for key, tensor in own.items()}
+            reply.content["exp_avg"] = to_record(lie(zero, own, wild))
+        return reply
+
+    last, others = 0, 0
+
+    class Count:
+        def started(self, plan: Any) -> None: ...
+
+        def joined(self, client: str, about: Any) -> None: ...
+
+        def window(self, record: Any) -> None:
+            nonlocal last, others
+            out = f"client-{CLIENTS - 1}" in record.left_out
+            last, others = last + out, others + len(record.left_out) - out
+
+    policy = Policy(**{"on_failure": "continue", **GUARDS[guard]})
+    strategy = DesLoc(SyncSchedule(PERIODS), STEPS, policy=policy, evaluate_clients=False)
+    module = network(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = [{"partition-id": m, "state-dir": folder} for m in range(CLIENTS)]
+        params = to_record(dict(module.named_parameters()))
+        try:
+            result = strategy.start(InProcessGrid(app, nodes), params, observer=Count())
+        except FederationError:  # nobody's training is finite any more
+            return float("inf"), last, others
+    module.load_state_dict(from_record(result.arrays))
+    with torch.no_grad():
+        return float(data.loss(module, data.held)), last, others
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    cells = {
+        guard: {attack: [run(guard, attack, s) for s in range(args.seeds)] for attack in ATTACKS}
+        for guard in GUARDS
+    }
+    print(f"| average | {' | '.join(ATTACKS)} |\n|---|{'---|' * len(ATTACKS)}")
+    for guard, row in cells.items():
+        print(f"| {guard} | {' | '.join(map(_cell, row.values()))} |")
+    if args.json:
+        about = {
+            "date": date.today().isoformat(),
+            "machine": platform.machine(),
+            "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
+            "loss_and_how_often_the_last_client_and_others_were_left_out": cells,
+        }
+        args.json.write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _cell(runs: list[tuple[float, int, int]]) -> str:
+    losses, last, others = zip(*runs, strict=True)
+    spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+    out = f", left out {sum(last)} + {sum(others)}" if sum(last) + sum(others) else ""
+    return f"{statistics.fmean(losses):.3f}{spread}{out}"
+
+
+if __name__ == "__main__":
+    main()

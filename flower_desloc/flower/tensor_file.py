@@ -1,0 +1,80 @@
+"""Streams in one safetensors file, replaced whole, and never read as other than was written."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flower_desloc.averaging import Stream
+from flower_desloc.streams import digest
+
+_ABOUT = "desloc"
+_DIGESTS = "sha256"
+_SEPARATOR = "/"  # joins stream and tensor; no stream name contains it
+
+
+class DamagedFileError(ValueError):
+    """A file holds other values than were written."""
+
+
+def about(path: Path) -> dict[str, Any] | None:
+    """Return what :func:`write` was told beside the streams, or None where there is no whole file.
+
+    A torn file is noticed here, as its length is not what its header says; a flipped bit in a
+    tensor is noticed by :func:`read`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = json.loads(file.metadata()[_ABOUT])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
+    """Return the named streams, or all; raises :class:`DamagedFileError`, naming the file."""
+    wanted = None if streams is None else set(streams)
+    try:
+        with safe_open(path, framework="pt") as file:
+            digests = json.loads(file.metadata()[_DIGESTS])
+            names = digests.keys() if wanted is None else wanted
+            result: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+            for full in file.keys():  # noqa: SIM118 - not a mapping
+                name, _, key = full.partition(_SEPARATOR)
+                if name in result:
+                    result[name][key] = file.get_tensor(full)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"{path} cannot be read: {error}") from error
+    for name, stream in result.items():
+        # Lengths are checked by the format; a flipped bit is not.
+        if digest(stream) != digests.get(name):
+            raise DamagedFileError(f"{name} in {path} is not what was written")
+    return result
+
+
+def write(path: Path, told: Mapping[str, Any], streams: Mapping[str, Stream]) -> None:
+    """Write ``streams``, and ``told``, which JSON can hold, to ``path``, which is on disk then.
+
+    Raises ``OSError`` when it cannot be written; there is no file then.
+    """
+    tensors = {
+        f"{name}{_SEPARATOR}{key}": tensor.contiguous()
+        for name, stream in streams.items()
+        for key, tensor in stream.items()
+    }
+    digests = json.dumps({name: digest(stream) for name, stream in streams.items()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={_ABOUT: json.dumps(told), _DIGESTS: digests})
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # such as a full disk
+            raise OSError(str(error)) from error
+        raise

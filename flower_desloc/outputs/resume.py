@@ -1,0 +1,121 @@
+"""Finding the run to go on with, and seeing to it that it is the same run."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from flower_desloc.config import Config, ConfigError, dump
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from flower_desloc.outputs.folder import RunFolder
+
+AUTO = "auto"
+
+_MAY_DIFFER = {
+    *("run.name", "run.resume", "run.init_from", "run.checkpoint_every"),
+    *("federation.client_cpus", "federation.client_gpus"),
+    *("federation.min_clients", "federation.on_failure"),
+    *("federation.timeout", "federation.repeats"),
+}
+"""Settings that decide how a run is carried out, not what it computes."""
+
+
+def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] | None:
+    """Return the run's folder and the checkpoint to go on from; None: it is a new run.
+
+    ``run.resume`` is a run's folder, one of its checkpoints, or ``auto``: the last run of that name
+    in ``output_dir``, if it has begun and not ended. Raises :class:`ConfigError` for what cannot be
+    resumed under this configuration.
+    """
+    wanted = config.run.resume
+    if not wanted:
+        return None
+    path = resumable(output_dir, config.run.name) if wanted == AUTO else Path(wanted).expanduser()
+    if path is None:
+        return None
+    try:
+        folder, file = _parts(path)
+        if _completed(folder):
+            raise CheckpointError(
+                f"the run in {folder.path} is complete; run.init_from would begin another from it"
+            )
+        checkpoint = Checkpoint.read(file)
+        _require_same(config, checkpoint, file)
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume={wanted}: {error}") from error
+    return folder, checkpoint
+
+
+def initial(config: Config) -> Checkpoint | None:
+    """Return the checkpoint whose model a new run begins with, if ``run.init_from`` names one."""
+    if not config.run.init_from:
+        return None
+    try:
+        _, file = _parts(Path(config.run.init_from).expanduser())
+        return Checkpoint.read(file)
+    except CheckpointError as error:
+        raise ConfigError(f"run.init_from={config.run.init_from}: {error}") from error
+
+
+def _parts(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run's folder and its last checkpoint, or the one named."""
+    path = path.resolve()
+    if path.suffix == ".safetensors":
+        folder, files = RunFolder(path.parent.parent), [path] if path.is_file() else []
+    else:
+        folder = RunFolder(path)
+        files = Checkpoints(folder.checkpoints).all()
+    if not files:
+        raise CheckpointError(
+            f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"
+        )
+    return folder, files[-1]
+
+
+def resumable(output_dir: Path, name: str) -> Path | None:
+    """Return the folder of the last run of that name, if it can be gone on with."""
+    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    found = {
+        int(match[1] or 1): path
+        for path in output_dir.expanduser().resolve().glob(f"{name}*")
+        if (match := pattern.fullmatch(path.name))
+    }
+    if not found:
+        return None
+    folder = RunFolder(found[max(found)])
+    begun = Checkpoints(folder.checkpoints).all()
+    return folder.path if begun and not _completed(folder) else None
+
+
+def _completed(folder: RunFolder) -> bool:
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "completed"
+
+
+def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
+    ours, theirs = _flat(dump(config)), _flat(checkpoint.settings)
+    other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    other = [key for key in other if key not in _MAY_DIFFER]
+    if other:
+        listed = ", ".join(f"{key}={theirs.get(key)} (now {ours.get(key)})" for key in other[:5])
+        raise CheckpointError(
+            f"{file} was written under other settings: {listed}; go on with those, or start anew"
+        )
+
+
+def _flat(text: str) -> dict[str, Any]:
+    def leaves(value: Any, prefix: str) -> dict[str, Any]:
+        if not isinstance(value, dict) or not value:
+            return {prefix: value}
+        return {
+            key: leaf
+            for name, part in value.items()
+            for key, leaf in leaves(part, f"{prefix}.{name}" if prefix else str(name)).items()
+        }
+
+    return leaves(OmegaConf.to_container(OmegaConf.create(text)), "")

@@ -1,0 +1,339 @@
+"""Faults that read as sentences, and what must come of them.
+
+    faults = Faults(run)
+    faults.fail_at(node=2, window=3, phase="uploading")
+    states = run.start()
+    assert_close(states, faults.expected())
+
+Client 2 of a :class:`flower_path.Run` is killed in the third window, when it has trained and saved
+and its reply is not yet sent. Killed means killed: that window of that client runs in a process of
+its own, which ends by SIGKILL.
+
+:meth:`Faults.expected` is Algorithm 1 transcribed once more, with clients that fail; like
+reference.py, whose updates it uses, it knows nothing of how the project does it.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import reference
+import torch
+from federation import due_table, initial
+from flower_path import Run
+from flwr.app import Context, Error, Message, RecordDict
+from reference import State, Tree
+
+from flower_desloc.flower import tensor_file
+from flower_desloc.record import EventKind
+
+Phase = Literal["starting", "training", "saving", "uploading"]
+"""Where a client may be when it dies: before its first step, in the last of them, half through its
+state file, or with everything done but the reply."""
+
+Outcome = Literal["undone", "unheard", "new", "unharmed"]
+"""What becomes of a client in a window with a fault.
+
+undone    as if it had been away: it is what it was before the window
+unheard   it has taken its steps and kept them, and is not in the averages
+new       it begins the window with the last averages, and zeros where there is none
+unharmed  nothing happens
+"""
+
+Answer = Callable[[Message, Context], Message]
+Spoil = Callable[[RecordDict], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to client ``node`` in window ``window`` (1 is the first)."""
+
+    node: int
+    window: int
+    outcome: Outcome
+    kind: EventKind | None
+    """As which the federation must tell of it, and with which words; None: of nothing."""
+    words: str = ""
+    around: Callable[[Answer, Message, Context], Message] | None = None
+    """Stands between the request and the client's app."""
+    reply: Callable[[Message], list[Message]] | None = None
+    """Stands between the client's reply and the server."""
+
+
+class Faults:
+    """The faults of one run, each to happen once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.planned: list[Fault] = []
+        self._to_come: dict[tuple[int, int], Fault] = {}
+        self._before: dict[int, Message] = {}  # every client's last reply
+        self._client_app, self._pull = run.grid.client_app, run.grid.pull_messages
+        run.grid.client_app = self._app
+        run.grid.pull_messages = self._pulled
+        self._asked: dict[str, tuple[int, int]] = {}
+
+    # What can happen
+
+    def fail_at(self, *, node: int, window: int, phase: Phase) -> None:
+        """The client's process is killed in this phase of the window."""
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            with _forked() as is_child:
+                if is_child:
+                    self._arm(phase, message)
+                    answer(message, context)
+                    _die()
+            return Message(Error(8, "ClientApp stopped responding."), reply_to=message)
+
+        outcome: Outcome = "unheard" if phase == "uploading" else "undone"
+        self._plan(Fault(node, window, outcome, "failed", "stopped responding", around))
+
+    def diverge_at(self, *, node: int, window: int) -> None:
+        """The client's loss is infinite."""
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            with self._losses(lambda loss, m, t: loss * torch.inf):
+                return answer(message, context)
+
+        self._plan(Fault(node, window, "undone", "failed", "training diverged", around))
+
+    def lose_state_at(self, *, node: int, window: int) -> None:
+        """The client's state file is gone when the window begins."""
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            self.run.file(node).path.unlink(missing_ok=True)
+            return answer(message, context)
+
+        # In the first window there is nothing to lose.
+        outcome: Outcome = "new" if window > 1 else "unharmed"
+        self._plan(Fault(node, window, outcome, "state lost" if window > 1 else None, "", around))
+
+    def damage_state_at(self, *, node: int, window: int) -> None:
+        """Bits of the client's state file have flipped when the window begins, in every tensor."""
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            path = self.run.file(node).path
+            data = bytearray(path.read_bytes())
+            header = 8 + int.from_bytes(data[:8], "little")
+            data[header::8] = bytes(byte ^ 4 for byte in data[header::8])
+            path.write_bytes(data)
+            return answer(message, context)
+
+        self._plan(Fault(node, window, "new", "state lost", "", around))
+
+    def fill_disk_at(self, *, node: int, window: int, how: Literal["disk", "limit"]) -> None:
+        """The client's state cannot be written: its disk is full, or its files may not be so long.
+
+        A full ``disk`` is one of its own, mounted at the run's folder by the caller.
+        """
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            with _full(self.run.folder) if how == "disk" else _limited():
+                return answer(message, context)
+
+        words = "No space left" if how == "disk" else "File too large"
+        self._plan(Fault(node, window, "undone", "failed", words, around))
+
+    def be_late_at(self, *, node: int, window: int) -> None:
+        """The reply does not come within the policy's timeout."""
+        self._plan(
+            Fault(node, window, "unheard", "late", "was not answered", reply=lambda reply: [])
+        )
+
+    def spoil_at(self, *, node: int, window: int, spoil: Spoil, words: str) -> None:
+        """The reply is not what it should be."""
+
+        def changed(reply: Message) -> list[Message]:
+            spoil(reply.content)
+            return [reply]
+
+        self._plan(Fault(node, window, "unheard", "refused", words, reply=changed))
+
+    def answer_twice_at(self, *, node: int, window: int) -> None:
+        """The reply comes two times."""
+        self._plan(Fault(node, window, "unharmed", None, reply=lambda reply: [reply, copy(reply)]))
+
+    def answer_the_last_at(self, *, node: int, window: int) -> None:
+        """What comes is the reply to the window before."""
+
+        def stale(reply: Message) -> list[Message]:
+            reply.content = self._before[node].content
+            return [reply]
+
+        words = "answers for the steps"
+        self._plan(Fault(node, window, "unheard", "refused", words, reply=stale))
+
+    # How it happens
+
+    def _plan(self, fault: Fault) -> None:
+        at = (fault.node, fault.window)
+        assert at not in self._to_come, f"{at} has a fault already"
+        self.planned.append(fault)
+        self._to_come[at] = fault
+
+    def _app(self, message: Message, context: Context) -> Message:
+        fault = self._to_come.get(_place(message))
+        if fault is None:
+            return self._client_app(message, context)
+        if fault.around is None:
+            return self._client_app(message, context)
+        del self._to_come[_place(message)]  # it is asked again where it has lost its state
+        return fault.around(self._client_app, message, context)
+
+    def _pulled(self, message_ids: Any) -> list[Message]:
+        replies = []
+        for message_id in message_ids:
+            asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
+            place = _place(asked)
+            for reply in self._pull([message_id]):
+                fault = self._to_come.get(place)
+                if fault is not None and fault.reply is not None:
+                    del self._to_come[place]
+                    replies += fault.reply(reply)
+                else:
+                    replies.append(reply)
+                if place[1] > 0 and reply.has_content():
+                    self._before[place[0]] = reply
+        return replies
+
+    def _arm(self, phase: Phase, message: Message) -> None:
+        """See to it that this process dies in its phase; it is the client's own."""
+        if phase == "starting":
+            _die()
+        if phase == "training":
+            stop = message.content["config"]["stop-step"]
+            self._set_losses(lambda loss, m, t: _die() if t == stop - 1 else loss)
+        if phase == "saving":
+            save = tensor_file.save_file
+
+            def torn(tensors: Any, path: Path, metadata: Any) -> None:
+                save(tensors, path, metadata)
+                os.truncate(path, path.stat().st_size // 2)
+                _die()
+
+            tensor_file.save_file = torn
+
+    @contextlib.contextmanager
+    def _losses(self, change: Callable[[torch.Tensor, int, int], Any]) -> Iterator[None]:
+        self._set_losses(change)
+        try:
+            yield
+        finally:
+            object.__delattr__(self.run.problem, "loss")
+
+    def _set_losses(self, change: Callable[[torch.Tensor, int, int], Any]) -> None:
+        loss = self.run.problem.loss
+        object.__setattr__(
+            self.run.problem, "loss", lambda module, m, t: change(loss(module, m, t), m, t)
+        )
+
+    # What must come of it
+
+    def expected(self) -> list[State]:
+        """Return what every client holds in the end, the averages included."""
+        return self.course()[-1]
+
+    def course(self) -> list[list[State]]:
+        """Return what every client holds after each window, were all sent the averages at once."""
+        run, optimizer = self.run, self.run.case.oracle
+        faults = {(fault.node, fault.window): fault.outcome for fault in self.planned}
+        due = due_table(run.schedule, run.num_steps)
+        ends = [step for step in sorted(due) if due[step]]
+        clients = [reference.start(optimizer, initial(run.problem)) for _ in range(run.num_clients)]
+        averages: dict[str, Tree] = {"params": initial(run.problem)}
+        course = []
+        start = 0
+        for window, stop in enumerate(ends, start=1):
+            heard = []
+            for m in range(run.num_clients):
+                outcome = faults.get((m, window), "unharmed")
+                if outcome == "undone":
+                    continue
+                if outcome == "new":
+                    zeros = reference.start(optimizer, averages["params"])
+                    clients[m] = {**zeros, **{s: dict(tree) for s, tree in averages.items()}}
+                self._steps(clients[m], m, start, stop)
+                if outcome != "unheard":
+                    heard.append(m)
+            for stream in due[stop]:
+                averages[stream] = reference.E([clients[m][stream] for m in heard])
+                for client in clients:
+                    client[stream] = dict(averages[stream])
+            course.append([{s: dict(tree) for s, tree in client.items()} for client in clients])
+            start = stop
+        return course
+
+    def _steps(self, s: State, m: int, start: int, stop: int) -> None:
+        run, optimizer = self.run, self.run.case.oracle
+        streams = ("params", *optimizer.states)
+        seeds = run.case.make([torch.zeros(1)]).__class__.__name__ == "ADOPT"
+        if seeds and start > 0 and not any(v.any() for v in s["exp_avg_sq"].values()):
+            # ADOPT divides by the root of v before it has one: a joiner's v is its first batch's.
+            s["exp_avg_sq"] = reference.each(torch.square, run.problem.grad(m, start, s["params"]))
+        for t in range(start, stop):
+            g = run.problem.grad(m, t, s["params"])
+            for key in g:
+                new = optimizer.update(t, run.case.lr, g[key], *(s[n][key] for n in streams))
+                for name, tensor in zip(streams, new, strict=True):
+                    s[name][key] = tensor
+
+
+def _place(message: Message) -> tuple[int, int]:
+    """Return whose message it is and of which window; 0 where it is not one of training."""
+    if message.metadata.message_type != "train":
+        return message.metadata.dst_node_id - 1, 0
+    return message.metadata.dst_node_id - 1, int(message.content["config"]["server-round"])
+
+
+@contextlib.contextmanager
+def _forked() -> Iterator[bool]:
+    """Run the block in a child too, where it yields True; the child must end by SIGKILL."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; there is one
+        child = os.fork()
+    if child == 0:
+        try:
+            yield True
+        finally:
+            os._exit(1)  # it did not die as it should
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    yield False
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """No file of this process may be longer than so many bytes."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+@contextlib.contextmanager
+def _full(folder: Path) -> Iterator[None]:
+    """There is no space left on the disk of this folder."""
+    assert os.path.ismount(folder)
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        filler.unlink()

@@ -1,0 +1,352 @@
+"""What fails costs the window that client's contribution and nothing else, and is told by name."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Faults, Phase
+from federation import OPTIMIZERS, Quadratic, assert_close
+from flower_path import Run, Watch, oracle
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_desloc import SyncSchedule
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.stock import Stock
+from flower_desloc.outputs.metrics import to_line
+from flower_desloc.outputs.replay import from_line
+from flower_desloc.record import WindowRecord
+
+PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
+COINS = {"periods": None, "coins": 4}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_desloc.flower.federation._LOOK_AGAIN", 0.0)
+
+
+@pytest.fixture(params=COINS)
+def coins(request: pytest.FixtureRequest) -> int | None:
+    return COINS[request.param]
+
+
+@pytest.fixture(params=["adopt", "adam"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def faulty(name: str, coins: int | None, folder: Path, **policy: object) -> Faults:
+    """Three clients, twelve steps; with periods the windows end at 2 3 4 5 6 8 9 10 12."""
+    case = OPTIMIZERS[name]
+    run = Run(
+        Quadratic(),
+        case,
+        SyncSchedule(case.periods(2, 3, 5), coin_seed=coins),
+        folder,
+        num_clients=3,
+        num_steps=12,
+        policy=Policy(**{"on_failure": "continue", **policy}),
+    )
+    return Faults(run)
+
+
+def check(faults: Faults) -> None:
+    """Every average of every window, and what every client holds in the end, is the oracle's.
+
+    The events are those of the faults, in the window and of the client they belong to.
+    """
+    run = faults.run
+    averages = []
+    after = run.watch.after
+
+    def keep(record: WindowRecord) -> None:
+        after(record)
+        common = run.strategy.globals.averages
+        averages.append({name: from_record(common[name]) for name in record.streams})
+
+    run.watch.after = keep
+    states = run.start()
+    course = faults.course()
+    assert_close(states, course[-1])
+    for record, got, expected in zip(run.watch.records[1:], averages[1:], course, strict=True):
+        for stream, tensors in got.items():
+            torch.testing.assert_close(tensors, expected[0][stream], rtol=1e-12, atol=1e-12)
+        planned = sorted(
+            (fault for fault in faults.planned if fault.window == record.round),
+            key=lambda fault: fault.node,
+        )
+        told = [fault for fault in planned if fault.kind is not None]
+        assert [(e.kind, e.client) for e in record.events] == [
+            (fault.kind, f"client-{fault.node}") for fault in told
+        ]
+        for fault, event in zip(told, record.events, strict=True):
+            assert re.search(fault.words, event.what)
+        out = [f"client-{f.node}" for f in planned if f.outcome in ("undone", "unheard")]
+        assert sorted(record.left_out) == out
+
+
+# ----------------------------------------------------------------------------------- One at a time
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_client_that_is_killed_is_absent_and_keeps_what_it_had_saved(
+    name, coins, window, phase, tmp_path
+):
+    faults = faulty(name, coins, tmp_path)
+    faults.fail_at(node=2, window=window, phase=phase)
+    check(faults)
+
+
+def test_a_client_whose_loss_is_infinite_says_so_and_keeps_what_it_had(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path)
+    faults.diverge_at(node=1, window=2)
+    check(faults)
+
+
+def test_a_client_without_its_state_is_sent_everything(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path)
+    faults.lose_state_at(node=1, window=2)
+    faults.damage_state_at(node=0, window=4)
+    check(faults)
+
+
+def test_a_client_that_is_late_keeps_its_work_for_the_next_sync(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path, timeout=0.02)
+    faults.be_late_at(node=0, window=2)
+    faults.be_late_at(node=1, window=3)
+    check(faults)
+
+
+def test_a_reply_that_comes_twice_counts_once(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path)
+    faults.answer_twice_at(node=1, window=2)
+    check(faults)
+
+
+def test_a_reply_to_another_window_is_refused(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path)
+    faults.answer_the_last_at(node=1, window=3)
+    check(faults)
+
+
+def test_a_client_that_may_not_write_its_file_keeps_the_old_one(name, coins, tmp_path):
+    faults = faulty(name, coins, tmp_path)
+    faults.fill_disk_at(node=1, window=3, how="limit")
+    check(faults)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A disk of 128 kB; to mount one takes more rights than a test may have."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if done.returncode != 0:
+        pytest.skip(f"no disk can be mounted: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # files may still be mapped
+
+
+def test_a_client_whose_disk_is_full_keeps_the_old_file(name, coins, small_disk):
+    faults = faulty(name, coins, small_disk)
+    faults.fill_disk_at(node=1, window=3, how="disk")
+    check(faults)
+
+
+def value(it: float):
+    def spoil(content: RecordDict) -> None:
+        stream = content[first(content)]
+        tensors = from_record(stream)
+        tensors["vector"][2] = it
+        stream["vector"] = to_record(tensors)["vector"]
+
+    return spoil
+
+
+def replaced(tensor: torch.Tensor):
+    def spoil(content: RecordDict) -> None:
+        content[first(content)]["vector"] = to_record({"": tensor})[""]
+
+    return spoil
+
+
+def renamed(content: RecordDict) -> None:
+    stream = content[first(content)]
+    stream["victor"] = stream.pop("vector")
+
+
+def other_stream(content: RecordDict) -> None:
+    content["exp_avgs"] = content.pop(first(content))
+
+
+def cut(content: RecordDict) -> None:
+    array = content[first(content)]["vector"]
+    array.data = array.data[:-9]
+
+
+def oversized(content: RecordDict) -> None:
+    array = content[first(content)]["vector"]
+    array.data += bytes(10_000)
+
+
+def first(content: RecordDict) -> str:
+    return min(content.array_records)
+
+
+SPOILS = {
+    "NaN": (value(torch.nan), "not finite"),
+    "infinity": (value(-torch.inf), "not finite"),
+    "huge": (value(1.7e308), "too large to be averaged"),
+    "shape": (replaced(torch.zeros(6, dtype=torch.float64)), r"shape \(6,\)"),
+    "type": (replaced(torch.zeros(7)), "float32"),
+    "name": (renamed, "'victor'|'vector'"),
+    "stream": (other_stream, "'exp_avgs'"),
+    "truncated": (cut, "cannot be read"),
+    "oversized": (oversized, "10056 bytes for 56 bytes"),
+    "no metrics": (lambda content: content.pop("metrics"), "no MetricRecord"),
+    "nothing": (lambda content: content.clear(), "no MetricRecord"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+@pytest.mark.parametrize("which", [("adopt", None), ("adam", 4)], ids=["periods", "coins"])
+def test_a_reply_that_cannot_be_averaged_is_refused(which, what, tmp_path):
+    faults = faulty(*which, tmp_path)
+    spoil, words = SPOILS[what]
+    faults.spoil_at(node=1, window=3, spoil=spoil, words=words)
+    check(faults)
+
+
+# ---------------------------------------------------------------------------------- Many at a time
+
+CALLS = [
+    *(lambda f, phase=phase, **at: f.fail_at(phase=phase, **at) for phase in PHASES),
+    *(lambda f, spoil=s, words=w, **at: f.spoil_at(spoil=spoil, words=words, **at)
+      for s, w in SPOILS.values()),
+    Faults.lose_state_at,
+    Faults.diverge_at,
+    Faults.be_late_at,
+    Faults.answer_twice_at,
+    lambda f, **at: f.fill_disk_at(how="limit", **at),
+]  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(["adopt", "adam"]),
+    st.none() | st.integers(0, 5),
+    st.dictionaries(
+        st.tuples(st.integers(1, 2), st.integers(1, 5)), st.sampled_from(CALLS), max_size=8
+    ),
+)
+def test_faults_upon_faults_are_what_each_of_them_is(tmp_path_factory, name, coins, at):
+    """Client 0 alone is spared, so that there is always somebody to average."""
+    faults = faulty(name, coins, tmp_path_factory.mktemp("run"), timeout=0.02)
+    for (node, window), call in at.items():
+        call(faults, node=node, window=window)
+    check(faults)
+
+
+# ------------------------------------------------------------------------------ Comings and goings
+
+
+def events(run: Run) -> list[tuple[int, str, str]]:
+    return [(r.step, e.kind, e.client) for r in run.watch.records for e in r.events]
+
+
+def test_who_comes_and_goes_is_told(tmp_path):
+    faults = faulty("adam", None, tmp_path)
+    run = faults.run
+    # Client 1 is away from step 3 to 6, client 2 joins at 5.
+    run.present = lambda m, t: (m != 1 or not 3 <= t < 6) and (m != 2 or t >= 5)
+    run.start()
+    assert events(run) == [
+        (4, "left", "client-1"),
+        (6, "joined", "client-2"),
+        (8, "returned", "client-1"),
+    ]
+
+
+def test_a_client_that_moves_to_another_node_is_told(tmp_path):
+    run = faulty("adam", None, tmp_path).run
+    after = run.watch.after
+
+    def move(record: WindowRecord) -> None:
+        after(record)
+        if record.step == 4:
+            old = run.grid.contexts.pop(2)
+            run.grid.contexts[77] = Context(1, 77, old.node_config, RecordDict(), {})
+
+    run.watch.after = move
+    run.grid.get_node_ids = lambda: list(run.grid.contexts)
+    assert_close(run.start(), oracle(run))
+    (event,) = [event for record in run.watch.records for event in record.events]
+    assert (event.kind, event.client) == ("moved", "client-1")
+    assert event.what == "from node 2 to node 77"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_window_below_the_quorum_is_repeated_and_nothing_is_lost(name, coins, phase, tmp_path):
+    faults = faulty(name, coins, tmp_path, min_clients=3, repeats=1)
+    faults.fail_at(node=1, window=3, phase=phase)
+    run = faults.run
+    assert_close(run.start(), oracle(run))
+    step = run.watch.records[3].step
+    assert events(run) == [(step, "failed", "client-1"), (step, "repeated", "")]
+    assert all(not record.left_out for record in run.watch.records)
+
+
+def test_events_are_in_the_lines_of_metrics(tmp_path):
+    faults = faulty("adam", None, tmp_path)
+    faults.fail_at(node=2, window=3, phase="training")
+    faults.run.start()
+    lines = [json.loads(json.dumps(to_line(record))) for record in faults.run.watch.records]
+    told = {"kind": "failed", "client": "client-2", "what": "ClientApp stopped responding."}
+    assert [line["events"] for line in lines] == [[told] if n == 3 else [] for n in range(10)]
+    assert [from_line(line).events for line in lines] == [
+        list(record.events) for record in faults.run.watch.records
+    ]
+
+
+def test_flowers_own_strategies_tell_of_events_as_well(tmp_path):
+    """Whoever is asked once and for all keeps nothing, so that nothing but the reply is lost."""
+    left = [1]
+
+    def app(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query.hello":
+            about = {"client": f"client-{context.node_id}", "num-examples": 1}
+            return Message(RecordDict({"about": ConfigRecord(about)}), reply_to=message)
+        if not message.metadata.message_type.startswith("train"):
+            return Message(RecordDict(), reply_to=message)
+        if context.node_id == 2 and left:
+            left.pop()
+            raise RuntimeError("it broke")
+        told = {"num-examples": 1, "train-loss": 1.0, "one": 1}
+        x = message.content["params"]
+        return Message(RecordDict({"params": x, "metrics": MetricRecord(told)}), reply_to=message)
+
+    strategy = Stock(
+        FedAvg,
+        SyncSchedule({"params": 1}),
+        2,
+        policy=Policy(on_failure="continue", min_clients=2),
+        evaluate_clients=False,
+    )
+    watch = Watch()
+    grid = InProcessGrid(app, [{}, {}])
+    strategy.start(grid, to_record({"x": torch.zeros(2)}), observer=watch)
+    told = [[(e.kind, e.client) for e in record.events] for record in watch.records]
+    assert told == [[], [("failed", "client-2"), ("repeated", "")], []]

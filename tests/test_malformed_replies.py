@@ -1,0 +1,449 @@
+"""Ten thousand replies that cannot be: none stops the server, none moves an average.
+
+Run it alone as ``python -m pytest tests/test_malformed_replies.py``.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from copy import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.federation import Federation, FederationError
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, to_record
+
+EACH = 40
+"""So many at once, beside two clients that answer as they should."""
+
+SHAPES = {"matrix": (2, 3), "scalar": ()}
+STREAMS = ("params", "exp_avg_sq")
+Tree = dict[str, torch.Tensor]
+
+
+@cache
+def streams(m: int) -> dict[str, Tree]:
+    """What the honest client m sends: every stream, no value below zero."""
+    noise = torch.Generator().manual_seed(m)
+    return {
+        name: {
+            key: torch.rand(shape, dtype=torch.float64, generator=noise)
+            for key, shape in SHAPES.items()
+        }
+        for name in STREAMS
+    }
+
+
+@cache
+def arrays(m: int) -> dict[str, ArrayRecord]:
+    return {name: to_record(stream) for name, stream in streams(m).items()}
+
+
+# ------------------------------------------------------------------------------------ What is wrong
+
+#
+# A wrong answer is a right one, spoiled: what is said of it, and what is done to its content.
+
+Wrong = tuple[str, Callable[[RecordDict], object]]
+
+
+def of_records() -> st.SearchStrategy[Wrong]:
+    stream, other = (
+        st.sampled_from(STREAMS),
+        st.text(max_size=12).filter(lambda n: n not in STREAMS),
+    )
+    return st.one_of(
+        stream.map(lambda s: (f"no {s}", lambda c: c.pop(s))),
+        st.tuples(stream, other).map(
+            lambda so: (f"{so[0]} is called {so[1]!r}", lambda c: c.update({so[1]: c.pop(so[0])}))
+        ),
+        st.tuples(stream, other.filter(lambda name: name != "metrics")).map(
+            lambda so: (f"{so[1]!r} as well", lambda c: c.update({so[1]: c[so[0]]}))
+        ),
+        stream.map(lambda s: (f"{s} is empty", lambda c: c.update({s: ArrayRecord()}))),
+        stream.map(lambda s: (f"{s} is no array", lambda c: c.update({s: ConfigRecord({"a": 1})}))),
+        st.just(("nothing at all", lambda c: c.clear())),
+        st.just(("no metrics", lambda c: c.pop("metrics"))),
+        st.just(("the state is lost, always", lost)),
+    )
+
+
+def lost(content: RecordDict) -> None:
+    content["metrics"].update({"state-lost": 1, "num-examples": 0})
+    for name in STREAMS:
+        content.pop(name)
+
+
+def of_tensors() -> st.SearchStrategy[Wrong]:
+    place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)))
+    shape = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+    dtype = st.sampled_from("?bhilBHILefFDSUMm")
+
+    def missing(at: tuple[str, str]) -> Wrong:
+        return f"no {at}", lambda c: c[at[0]].pop(at[1])
+
+    def renamed(at: tuple[str, str], to: str) -> Wrong:
+        return f"{at} is {to!r}", lambda c: c[at[0]].update({to: c[at[0]].pop(at[1])})
+
+    def added(at: tuple[str, str], to: str) -> Wrong:
+        return f"{to!r} like {at}", lambda c: c[at[0]].update({to: c[at[0]][at[1]]})
+
+    def shaped(at: tuple[str, str], to: tuple[int, ...]) -> Wrong:
+        return f"{at} of shape {to}", lambda c: put(c, at, np.zeros(to))
+
+    def typed(at: tuple[str, str], to: str) -> Wrong:
+        return f"{at} of type {to}", lambda c: put(c, at, np.zeros(SHAPES[at[1]], dtype=to))
+
+    unknown = st.text(max_size=12).filter(lambda name: name not in SHAPES)
+    return st.one_of(
+        place.map(missing),
+        st.tuples(place, unknown).map(lambda a: renamed(*a)),
+        st.tuples(place, unknown).map(lambda a: added(*a)),
+        st.tuples(place, shape).filter(lambda a: a[1] != SHAPES[a[0][1]]).map(lambda a: shaped(*a)),
+        st.tuples(place, dtype).map(lambda a: typed(*a)),
+        place.map(
+            lambda at: (f"{at} big-endian", lambda c: put(c, at, array(c, at).astype(">f8")))
+        ),
+    )
+
+
+def of_values() -> st.SearchStrategy[Wrong]:
+    place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)), st.integers(0, 5))
+    # The last two are finite, and their distance from one another is not.
+    bad = st.sampled_from([np.nan, np.inf, -np.inf, 1.7e308, -1.7e308])
+
+    def holds(at: tuple[str, str, int], value: float) -> Wrong:
+        def spoil(content: RecordDict) -> None:
+            values = array(content, at[:2])
+            values.reshape(-1)[at[2] % values.size] = value
+            put(content, at[:2], values)
+
+        return f"{value} in {at}", spoil
+
+    negative = st.floats(-1e300, -1e-300)
+    return st.one_of(
+        st.tuples(place, bad).map(lambda a: holds(*a)),
+        st.tuples(place, negative).map(lambda a: holds(("exp_avg_sq", *a[0][1:]), a[1])),
+    )
+
+
+HEADERS = [
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }",
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (-4,), }",
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': (2, 9223372036854775807), }",
+    b"{'descr': '<f8', 'fortran_order': False, 'shape': 4, }",
+    b"{'descr': '|O', 'fortran_order': False, 'shape': (4,), }",
+    b"{'descr': '|V0', 'fortran_order': False, 'shape': (4,), }",
+    b"{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (4,), }",
+    b"{'descr': '<f8', 'shape': (4,), }",
+    b"(" * 900,
+    b"-" * 9000 + b"1",
+    b"\xff\xfe",
+]
+
+
+def of_bytes() -> st.SearchStrategy[Wrong]:
+    place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)))
+
+    def is_data(at: tuple[str, str], data: bytes) -> Wrong:
+        return f"{at} is {data[:30]!r}", lambda c: setattr(c[at[0]][at[1]], "data", data)
+
+    def cut(at: tuple[str, str], length: int) -> Wrong:
+        def spoil(content: RecordDict) -> None:
+            it = content[at[0]][at[1]]
+            it.data = it.data[: length % len(it.data)]
+
+        return f"{at} cut, {length}", spoil
+
+    def longer(at: tuple[str, str], more: bytes) -> Wrong:
+        def spoil(content: RecordDict) -> None:
+            content[at[0]][at[1]].data += more
+
+        return f"{at} with {len(more)} bytes more", spoil
+
+    def is_of(at: tuple[str, str], stype: str) -> Wrong:
+        return f"{at} of stype {stype!r}", lambda c: setattr(c[at[0]][at[1]], "stype", stype)
+
+    def headed(at: tuple[str, str], header: bytes) -> Wrong:
+        data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(32)
+        return is_data(at, data)
+
+    begun = st.binary(max_size=40).map(lambda rest: b"\x93NUMPY" + rest)
+    archive, pickled = io.BytesIO(), pickle.dumps({"a": 1})
+    np.savez(archive, a=np.zeros(4))
+    return st.one_of(
+        st.tuples(place, st.binary(max_size=60)).map(lambda a: is_data(*a)),
+        st.tuples(place, begun).map(lambda a: is_data(*a)),
+        st.tuples(place, st.integers(0, 10**6)).map(lambda a: cut(*a)),
+        st.tuples(place, st.binary(min_size=1, max_size=99)).map(lambda a: longer(*a)),
+        st.tuples(place, st.text(max_size=9)).map(lambda a: is_of(*a)),
+        st.tuples(place, st.sampled_from(HEADERS)).map(lambda a: headed(*a)),
+        st.tuples(place, st.sampled_from([archive.getvalue(), pickled])).map(lambda a: is_data(*a)),
+    )
+
+
+def of_metrics() -> st.SearchStrategy[Wrong]:
+    required = st.sampled_from(["num-examples", "train-loss"])
+    lists = st.lists(st.integers(-3, 3) | st.just(0), max_size=3)
+    step = st.sampled_from(["start-step", "stop-step"])
+    other = st.integers(-(2**63), 2**64 - 1).filter(lambda n: n not in (0, 1)) | lists
+    floats = st.sampled_from([np.nan, np.inf, -np.inf, 0.5])
+    never = st.sampled_from([0, -1, -(2**63), 2**63, 2**64 - 1, 0.0, *map(float, floats_of())])
+
+    def is_now(name: str, value: object) -> Wrong:
+        return f"{name} is {value}", lambda c: c["metrics"].update({name: value})
+
+    return st.one_of(
+        required.map(lambda name: (f"no {name}", lambda c: c["metrics"].pop(name))),
+        st.tuples(required, lists).map(lambda a: is_now(*a)),
+        never.map(lambda value: is_now("num-examples", value)),
+        st.tuples(step, other | floats).map(lambda a: is_now(*a)),
+        # Flower's MetricRecord takes integers that its wire format does not have.
+        st.tuples(st.text(max_size=9), st.sampled_from([2**64, -(2**63) - 1, 10**400])).map(
+            lambda a: is_now(*a)
+        ),
+    )
+
+
+def floats_of() -> Iterator[float]:
+    yield from (np.nan, np.inf, -np.inf, -0.5, 1e19)
+
+
+def of_evaluations() -> st.SearchStrategy[Wrong]:
+    total = st.sampled_from(["totals/nats", "totals/tokens"])
+    bad = st.sampled_from([np.nan, np.inf, -1.0, -(2**63), [1.0], []])
+
+    def is_now(name: str, value: object) -> Wrong:
+        return f"{name} is {value}", lambda c: c["metrics"].update({name: value})
+
+    return st.one_of(
+        st.tuples(total, bad).map(lambda a: is_now(*a)),
+        total.map(lambda name: (f"no {name}", lambda c: c["metrics"].pop(name))),
+        st.just(is_now("totals/tokens", 0.0)),
+        bad.map(lambda value: is_now("num-examples", value)),
+        st.sampled_from([10**400, 2**64]).map(lambda value: is_now("loss", value)),
+        st.just(("no metrics", lambda c: c.pop("metrics"))),
+        st.just(("a stream", lambda c: c.update(params=to_record(streams(0)["params"])))),
+        of_errors(),
+        of_steps(),
+    )
+
+
+def of_steps() -> st.SearchStrategy[Wrong]:
+    return st.integers(7, 99).map(
+        lambda n: (f"for step {n}", lambda c: c["metrics"].update({"stop-step": n}))
+    )
+
+
+def of_greetings() -> st.SearchStrategy[Wrong]:
+    names = st.sampled_from(
+        ["", ".", "../x", "a/b", "x" * 101, "a\n", 7, b"client-3", ["client-3"]]
+    )
+    lists = st.sampled_from([7, "x", [1, 2, 3], []])
+
+    def is_now(name: str, value: object) -> Wrong:
+        return f"{name} is {value}", lambda c: c["about"].update({name: value})
+
+    return st.one_of(
+        names.map(lambda name: is_now("client", name)),
+        st.just(("no name", lambda c: c["about"].pop("client"))),
+        st.just(("no about", lambda c: c.pop("about"))),
+        lists.map(lambda value: is_now("held-streams", value)).filter(lambda w: w[0][-2:] != "[]"),
+        lists.map(lambda value: is_now("held-versions", value)).filter(lambda w: w[0][-2:] != "[]"),
+        of_errors(),
+    )
+
+
+def of_errors() -> st.SearchStrategy[Wrong]:
+    return st.text(max_size=30).map(lambda text: (f"the error {text!r}", raises(text)))
+
+
+def raises(text: str) -> Callable[[RecordDict], None]:
+    def spoil(content: RecordDict) -> None:
+        raise RuntimeError(text)
+
+    return spoil
+
+
+def array(content: RecordDict, at: tuple[str, str]) -> np.ndarray:
+    return content[at[0]][at[1]].numpy()
+
+
+def put(content: RecordDict, at: tuple[str, str], values: np.ndarray) -> None:
+    content[at[0]][at[1]] = Array(values)
+
+
+TRAINING = st.one_of(
+    of_records(), of_tensors(), of_values(), of_bytes(), of_metrics(), of_steps(), of_errors()
+)
+
+# ------------------------------------------------------------------------------------ Who is asked
+
+
+class Clients:
+    """Clients of whom all but the first and the last spoil what they answer to one message."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.wrong: list[Wrong] = []
+        self.asked = ""
+        """The type of the messages that are answered so."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        m = int(context.node_config["m"])
+        content = good(message, m)
+        if message.metadata.message_type == self.asked and 0 < m <= len(self.wrong):
+            _, spoil = self.wrong[m - 1]
+            spoil(content)
+        return Message(content, reply_to=message)
+
+    def start(self, **policy: Any) -> DesLoc:
+        """Run one window with them."""
+        meta = {
+            key: torch.empty(s, dtype=torch.float64, device="meta") for key, s in SHAPES.items()
+        }
+        strategy = DesLoc(
+            SyncSchedule(dict.fromkeys(STREAMS, 1)),
+            1,
+            policy=Policy(**{"on_failure": "continue", **policy}),
+            states=dict.fromkeys(STREAMS[1:], meta),
+            metrics=lambda totals: {"loss": totals["nats"] / totals["tokens"]},
+            evaluate_clients=False,
+            run_key="run",
+        )
+        grid = InProcessGrid(self, [{"m": m} for m in range(self.number)])
+        x0 = to_record({key: torch.zeros(s, dtype=torch.float64) for key, s in SHAPES.items()})
+        strategy.start(grid, x0)
+        strategy.evaluate_clients = True
+        return strategy
+
+
+def good(message: Message, m: int) -> RecordDict:
+    """Return what the honest client m answers."""
+    match message.metadata.message_type:
+        case "train":
+            told = {"num-examples": m + 1, "train-loss": 1.0, "start-step": 0, "stop-step": 1}
+            content = RecordDict({"metrics": MetricRecord(told)})
+            for name, stream in arrays(m).items():
+                content[name] = ArrayRecord({key: copy(it) for key, it in stream.items()})
+            return content
+        case "evaluate":
+            told = {"num-examples": 1, "loss": 2.0, "totals/nats": 4.0, "totals/tokens": 2.0}
+            return RecordDict({"metrics": MetricRecord(told)})
+        case "query.hello":
+            held: dict[str, Any] = {"held-streams": [], "held-versions": []}
+            return RecordDict({"about": ConfigRecord({"client": f"client-{m}", **held})})
+    return RecordDict()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_desloc.flower.federation._LOOK_AGAIN", 0.0)
+    # Nothing is wrong with the requests, and to count their bytes takes half of the time.
+    monkeypatch.setattr(Federation, "_counted_down", lambda self, message: message)
+
+
+@pytest.fixture(scope="module")
+def clients() -> Clients:
+    return Clients(EACH + 2)
+
+
+@pytest.fixture(scope="module")
+def strategy(clients: Clients) -> DesLoc:
+    """A strategy whose last window, of the one step, is asked for again and again."""
+    return clients.start()
+
+
+# -------------------------------------------------------------------------------------------- Laws
+
+
+@settings(max_examples=200)
+@given(wrong=st.lists(TRAINING, min_size=EACH, max_size=EACH))
+def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients, strategy, wrong):
+    clients.wrong, clients.asked = wrong, "train"
+    before = strategy._federation.traffic.up
+    asked = strategy.configure_train(1, strategy.globals.averages["params"], ConfigRecord(), None)
+    strategy._tally = type(strategy._tally)()
+    _, metrics = strategy.aggregate_train(1, strategy._replies(1, asked, ConfigRecord()))
+    assert list(strategy._tally.clients) == ["client-0", f"client-{EACH + 1}"]
+    left_out = strategy._tally.left_out
+    assert list(left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
+    assert all(reason.strip() for reason in left_out.values())
+    assert metrics["num-examples"] == 1 + EACH + 2
+    for name in STREAMS:
+        got = from_record(strategy.globals.averages[name])
+        for key, tensor in got.items():
+            ends = streams(0)[name][key], streams(EACH + 1)[name][key]
+            torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-15)
+    # What came is counted, and it is never less than nothing.
+    up = strategy._federation.traffic.up
+    size = sum(t.nbytes for t in streams(0)["params"].values())
+    assert all(up[name] - before.get(name, 0) >= 2 * size for name in STREAMS)
+    assert all(count >= before.get(name, 0) for name, count in up.items())
+
+
+@settings(max_examples=25)
+@given(wrong=st.lists(of_evaluations(), min_size=EACH, max_size=EACH))
+def test_a_malformed_evaluation_is_left_out_with_a_reason_and_changes_nothing(
+    clients, strategy, wrong
+):
+    clients.wrong, clients.asked = wrong, "evaluate"
+    asked = strategy.configure_evaluate(
+        1, strategy.globals.averages["params"], ConfigRecord(), None
+    )
+    strategy._tally = type(strategy._tally)()
+    metrics = strategy.aggregate_evaluate(1, strategy._federation.ask(asked))
+    assert list(strategy._tally.left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
+    assert all(why.startswith("evaluation: ") for why in strategy._tally.left_out.values())
+    assert dict(metrics) == {"loss": 2.0, "client-0/loss": 2.0, f"client-{EACH + 1}/loss": 2.0}
+
+
+@settings(max_examples=25)
+@given(wrong=st.lists(of_greetings(), min_size=EACH, max_size=EACH))
+def test_who_does_not_say_who_it_is_does_not_take_part(wrong):
+    clients = Clients(EACH + 2)
+    clients.wrong, clients.asked = wrong, "query.hello"
+    strategy = clients.start()
+    assert list(strategy._tally.clients) == ["client-0", f"client-{EACH + 1}"]
+
+
+@settings(max_examples=100)
+@given(wrong=TRAINING)
+def test_where_the_policy_is_to_stop_it_is_the_defined_error_that_stops(wrong):
+    clients = Clients(2)
+    clients.wrong, clients.asked = [wrong], "train"
+    with pytest.raises(FederationError, match=r"client-1 is left out of the window"):
+        clients.start(on_failure="stop")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128, torch.uint16])
+def test_of_a_stream_that_nobody_described_only_numbers_that_have_a_mean_are_taken(dtype):
+    clients = Clients(2)
+    odd = {key: torch.ones(shape).to(dtype) for key, shape in SHAPES.items()}
+    clients.wrong = [("", lambda content: content.update(exp_avg=to_record(odd)))]
+    clients.asked = "train"
+    strategy = DesLoc(
+        SyncSchedule(dict.fromkeys(("params", "exp_avg_sq", "exp_avg"), 1)), 1, run_key="run"
+    )
+    grid = InProcessGrid(clients, [{"m": 1}])
+    x0 = to_record({key: torch.zeros(s, dtype=torch.float64) for key, s in SHAPES.items()})
+    with pytest.raises(FederationError, match="which has no mean"):
+        strategy.start(grid, x0)

@@ -1,0 +1,278 @@
+"""A server that dies and goes on: the same weights, bit for bit, as one that never died."""
+
+import dataclasses
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, assert_same
+from flower_path import RUN, Run
+from flwr.app import Message
+
+from flower_desloc import SyncSchedule
+from flower_desloc.flower import tensor_file
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record
+from flower_desloc.outer import Outer
+from flower_desloc.schedule import GRADIENTS, PARAMS, RESET
+from flower_desloc.streams import digest
+
+
+class Killed(BaseException):
+    """The server is no more; nobody is told, and nothing is tidied up."""
+
+
+@dataclass
+class Fuse:
+    """Burns down by one at each point where a server may die."""
+
+    length: float = float("inf")
+    burnt: list[str] = field(default_factory=list)
+
+    def burn(self, where: str) -> None:
+        self.burnt.append(where)
+        if len(self.burnt) > self.length:
+            raise Killed(where)
+
+
+@dataclass
+class Case:
+    """A run whose server is to die."""
+
+    optimizer: str = "adopt"
+    periods: dict[str, Any] | None = None
+    coins: bool = False
+    outer: Callable[[], Outer] | None = None
+    every: int = 1
+    fraction: float = 1.0
+    present: Callable[[int, int], bool] = lambda m, t: True
+
+    def run(self, folder: Path, fuse: Fuse | None = None, *, resume: bool = False) -> Run:
+        fuse = fuse or Fuse()
+        optimizer = OPTIMIZERS[self.optimizer]
+        schedule = SyncSchedule(
+            self.periods or optimizer.periods(2, 3, 5), coin_seed=3 if self.coins else None
+        )
+        run = Run(
+            Quadratic(),
+            optimizer,
+            schedule,
+            folder / "clients",
+            num_clients=3,
+            num_steps=12,
+            outer=self.outer() if self.outer else None,
+            policy=Policy(fraction_train=self.fraction, seed=5),
+            present=self.present,
+        )
+        strategy, checkpoints = run.strategy, Burning(fuse, folder / "checkpoints", self.every)
+        strategy.evaluate_clients, strategy.eval_every = True, 4
+        strategy._checkpoints = checkpoints
+        if resume and checkpoints.all():  # if not, there is nothing to go on from
+            strategy._resume = Checkpoint.read(checkpoints.all()[-1])
+            run._leave(strategy._resume.step)
+        else:
+            run._leave(0)
+        pull = run.grid.pull_messages
+
+        def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
+            fuse.burn("before a reply")
+            replies = pull(message_ids)
+            fuse.burn("after a reply")
+            return replies
+
+        run.grid.pull_messages = pull_messages  # type: ignore[method-assign]
+        leave = run.watch.after
+
+        def after(record: Any) -> None:
+            fuse.burn("before the record")
+            leave(record)
+            fuse.burn("after the record")
+
+        run.watch.after = after
+        strategy.start(run.grid, run.initial, observer=run.watch)
+        return run
+
+
+class Burning(Checkpoints):
+    """Checkpoints whose writing may be the server's last act."""
+
+    def __init__(self, fuse: Fuse, folder: Path, every: int) -> None:
+        super().__init__(folder, every)
+        self.fuse = fuse
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        self.fuse.burn("before the checkpoint")
+        (self.folder / "step-99999999.partial").write_bytes(b"half") if self.all() else None
+        self.fuse.burn("within the checkpoint")
+        super().write(checkpoint)
+        self.fuse.burn("after the checkpoint")
+
+
+CASES = {
+    "periods": Case(),
+    "coins": Case(coins=True, optimizer="amsgrad"),
+    "every third window": Case(every=3, optimizer="adam"),
+    "some of the clients": Case(every=4, fraction=0.6),
+    "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
+    "DiLoCo": Case(
+        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
+        outer=lambda: Outer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)),
+        every=2,
+    ),
+    "reset states": Case(
+        optimizer="adam", periods={PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}
+    ),
+    "data parallelism": Case(
+        periods={GRADIENTS: 1}, outer=lambda: Outer(OPTIMIZERS["adam"].make), every=3
+    ),
+}
+
+
+def outcome(run: Run) -> dict[str, str]:
+    return {name: digest(from_record(a)) for name, a in run.strategy.globals.averages.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_anywhere_and_resumed_it_ends_with_the_same_bits(name, tmp_path):
+    """After every checkpoint, and at three more points drawn by the case's name."""
+    case, whole = CASES[name], Fuse()
+    expected = case.run(tmp_path / "whole", whole)
+    points = {i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"}
+    points |= set(random.Random(name).sample(range(1, len(whole.burnt)), 3))
+    for point in sorted(points):
+        folder, fuse = tmp_path / str(point), Fuse(point)
+        with pytest.raises(Killed):
+            case.run(folder, fuse)
+        if point % 3 == 0 and point < len(whole.burnt) // 2:  # a server may die twice
+            with pytest.raises(Killed):
+                case.run(folder, Fuse(9), resume=True)
+        resumed = case.run(folder, resume=True)
+        assert outcome(resumed) == outcome(expected), fuse.burnt
+        assert resumed.strategy.globals.versions == expected.strategy.globals.versions
+        if resumed.states and expected.states:
+            assert_same(resumed.states, expected.states)
+        assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
+
+
+def test_what_all_have_in_common_needs_no_files(tmp_path):
+    """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
+    case = Case(optimizer="adam", periods={PARAMS: 2, "exp_avg": 3, "exp_avg_sq": 6})
+    whole = Fuse()
+    expected = case.run(tmp_path / "whole", whole)
+    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        case.run(folder, Fuse(saved[4]))  # of the steps 0, 2, 3, 4, 6
+    assert Checkpoint.read(Checkpoints(folder / "checkpoints").all()[-1]).step == 6
+    shutil.rmtree(folder / "clients")
+    assert outcome(case.run(folder, resume=True)) == outcome(expected)
+
+
+def test_a_client_without_its_files_joins_anew(tmp_path):
+    """Elsewhere its own work since the last average is gone, and the run goes on all the same."""
+    case, whole = Case(), Fuse()
+    expected = case.run(tmp_path / "whole", whole)
+    with pytest.raises(Killed):
+        case.run(tmp_path / "b", Fuse(len(whole.burnt) // 2))
+    kept = tmp_path / "b" / "clients" / RUN
+    (kept / "client-1.safetensors").unlink()
+    shutil.rmtree(kept / "client-1.checkpoint")
+    resumed = case.run(tmp_path / "b", resume=True)
+    assert resumed.strategy.globals.versions == expected.strategy.globals.versions
+    assert outcome(resumed) != outcome(expected)
+
+
+def a_checkpoint(**changes: Any) -> Checkpoint:
+    about: dict[str, Any] = {
+        "run_key": "run",
+        "round": 2,
+        "step": 4,
+        "evaluated": 4,
+        "versions": {PARAMS: 4, "exp_avg": 3},
+        "averages": {PARAMS: {"w": torch.randn(3, 2)}, "exp_avg": {"w": torch.randn(3, 2)}},
+        "outer": {"step": {"w": torch.tensor(2.0)}},
+    }
+    return Checkpoint(**about | changes)
+
+
+def test_a_checkpoint_is_read_as_it_was_written_and_two_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1, "settings")
+    for step in (4, 8, 12):
+        checkpoints.write(written := a_checkpoint(step=step))
+    assert [path.name for path in checkpoints.all()] == [
+        "step-00000008.safetensors",
+        "step-00000012.safetensors",
+    ]
+    read = Checkpoint.read(checkpoints.all()[-1])
+    for name in ("averages", "outer"):
+        assert_same([getattr(read, name)], [getattr(written, name)])
+    assert (read.versions, read.step, read.settings) == (written.versions, 12, "settings")
+
+
+@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "of a client", "text"])
+def test_a_checkpoint_that_is_not_whole_is_refused_in_one_sentence(harm, tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.write(a_checkpoint())
+    (path,) = checkpoints.all()
+    data = bytearray(path.read_bytes())
+    if harm == "torn":
+        data = data[: len(data) // 2]
+    elif harm == "flipped":
+        data[-5] ^= 1
+    elif harm == "empty":
+        data = bytearray()
+    elif harm == "text":
+        data = bytearray(b"not a checkpoint")
+    path.write_bytes(data)
+    if harm == "of a client":
+        tensor_file.write(path, {"step": 4, "versions": {}}, {PARAMS: {"w": torch.zeros(2)}})
+    with pytest.raises(CheckpointError, match=r"step-00000004.*take the (one|checkpoint) before"):
+        Checkpoint.read(path)
+
+
+def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):
+    for changes, words in (
+        ({"versions": {PARAMS: 4}}, "has the streams"),
+        ({"averages": {PARAMS: {"w": torch.zeros(7)}}}, "lacks|shape"),
+    ):
+        case = Case()
+        case.run(tmp_path / "a")
+        path = Checkpoints(tmp_path / "a" / "checkpoints").all()[-1]
+        whole = Checkpoint.read(path)
+        run = Run(
+            Quadratic(),
+            OPTIMIZERS["adopt"],
+            SyncSchedule(OPTIMIZERS["adopt"].periods(2, 3, 5)),
+            tmp_path,
+            num_clients=3,
+            num_steps=12,
+        )
+        run.strategy._resume = dataclasses.replace(whole, **changes)
+        with pytest.raises(ValueError, match=words):
+            run.start()
+
+
+def test_a_full_disk_leaves_the_checkpoints_that_were_whole(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.write(a_checkpoint())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        big = {PARAMS: {"w": torch.zeros(5000)}}
+        with pytest.raises(OSError, match=r"step-00000008.*free the disk"):
+            checkpoints.write(a_checkpoint(step=8, averages=big))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    (path,) = checkpoints.all()
+    assert Checkpoint.read(path).step == 4
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,288 @@
+"""Robust averages against NumPy and SciPy, their laws, and what they do to a hostile client."""
+
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, assert_close, assert_same
+from flower_path import Run, oracle
+from flwr.app import Message
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from scipy.stats import trim_mean
+
+from flower_desloc import Mean, SyncSchedule
+from flower_desloc.config import ConfigError, load
+from flower_desloc.flower.federation import FederationError
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.robust import Gathered, beyond, coordinate_median, trimmed_mean
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_desloc.flower.federation._LOOK_AGAIN", 0.0)
+
+
+# Whole numbers, of which sums are exact in any order.
+STACKS = arrays.arrays(
+    np.float64,
+    st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(1, 3)),
+    elements=st.integers(-(2**40), 2**40).map(float),
+)
+
+
+def split(stack: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(row.copy()) for row in stack]
+
+
+# -------------------------------------------------------------------------------- The two averages
+
+
+@given(STACKS)
+def test_the_median_is_numpys(stack):
+    assert np.array_equal(coordinate_median(split(stack)).numpy(), np.median(stack, axis=0))
+
+
+@given(STACKS, st.integers(0, 4))
+def test_the_trimmed_mean_is_scipys(stack, trim):
+    count = len(stack)
+    if 2 * trim >= count:
+        with pytest.raises(ValueError, match="cannot be cut"):
+            trimmed_mean(split(stack), trim)
+        return
+    share = (trim + 0.5) / count  # of which SciPy takes the whole part of count times share
+    expected = trim_mean(stack, share, axis=0) if stack.size else np.zeros(stack.shape[1:])
+    assert np.array_equal(trimmed_mean(split(stack), trim).numpy(), expected)
+
+
+@given(STACKS, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_neither_depends_on_who_is_who(stack, trim, random):
+    rows = split(stack)
+    order = random.sample(rows, len(rows))
+    trim = min(trim, (len(rows) - 1) // 2)
+    assert torch.equal(trimmed_mean(rows, trim), trimmed_mean(order, trim))
+
+
+@given(STACKS, st.integers(0, 3), st.integers(-(2**40), 2**40), st.sampled_from([-2.0, 0.5, 4.0]))
+def test_both_move_with_the_values_and_scale_with_them(stack, trim, by, factor):
+    rows = split(stack)
+    trim = min(trim, (len(rows) - 1) // 2)
+    mean = trimmed_mean(rows, trim)
+    # Sums are exact, quotients are rounded: 2^41 has 11 bits below the binary point.
+    moved = trimmed_mean([row + by for row in rows], trim)
+    torch.testing.assert_close(moved, mean + by, rtol=0, atol=2.0**-11)
+    assert torch.equal(trimmed_mean([row * factor for row in rows], trim), mean * factor)
+
+
+@given(STACKS, st.integers(0, 3), st.floats(-1e300, 1e300))
+def test_so_many_as_are_cut_cannot_move_it_beyond_the_others(stack, trim, lie):
+    rows = split(stack)
+    trim = min(trim, (len(rows) - 1) // 2)
+    honest = torch.stack(rows[trim:])
+    mean = trimmed_mean([torch.full_like(row, lie) for row in rows[:trim]] + rows[trim:], trim)
+    assert (mean >= honest.amin(dim=0)).all()
+    assert (mean <= honest.amax(dim=0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_type_stays_and_half_precision_is_added_in_fp32(dtype):
+    rows = [torch.full((3,), value, dtype=dtype) for value in (60000.0, 60000.0, 60000.0, 1.0)]
+    assert trimmed_mean(rows, 1).dtype == dtype
+    assert torch.equal(trimmed_mean(rows, 1), rows[0])  # a sum of two is beyond fp16
+
+
+def test_a_norm_is_measured_by_the_median_of_all():
+    assert beyond([1.0, 2.0, 3.0, 6.1], 2.0) == [3]  # the median is 2.5
+    assert beyond([0.0, 0.0, 0.0], 2.0) == []
+    assert beyond([float("inf"), 1.0, 1.0], 2.0) == [0]
+
+
+# --------------------------------------------------------------------------- In the place of Mean
+
+
+def client(m: int) -> dict[str, dict[str, torch.Tensor]]:
+    noise = torch.Generator().manual_seed(m)
+    return {
+        name: {
+            key: torch.randn(shape, generator=noise) for key, shape in (("a", (3, 2)), ("b", ()))
+        }
+        for name in ("params", "exp_avg")
+    }
+
+
+def test_the_mean_of_what_is_gathered_is_the_mean_bit_for_bit():
+    mean, gathered = Mean(client(9)), Gathered(client(9))
+    for m in range(5):
+        mean.add(client(m), m + 1.0)
+        gathered.add(client(m), m + 1.0)
+    assert_same([gathered.result()], [mean.result()])
+    ours, theirs = gathered.drift(gathered.result()), mean.drift(mean.result())
+    for name, drift in theirs.items():
+        for figure in ("spread", "moved", "norm"):
+            assert getattr(ours[name], figure) == pytest.approx(getattr(drift, figure), rel=1e-6)
+
+
+def test_who_is_dropped_is_as_if_it_had_never_been_there():
+    gathered, others = Gathered(average="median"), Gathered(average="median")
+    for m in range(5):
+        gathered.add(client(m))
+        if m != 3:
+            others.add(client(m))
+    gathered.drop({3})
+    assert gathered.count == 4
+    assert_same([gathered.result()], [others.result()])
+
+
+def test_other_tensors_than_the_first_clients_are_refused():
+    gathered = Gathered()
+    gathered.add(client(0))
+    with pytest.raises(ValueError, match="expected"):
+        gathered.add({"params": client(1)["params"]})
+    with pytest.raises(ValueError, match="no client"):
+        Gathered(average="median").result()
+
+
+# ---------------------------------------------------------------------------------- In a federation
+
+
+def federation(folder: Path, **policy: object) -> Run:
+    case = OPTIMIZERS["adam"]
+    return Run(
+        Quadratic(heterogeneous=False),
+        case,
+        SyncSchedule(case.periods(2, 4, 8)),
+        folder,
+        num_clients=5,
+        num_steps=8,
+        policy=Policy(**{"on_failure": "continue", **policy}),
+    )
+
+
+def lying(run: Run, node: int, factor: float) -> None:
+    """Let one client send params at so many times their distance from where they began."""
+    start = from_record(run.initial)
+
+    def meddle(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == node + 1:
+            x = from_record(reply.content["params"])
+            lie = {key: start[key] + factor * (x[key] - start[key]) for key in x}
+            reply.content["params"] = to_record(lie)
+        return reply
+
+    run.grid.meddle = meddle
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"average": "median"},
+        {"average": "trimmed_mean", "min_clients": 3},
+        {"norm_bound": 4.0},
+        {"norm_bound": 4.0, "average": "median"},
+    ],
+    ids=str,
+)
+def test_a_client_that_lies_moves_the_mean_and_no_robust_average(policy, tmp_path):
+    def final(name: str, lies: bool, **policy: object) -> torch.Tensor:
+        run = federation(tmp_path / name, **policy)
+        if lies:
+            lying(run, node=2, factor=-1000.0)
+        run.start()
+        return from_record(run.result.arrays)["matrix"]
+
+    honest = final("honest", lies=False)
+    assert (final("robust", lies=True, **policy) - honest).abs().max() < 0.05
+    assert (final("mean", lies=True) - honest).abs().max() > 100
+
+
+def test_a_client_whose_update_is_too_long_is_left_out_by_name(tmp_path):
+    run = federation(tmp_path, norm_bound=4.0)
+    lying(run, node=2, factor=-1000.0)
+    states = run.start()
+    assert_close(states[:2], oracle_without(run, 2)[:2])
+    for record in run.watch.records[1:]:
+        assert "client-2" not in record.clients
+        (event,) = record.events
+        assert (event.kind, event.client) == ("outlier", "client-2")
+        assert "its update of params has the norm" in event.what
+        assert record.left_out == {"client-2": event.what}
+
+
+def oracle_without(run: Run, node: int):
+    return oracle(run, present=lambda m, t: m != node)
+
+
+def test_a_client_that_is_too_far_stops_the_run_where_that_is_the_policy(tmp_path):
+    run = federation(tmp_path, norm_bound=4.0, on_failure="stop")
+    lying(run, node=2, factor=-1000.0)
+    with pytest.raises(FederationError, match=r"client-2 is left out .*norm_bound=4"):
+        run.start()
+
+
+def test_where_nobody_is_too_far_a_bound_changes_no_bit(tmp_path):
+    bound, free = federation(tmp_path / "a", norm_bound=1000.0), federation(tmp_path / "b")
+    assert_same(bound.start(), free.start())
+
+
+@pytest.mark.parametrize(("policy", "most"), [({}, 1), ({"average": "median"}, 5)], ids=str)
+def test_a_robust_average_holds_all_replies_and_the_mean_one(policy, most, tmp_path):
+    run = federation(tmp_path, **policy)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    seen = []
+    build = run.strategy._add
+
+    def add(mean, member, reply):
+        added = build(mean, member, reply)
+        alive.append(weakref.ref(reply.streams["params"]["matrix"]))
+        del reply
+        seen.append(sum(ref() is not None for ref in alive))
+        return added
+
+    run.strategy._add = add
+    run.start()
+    assert max(seen) == most
+
+
+# ---------------------------------------------------------------------------------------- Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("federation.average=mode", "mean, median, trimmed_mean"),
+        ("federation.average=median federation.weighting=examples", "weighting=uniform"),
+        ("federation.average=trimmed_mean", "min_clients=1 must be at least 3"),
+        (
+            "federation.average=trimmed_mean federation.trim=2 federation.min_clients=4",
+            "at least 5",
+        ),
+        ("federation.norm_bound=0.5", "at least 1"),
+    ],
+)
+def test_a_guard_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        load("quickstart", settings)
+
+
+def test_flowers_own_strategies_have_no_guards():
+    with pytest.raises(ConfigError, match=r"federation\.average and federation\.norm_bound"):
+        load("fedavg", "federation.average=median")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"average": "median", "weighting": "examples"},
+        {"average": "trimmed_mean", "min_clients": 2},
+        {"average": "mode"},
+        {"norm_bound": 0.9},
+    ],
+    ids=str,
+)
+def test_a_policy_with_such_a_guard_is_refused_as_well(policy):
+    with pytest.raises(ValueError, match=r"average|trim|norm_bound"):
+        Policy(**policy)
