@@ -25,6 +25,7 @@ import flower_desloc
 from flower_desloc.cli import app, checkout, run, simulation, superlink
 from flower_desloc.cli.simulation import federation, flwr_run, without_flower
 from flower_desloc.config import Config, load, parse
+from flower_desloc.deployment import processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -211,7 +212,7 @@ def test_flower_gets_our_environment_without_what_would_lead_it_elsewhere(monkey
         monkeypatch.setenv(name, "stale")
     monkeypatch.setenv("NO_PROXY", "intra.net")
     monkeypatch.setenv("HF_HOME", "/models")
-    environment = superlink._environment(Path("/home/of/ours"))
+    environment = processes.flower_environment(Path("/home/of/ours"))
     assert "stale" not in environment.values()
     assert environment["FLWR_HOME"] == "/home/of/ours"
     assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
@@ -224,7 +225,7 @@ def test_a_long_temporary_folder_is_not_used_because_rays_sockets_would_not_fit(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    home = superlink._private_folder()
+    home = processes._private_folder()
     home.rmdir()
     assert len(str(home)) < 40
 
@@ -238,15 +239,15 @@ def home(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         home.mkdir()
-        monkeypatch.setattr(superlink, "_private_folder", lambda: home)
+        monkeypatch.setattr(processes, "_private_folder", lambda: home)
         yield home
 
 
 def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkeypatch):
     broken = ["sh", "-c", "echo the port is taken; exit 3"]
-    monkeypatch.setattr(superlink, "_superlink_command", lambda port, environment: broken)
+    monkeypatch.setattr(superlink, "_superlink_command", lambda *_: broken)
     with (
-        pytest.raises(superlink.SuperLinkError, match="the port is taken"),
+        pytest.raises(processes.ProcessError, match="the port is taken"),
         superlink.private_superlink(),
     ):
         pass
@@ -261,8 +262,8 @@ def test_what_is_deaf_and_left_the_process_group_is_ended_too(home, monkeypatch)
         "time.sleep(1000)\n"
     )
     command = [sys.executable, "-c", parent]
-    monkeypatch.setattr(superlink, "_superlink_command", lambda port, environment: command)
-    monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self, port: None)
+    monkeypatch.setattr(superlink, "_superlink_command", lambda *_: command)
+    monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
     mark = f"FLWR_HOME={home}"
     with superlink.private_superlink():
         wait_until(lambda: any(name.startswith("sh -c trap") for name in marked(mark)))
@@ -320,7 +321,7 @@ def test_a_log_that_breaks_off_is_told_on_and_not_again():
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulation.typer, "echo", said.append)
-        assert simulation._follow(BrokenOnce(), "1", verbose=False).completed
+        assert simulation.follow(BrokenOnce(), "1", verbose=False).completed
     assert said == ["one", "two", "three"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flower_desloc.cli.guard import take_down
+from flower_desloc.deployment.guard import take_down
 from flower_desloc.flower.inprocess import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]

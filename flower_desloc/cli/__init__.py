@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flower_desloc import __version__
-from flower_desloc.cli import partition, plan, report, run, study, toy
+from flower_desloc.cli import federate, partition, plan, report, run, study, toy
 
 __all__ = ["app"]
 
@@ -39,6 +39,7 @@ def desloc(
 
 
 app.command()(run.run)
+app.command()(federate.federate)
 app.command()(report.report)
 app.command()(partition.partition)
 app.command()(plan.plan)

@@ -15,9 +15,12 @@ from flower_desloc.build import check_streams
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
 from flower_desloc.cli.prediction import prediction
 from flower_desloc.cli.simulation import federation, flwr_run, simulate
-from flower_desloc.cli.superlink import SuperLinkError
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import Config, ConfigError, dump, load
+from flower_desloc.deployment.processes import ProcessError
+from flower_desloc.flower.client import STATE_DIR
+from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run_in_process
+from flower_desloc.outputs.resume import AUTO, resumable
 
 
 class Engine(StrEnum):
@@ -100,9 +103,21 @@ def run(
     _require_writable(output_dir)
     with exit_on_signals():
         if engine is Engine.SIMULATION:
-            _run_simulation(command, verbose=verbose)
+            wrong = _run_simulation(command, output_dir, verbose=verbose)
         else:
-            _run_in_process(app, run_config, config.federation.num_clients, verbose=verbose)
+            wrong = _run_in_process(app, run_config, config.federation.num_clients, verbose=verbose)
+    if wrong:
+        fail(FAILED, wrong + how_to_go_on(["desloc", "run", preset, *words], config, output_dir))
+
+
+def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path) -> str:
+    """Return a line with the command that goes on where ``command`` ended, if one can."""
+    folder = resumable(output_dir, config.run.name)
+    if folder is None:
+        return ""
+    words = [word for word in command if not word.startswith("run.resume=")]
+    again = shlex.join([*words, f"run.resume={folder}", "--output-dir", str(output_dir)])
+    return f"\ngo on from its last checkpoint: {again}"
 
 
 def _require_writable(folder: Path) -> None:
@@ -115,28 +130,32 @@ def _require_writable(folder: Path) -> None:
         fail(USAGE, f"--output-dir {folder}: may not be written to; give another folder")
 
 
-def _run_simulation(command: Sequence[str], *, verbose: bool) -> None:
+def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> str:
+    """Run to the end; return what went wrong, if anything did."""
     typer.echo(shlex.join(command))
-    try:
-        status = simulate(command, verbose=verbose)
-    except SuperLinkError as error:
-        fail(FAILED, str(error))
-    if not status.completed:
-        fail(FAILED, f"the run is {status.state}: {status.details}")
+    folder = clients_folder(output_dir)
+    os.environ[STATE_DIR] = str(folder)  # for all processes that play clients
+    with removed_if_empty(folder):
+        try:
+            status = simulate(command, verbose=verbose)
+        except ProcessError as error:
+            return str(error)
+    return "" if status.completed else f"the run is {status.state}: {status.details}"
 
 
 def _run_in_process(
     app: Path, run_config: Mapping[str, str], num_clients: int, *, verbose: bool
-) -> None:
+) -> str:
+    """Run to the end; return what went wrong, if anything did."""
     sys.path.insert(0, str(app))  # where server_app and client_app are
-    from flower_desloc.flower.inprocess import run_in_process
 
     try:
         run_in_process(dict(run_config), num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()
-        fail(FAILED, f"the run failed: {type(error).__name__}: {error}")
+        return f"the run failed: {type(error).__name__}: {error}"
+    return ""
 
 
 def _words(overrides: Sequence[str]) -> list[str]:
@@ -158,11 +177,16 @@ def _absolute(preset: str) -> str:
 
 def _absolute_paths(config: Config) -> list[str]:
     """Return overrides for what names a file seen from here; the app runs in another folder."""
-    named = {"data.source": config.data.source, "data.tokenizer": config.data.tokenizer}
+    named = {
+        "data.source": config.data.source,
+        "data.tokenizer": config.data.tokenizer,
+        "run.resume": config.run.resume,
+        "run.init_from": config.run.init_from,
+    }
     found = {
         key: str(Path(value).expanduser().resolve())
         for key, value in named.items()
-        if value not in ("builtin", "bytes") and Path(value).expanduser().exists()
+        if value not in ("", "builtin", "bytes", AUTO) and Path(value).expanduser().exists()
     }
     return [f"{key}={path}" for key, path in found.items() if path != named[key]]
 

@@ -8,6 +8,7 @@ import typer
 
 from flower_desloc.cli.superlink import CONNECTION, RunStatus, SuperLink, private_superlink
 from flower_desloc.config import Config
+from flower_desloc.deployment.arguments import as_argument
 
 
 def federation(config: Config, *, workers: int | None, cores: int) -> dict[str, int | float]:
@@ -30,24 +31,21 @@ def federation(config: Config, *, workers: int | None, cores: int) -> dict[str, 
 
 
 def flwr_run(
-    app: Path, run_config: Mapping[str, str], federation: Mapping[str, int | float]
+    app: Path,
+    run_config: Mapping[str, str],
+    federation: Mapping[str, int | float] | None = None,
 ) -> list[str]:
-    """Return the command line that submits one run of ``app``."""
+    """Return the command line that submits one run of ``app``.
+
+    ``federation`` is for a simulation; of SuperNodes there are as many as there are.
+    """
+    simulated = ["--federation-config", as_argument(federation)] if federation else []
     return [
         *("flwr", "run", str(app), CONNECTION),
-        "--federation-config",
-        " ".join(f"{key}={value}" for key, value in federation.items()),
-        "--run-config",
-        " ".join(f"{key}={_toml_string(value)}" for key, value in run_config.items()),
+        *simulated,
+        *("--run-config", as_argument(run_config)),
         *("--format", "json"),
     ]
-
-
-def _toml_string(text: str) -> str:
-    # Flower looks for the next quotation mark to find the end of a value, so none may stand
-    # inside, not even escaped; TOML knows it by its number as well.
-    special = {'"': "\\u0022", "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(char, char) for char in text) + '"'
 
 
 def simulate(command: Sequence[str], *, verbose: bool) -> RunStatus:
@@ -55,10 +53,11 @@ def simulate(command: Sequence[str], *, verbose: bool) -> RunStatus:
     with private_superlink() as superlink:
         run_id = superlink.submit(command)
         typer.echo(f"run {run_id} is submitted; the app and its clients are starting")
-        return _follow(superlink, run_id, verbose=verbose)
+        return follow(superlink, run_id, verbose=verbose)
 
 
-def _follow(superlink: SuperLink, run_id: str, *, verbose: bool) -> RunStatus:
+def follow(superlink: SuperLink, run_id: str, *, verbose: bool) -> RunStatus:
+    """Print what a run says as it comes; return how it ended."""
     told = 0
 
     def news() -> Iterator[str]:

@@ -1,9 +1,12 @@
-"""Takes a SuperLink and all it started down when the process that wanted it is gone.
+"""Keeps a process of Flower's, and takes it down with all it started when nobody wants it any more.
 
 Run as ``python guard.py HOME COMMAND...``: it starts COMMAND in ``HOME/cwd`` and waits until its
-own standard input closes. That pipe's other end is held by ``desloc run``, so it closes when
-``desloc run`` returns, raises, is interrupted twice, or is killed by SIGKILL: one way out instead
-of four. It imports the standard library alone, to be there at once.
+own standard input closes. That pipe's other end is held by the `desloc` command, so it closes when
+that returns, raises, is interrupted twice, or is killed by SIGKILL: one way out instead of four.
+It imports the standard library alone, to be there at once.
+
+With ``--restart`` before HOME, a COMMAND that ends by itself is started again, as a service manager
+would: a SuperNode that was killed is refused until the SuperLink has missed it, up to a minute.
 """
 
 import contextlib
@@ -16,24 +19,50 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+LOG = "log"
+"""Name of the file in HOME that COMMAND writes to."""
+
+ENDED = "guard: the process ended with exit code"
+
+_PAUSE = 2.0  # seconds before another start
 
 
-def main(home: Path, command: list[str]) -> int:
-    """Return 0 when told to stop, 1 when COMMAND ended by itself."""
-    with (home / "superlink.log").open("wb") as log:
-        superlink = subprocess.Popen(  # noqa: S603
-            command, cwd=home / "cwd", stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+def main(home: Path, command: list[str], *, restart: bool) -> int:
+    """Return 0 when told to stop, 1 when COMMAND ended by itself and is not to be started again."""
     told = False
-    while not told and superlink.poll() is None:
-        told = bool(select.select([sys.stdin], [], [], 0.2)[0])
-    superlink.terminate()
-    take_down(home)
-    superlink.wait()
+    with (home / LOG).open("wb") as log:
+        while not told:
+            told = _run(command, home, log)
+            if told or not restart:
+                break
+            told = _told_within(_PAUSE)
     if told:
         shutil.rmtree(home, ignore_errors=True)
     return 0 if told else 1
+
+
+def _run(command: list[str], home: Path, log: BinaryIO) -> bool:
+    """Return True when told to stop, False when COMMAND has ended."""
+    process = subprocess.Popen(  # noqa: S603
+        command, cwd=home / "cwd", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
+    told = False
+    while not told and process.poll() is None:
+        told = _told_within(0.2)
+    if not told:
+        log.write(f"{ENDED} {process.returncode}\n".encode())
+        log.flush()
+    process.terminate()
+    # What is left of it must not meet the next one: two clients would write one state file.
+    take_down(home)
+    process.wait()
+    return told
+
+
+def _told_within(seconds: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def take_down(home: Path) -> None:
@@ -104,4 +133,6 @@ def _environment(process: _Process) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    restart = sys.argv[1] == "--restart"
+    home, *command = sys.argv[1 + restart :]
+    sys.exit(main(Path(home), command, restart=restart))

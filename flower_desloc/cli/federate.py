@@ -1,0 +1,171 @@
+"""`desloc federate`: one run through a real SuperLink and SuperNodes, all on this machine."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_desloc.build import check_streams
+from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
+from flower_desloc.cli.run import (
+    _absolute,
+    _absolute_paths,
+    _listing,
+    _require_writable,
+    _words,
+    how_to_go_on,
+)
+from flower_desloc.cli.simulation import flwr_run, follow
+from flower_desloc.cli.superlink import SuperLink, private_superlink
+from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.config import ConfigError, load
+from flower_desloc.deployment.keys import make_key
+from flower_desloc.deployment.processes import ProcessError, last_words, private_home
+from flower_desloc.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.flower.inprocess import clients_folder, removed_if_empty
+
+Site = Mapping[str, str | int]
+"""The node config of a SuperNode."""
+
+
+def federate(
+    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
+    preset: Annotated[str, typer.Argument(show_default=False)] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="SuperNodes, each with a client.")] = 3,
+    output_dir: Annotated[
+        Path, typer.Option(help="Where the run's folder goes.", file_okay=False)
+    ] = Path("runs"),
+    data_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A node's private data, in place of a partition of data.source; once a node.",
+            exists=True,
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Where to compute, such as cpu or cuda:1; once, or once a node."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also show what Flower says.")
+    ] = False,
+) -> None:
+    """Run the app once as organisations would: a SuperLink, SuperNodes, TLS, a key for each.
+
+    PRESET and KEY=VALUE are those of `desloc run`. federation.num_clients is --nodes, and so is
+    federation.min_clients unless it is set. A SuperNode that dies is started again. No process is
+    left behind; the exit code is that of `desloc run`.
+    """
+    try:
+        app = app_folder()
+        if not preset:
+            fail(USAGE, f"which preset? There are\n{_listing(presets(app))}")
+        preset, given = _absolute(preset), _words(overrides or [])
+        words = [*given, *_quorum(given, nodes)]
+        config = load(preset, words, presets=app / "configs")
+        if seen_from_here := _words(_absolute_paths(config)):
+            words += seen_from_here
+            config = load(preset, words, presets=app / "configs")
+        check_streams(config)
+        sites = _sites(nodes, data_path or [], device or [], clients_folder(output_dir))
+    except (ConfigError, NotACheckoutError) as error:
+        fail(USAGE, str(error))
+    _require_writable(output_dir)
+    run_config = {
+        "config": preset,
+        "overrides": " ".join(words),
+        "output-dir": str(output_dir.expanduser().resolve()),
+    }
+    command = flwr_run(app, run_config)
+    typer.echo(shlex.join(command))
+    with exit_on_signals(), removed_if_empty(clients_folder(output_dir)):
+        wrong = _run(command, sites, config.federation.client_cpus, verbose=verbose)
+    if wrong:
+        again = ["desloc", "federate", preset, *given, "--nodes", str(nodes)]
+        again += [part for path in data_path or [] for part in ("--data-path", str(path))]
+        again += [part for name in device or [] for part in ("--device", name)]
+        fail(FAILED, wrong + how_to_go_on(again, config, output_dir))
+
+
+def _quorum(words: Sequence[str], nodes: int) -> list[str]:
+    """Return overrides that say how many take part; more than one is what they agree on."""
+    given = {word.partition("=")[0] for word in words}
+    if "federation.num_clients" in given:
+        raise ConfigError("federation.num_clients: a deployment has --nodes instead")
+    own = {"federation.num_clients": nodes, "federation.min_clients": nodes}
+    return [f"{key}={value}" for key, value in own.items() if key not in given]
+
+
+def _sites(
+    nodes: int, data_paths: Sequence[Path], devices: Sequence[str], state_dir: Path
+) -> Sequence[Site]:
+    if data_paths and len(data_paths) != nodes:
+        raise ConfigError(f"--data-path is given {len(data_paths)} times for --nodes {nodes}")
+    if len(devices) not in (0, 1, nodes):
+        raise ConfigError(f"--device is given {len(devices)} times for --nodes {nodes}")
+    sites: list[dict[str, str | int]] = []
+    for node in range(nodes):
+        site: dict[str, str | int] = {
+            "partition-id": node,
+            "num-partitions": nodes,
+            "state-dir": str(state_dir),
+        }
+        if data_paths:
+            site["data-path"] = str(data_paths[node].expanduser().resolve())
+        if devices:
+            site["device"] = devices[node % len(devices)]
+        sites.append(site)
+    return sites
+
+
+def _run(command: Sequence[str], sites: Sequence[Site], threads: int, *, verbose: bool) -> str:
+    """Run to the end; return what went wrong, if anything did."""
+    try:
+        with federation(sites, threads) as (superlink, nodes):
+            typer.echo(
+                f"SuperLink at https://{superlink.address}, {len(nodes)} SuperNodes online, "
+                "each known by its key"
+            )
+            run_id = superlink.submit(command)
+            typer.echo(f"run {run_id} is submitted; the app is starting")
+            status = follow(superlink, run_id, verbose=verbose)
+            if status.completed:
+                return ""
+            _show_complaints(nodes)
+    except ProcessError as error:
+        return str(error)
+    return f"the run is {status.state}: {status.details}"
+
+
+@contextmanager
+def federation(sites: Sequence[Site], threads: int) -> Iterator[tuple[SuperLink, list[SuperNode]]]:
+    """Start a SuperLink over TLS and a SuperNode for each site; in the end take all down."""
+    with private_superlink(simulation=False) as superlink, ExitStack() as stack:
+        assert superlink.certificates is not None
+        nodes = []
+        for site in sites:
+            home = stack.enter_context(private_home())
+            superlink.register(make_key(home / KEY))
+            started = supernode(
+                home,
+                superlink.address,
+                superlink.certificates.ca,
+                site,
+                threads=threads,
+            )
+            nodes.append(stack.enter_context(started))
+        for node in nodes:
+            node.wait_until_online()
+        yield superlink, nodes
+
+
+def _show_complaints(nodes: Sequence[SuperNode]) -> None:
+    for number, node in enumerate(nodes):
+        if node.has_complained:
+            typer.echo(
+                f"\nthe log of SuperNode {number} ends with\n{last_words(node.home)}", err=True
+            )

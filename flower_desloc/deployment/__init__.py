@@ -1,0 +1,1 @@
+"""Flower's processes for real: keys, certificates, a SuperNode, and who takes them down."""
