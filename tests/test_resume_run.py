@@ -1,0 +1,132 @@
+"""A whole run that is killed and gone on with, through the app and the command."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_simulation import BIN, SMALL
+
+from flower_desloc.config import ConfigError
+from flower_desloc.flower.inprocess import run_in_process
+from flower_desloc.outputs import RunFolder
+from flower_desloc.outputs.metrics import read_lines
+
+
+def run(output_dir: Path, *overrides: str) -> Path:
+    words = " ".join([*SMALL, *overrides])
+    run_in_process({"config": "quickstart", "overrides": words, "output-dir": str(output_dir)}, 3)
+    return sorted(output_dir.glob("quickstart*"))[-1]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run nothing happened to."""
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def cut_off(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same run, whose server could not write its fifth window's record."""
+    append = RunFolder.append_metrics
+
+    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
+        if line["round"] == 5:
+            raise OSError(28, "No space left on device")
+        append(self, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", until_full)
+        with pytest.raises(OSError, match="No space"):
+            run(tmp_path)
+    assert summary(tmp_path / "quickstart")["status"] == "failed"
+    return tmp_path / "quickstart"
+
+
+def same(here: Path, there: Path) -> None:
+    a, b = summary(here), summary(there)
+    for key in ("weights_sha256", "steps", "windows", "syncs", "train_loss", "evaluation"):
+        assert a[key] == b[key], key
+    for way in ("up", "down"):
+        assert a["bytes"]["measured"][way] == b["bytes"]["measured"][way]
+    rounds = [line["round"] for line in read_lines(here / "metrics.jsonl")]
+    assert rounds == [line["round"] for line in read_lines(there / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("how", ["auto", "folder", "file"])
+def test_a_run_that_failed_is_gone_on_with_in_its_folder(how, cut_off, whole):
+    what = {"auto": "auto", "folder": cut_off, "file": sorted(cut_off.glob("checkpoints/*"))[-1]}
+    folder = run(cut_off.parent, f"run.resume={what[how]}")
+    assert folder == cut_off
+    same(cut_off, whole)
+    (resumed,) = summary(cut_off)["resumed"]
+    assert resumed["step"] == 8
+    assert not (cut_off.parent / ".clients").exists()
+    with pytest.raises(ConfigError, match=r"is complete; run\.init_from"):
+        run(cut_off.parent, f"run.resume={cut_off}")
+
+
+def test_other_settings_another_process_and_no_checkpoint_are_refused(cut_off, tmp_path):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.0021 \(now 0\.5\)"):
+        run(cut_off.parent, "run.resume=auto", "optimizer.lr=0.5")
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        run(cut_off.parent, f"run.resume={tmp_path / 'nowhere'}")
+    with RunFolder(cut_off).claimed(), pytest.raises(ConfigError, match="still going on"):
+        run(cut_off.parent, "run.resume=auto")
+    with pytest.raises(ConfigError, match="Flower's own"):
+        run(cut_off.parent, "run.resume=auto", "strategy=fedavg")
+    # What only says how the run is carried out may change.
+    same_run = run(
+        cut_off.parent, "run.resume=auto", "federation.timeout=77", "run.name=quickstart"
+    )
+    assert same_run == cut_off
+
+
+def test_auto_begins_where_there_is_nothing_to_go_on_with(whole):
+    again = run(whole.parent, "run.resume=auto")
+    assert again.name == "quickstart-2"
+    assert summary(again)["resumed"] == []
+
+
+def test_a_run_begins_with_the_model_of_another(whole, tmp_path):
+    begun = run(tmp_path, f"run.init_from={whole}")
+    first, before = summary(begun)["evaluation"], summary(whole)["evaluation"]
+    assert first["central"]["loss"]["first"] == before["central"]["loss"]["final"]
+    with pytest.raises(ConfigError, match="of another model"):
+        run(tmp_path, f"run.init_from={whole}", "model.hidden_size=64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["inprocess", "simulation"])
+def test_kill_9_and_one_command_more(engine, whole, tmp_path):
+    command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--engine", engine]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 240
+        while len(list(read_lines(metrics))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not (metrics.parent / "summary.json").exists()
+    done = subprocess.run(
+        [*command, "run.resume=auto"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gone on with after step" in done.stdout
+    same(metrics.parent, whole)
