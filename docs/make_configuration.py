@@ -36,7 +36,8 @@ The end of training is an average of `params` whatever their period: what a run 
 What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
 `partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
 keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
-`desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns [warm clients](warm.md) off.
+`desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
+[warm clients](warm.md) off.
 
 """
 
