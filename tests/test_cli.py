@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -331,15 +330,12 @@ def test_a_log_that_breaks_off_is_told_on_and_not_again():
 @pytest.fixture
 def in_process(monkeypatch):
     calls = []
-    module = ModuleType("flower_desloc.flower.inprocess")
-    module.run_in_process = lambda *args: calls.append(args)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(run, "run_in_process", lambda *args: calls.append(args))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return module, calls
+    return calls
 
 
 def test_the_inprocess_engine_gets_what_flower_would(in_process):
-    _, calls = in_process
     result = desloc("quickstart", "federation.num_clients=3", "--engine", "inprocess")
     assert result.exit_code == 0
     meant = {
@@ -347,16 +343,17 @@ def test_the_inprocess_engine_gets_what_flower_would(in_process):
         "overrides": "federation.num_clients=3",
         "output-dir": str(Path("runs").resolve()),
     }
-    assert calls == [(meant, 3)]
+    assert in_process == [(meant, 3)]
     assert sys.path[0] == str(ROOT)
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
-def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(in_process, flags):
+@pytest.mark.usefixtures("in_process")
+def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(monkeypatch, flags):
     def fail(run_config, num_clients):
         raise RuntimeError("the quorum is gone")
 
-    in_process[0].run_in_process = fail
+    monkeypatch.setattr(run, "run_in_process", fail)
     result = desloc("quickstart", "--engine", "inprocess", *flags)
     assert result.exit_code == 1
     assert ("Traceback" in result.stderr) == bool(flags)

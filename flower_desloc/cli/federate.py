@@ -1,6 +1,7 @@
 """`desloc federate`: one run through a real SuperLink and SuperNodes, all on this machine."""
 
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -82,13 +83,14 @@ def federate(
     }
     command = flwr_run(app, run_config)
     typer.echo(shlex.join(command))
+    began = time.time()
     with exit_on_signals(), removed_if_empty(clients_folder(output_dir)):
         wrong = _run(command, sites, config.federation.client_cpus, verbose=verbose)
     if wrong:
         again = ["desloc", "federate", preset, *given, "--nodes", str(nodes)]
         again += [part for path in data_path or [] for part in ("--data-path", str(path))]
         again += [part for name in device or [] for part in ("--device", name)]
-        fail(FAILED, wrong + how_to_go_on(again, config, output_dir))
+        fail(FAILED, wrong + how_to_go_on(again, config, output_dir, began))
 
 
 def _quorum(words: Sequence[str], nodes: int) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -20,6 +21,7 @@ from flower_desloc.config import Config, ConfigError, dump, load
 from flower_desloc.deployment.processes import ProcessError
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run_in_process
+from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.resume import AUTO, resumable
 
 
@@ -101,19 +103,24 @@ def run(
             fail(USAGE, str(error))
         return
     _require_writable(output_dir)
+    began = time.time()
     with exit_on_signals():
         if engine is Engine.SIMULATION:
             wrong = _run_simulation(command, output_dir, verbose=verbose)
         else:
             wrong = _run_in_process(app, run_config, config.federation.num_clients, verbose=verbose)
     if wrong:
-        fail(FAILED, wrong + how_to_go_on(["desloc", "run", preset, *words], config, output_dir))
+        command = ["desloc", "run", preset, *words]
+        fail(FAILED, wrong + how_to_go_on(command, config, output_dir, began))
 
 
-def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path) -> str:
-    """Return a line with the command that goes on where ``command`` ended, if one can."""
+def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path, began: float) -> str:
+    """Return a line with the command that goes on where ``command`` ended, if one can.
+
+    ``began`` is when that was started: what another run left is not meant.
+    """
     folder = resumable(output_dir, config.run.name)
-    if folder is None:
+    if folder is None or RunFolder(folder).checkpoints.stat().st_mtime < began:
         return ""
     words = [word for word in command if not word.startswith("run.resume=")]
     again = shlex.join([*words, f"run.resume={folder}", "--output-dir", str(output_dir)])
