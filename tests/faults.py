@@ -180,28 +180,28 @@ class Faults:
         self._to_come[at] = fault
 
     def _app(self, message: Message, context: Context) -> Message:
-        fault = self._to_come.get(_place(message))
+        fault = self._to_come.get(place(message))
         if fault is None:
             return self._client_app(message, context)
         if fault.around is None:
             return self._client_app(message, context)
-        del self._to_come[_place(message)]  # it is asked again where it has lost its state
+        del self._to_come[place(message)]  # it is asked again where it has lost its state
         return fault.around(self._client_app, message, context)
 
     def _pulled(self, message_ids: Any) -> list[Message]:
         replies = []
         for message_id in message_ids:
             asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
-            place = _place(asked)
+            where = place(asked)
             for reply in self._pull([message_id]):
-                fault = self._to_come.get(place)
+                fault = self._to_come.get(where)
                 if fault is not None and fault.reply is not None:
-                    del self._to_come[place]
+                    del self._to_come[where]
                     replies += fault.reply(reply)
                 else:
                     replies.append(reply)
-                if place[1] > 0 and reply.has_content():
-                    self._before[place[0]] = reply
+                if where[1] > 0 and reply.has_content():
+                    self._before[where[0]] = reply
         return replies
 
     def _arm(self, phase: Phase, message: Message) -> None:
@@ -286,7 +286,7 @@ class Faults:
                     s[name][key] = tensor
 
 
-def _place(message: Message) -> tuple[int, int]:
+def place(message: Message) -> tuple[int, int]:
     """Return whose message it is and of which window; 0 where it is not one of training."""
     if message.metadata.message_type != "train":
         return message.metadata.dst_node_id - 1, 0

@@ -3,11 +3,12 @@
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from faults import Faults, Phase
+from faults import Faults, Phase, place
 from federation import OPTIMIZERS, Quadratic, assert_close
 from flower_path import Run, Watch, oracle
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -278,6 +279,37 @@ def test_who_comes_and_goes_is_told(tmp_path):
         (6, "joined", "client-2"),
         (8, "returned", "client-1"),
     ]
+
+
+def test_who_went_and_is_back_while_another_is_listened_to_is_not_waited_for(
+    tmp_path, monkeypatch
+):
+    """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
+    monkeypatch.setattr("flower_desloc.flower.exchange._ROLL_CALL", 0.0)
+    faults = faulty("adam", None, tmp_path, timeout=60)
+    faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
+    grid = faults.run.grid
+    pull, early = grid.pull_messages, []
+
+    def slow(message_ids):
+        (message_id,) = message_ids
+        asked = next(m for m in grid.sent if m.metadata.message_id == message_id)
+        if early:  # it is back, and client 0 is done
+            grid.away = set()
+            return [early.pop()]
+        replies = pull([message_id])
+        if place(asked) == (0, 3):
+            early.extend(replies)
+            grid.away = {2}
+            return []
+        return replies
+
+    grid.pull_messages = slow
+    began = time.monotonic()
+    assert_close(faults.run.start(), faults.expected())
+    assert time.monotonic() - began < 30
+    assert events(faults.run) == [(4, "failed", "client-2")]
+    assert "went offline" in faults.run.watch.records[3].left_out["client-2"]
 
 
 def test_a_client_that_moves_to_another_node_is_told(tmp_path):
