@@ -281,9 +281,7 @@ def test_who_comes_and_goes_is_told(tmp_path):
     ]
 
 
-def test_who_went_and_is_back_while_another_is_listened_to_is_not_waited_for(
-    tmp_path, monkeypatch
-):
+def test_who_went_and_is_back_while_another_is_listened_to_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
     monkeypatch.setattr("flower_desloc.flower.exchange._ROLL_CALL", 0.0)
     faults = faulty("adam", None, tmp_path, timeout=60)
