@@ -28,11 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -70,8 +72,16 @@ NODE, LOST_NODE, ALL = "a SuperNode", "a SuperNode and its files", "everything"
 FEDERATED = [*PROGRAMS, NODE, LOST_NODE, ALL]
 
 
+def newest(folder: Path) -> Path:
+    """Return the run's folder: a second one if the first had nothing yet to go on from."""
+    found = [path for path in folder.glob(f"{NAME}*") if path.is_dir()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=folder / NAME)
+
+
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / NAME / "summary.json").read_text())
+    path = newest(folder) / "summary.json"
+    assert path.exists(), (folder / "log").read_text()
+    found: dict[str, Any] = json.loads(path.read_text())
     assert found["status"] == "completed", found
     return found
 
@@ -81,7 +91,7 @@ def loss(folder: Path) -> float:
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    path = folder / NAME / name
+    path = newest(folder) / name
     # A reader may come while a line is being written.
     return [json.loads(x) for x in path.read_text().split("\n")[:-1]] if path.exists() else []
 
@@ -135,42 +145,38 @@ def run(folder: Path, *words: str) -> None:
 
 
 @contextmanager
-def forked(work: Callable[[], object]) -> Iterator[int]:
-    """Do ``work`` in a child process, which is silent unless it fails; wait for its end."""
+def forked(folder: Path, *words: str) -> Iterator[int]:
+    """Run in a child process, which writes to ``folder/log``; wait for its end."""
+    folder.mkdir(exist_ok=True)
     child = os.fork()
     if child == 0:
-        _work(work)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            run(folder, *words)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
     yield child
     os.waitpid(child, 0)
-
-
-def _work(work: Callable[[], object]) -> NoReturn:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    work()
-    os._exit(0)
 
 
 def trial(draw: random.Random, folder: Path, usual: float) -> dict[str, Any]:
     victim = draw.choice([CLIENT, LOST, SERVER])
     if victim == SERVER:
         after = draw.uniform(0, usual)
-        with forked(lambda: run(folder)) as child:
+        with forked(folder) as child:
             time.sleep(after)
             os.kill(child, signal.SIGKILL)
-        with forked(lambda: run(folder, "run.resume=auto")):
+        with forked(folder, "run.resume=auto"):
             pass
         return {"killed": victim, "after seconds": round(after, 2)}
     KillingGrid.victim, KillingGrid.window = draw.randrange(4), draw.randrange(1, WINDOWS + 1)
     KillingGrid.part, KillingGrid.lost = draw.uniform(0, 1.2), victim == LOST
     KillingGrid.state_dir = folder
 
-    def work() -> None:
-        inprocess.InProcessGrid = KillingGrid  # type: ignore[misc]
-        run(folder)
-
-    with forked(work):
+    with patch.object(inprocess, "InProcessGrid", KillingGrid), forked(folder):
         pass
     assert any(e.startswith(f"client-{KillingGrid.victim} failed") for e in told(folder))
     found = {"killed": victim, "client": KillingGrid.victim, "in window": KillingGrid.window}
@@ -275,7 +281,7 @@ def main() -> None:
         others = []
         for seed in range(SEEDS):
             began = time.monotonic()
-            with forked(lambda seed=seed: run(root / f"seed{seed}", f"run.seed={seed}")):  # type: ignore[misc]
+            with forked(root / f"seed{seed}", f"run.seed={seed}"):
                 pass
             usual = time.monotonic() - began
             others.append(loss(root / f"seed{seed}"))
@@ -285,7 +291,6 @@ def main() -> None:
         trials = []
         for number in range(args.trials):
             folder = root / f"trial{number}"
-            folder.mkdir()
             one = trial(random.Random(f"{args.seed}/{number}"), folder, usual)
             trials.append(judged(one, folder, root / "seed0"))
         federations = []
