@@ -150,6 +150,8 @@ class Plan:
     num_windows: int
     stream_bytes: Mapping[str, int]
     """Size of each stream in bytes, as far as the strategy was told (``DesLoc(states=...)``)."""
+    wire_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The same as it travels, where that is known to be less or more."""
     clients: Mapping[str, Mapping[str, str]]
     """Client name -> what it said of itself (device, data/NAME, ...)."""
 

@@ -115,7 +115,14 @@ def _strategy(
     match config.strategy:
         case "desloc":
             outer = build_outer(config)
-            return DesLoc(*args, outer=outer, checkpoints=checkpoints, resume=resume, **kwargs)
+            return DesLoc(
+                *args,
+                outer=outer,
+                formats=config.wire,
+                checkpoints=checkpoints,
+                resume=resume,
+                **kwargs,
+            )
         case "fedavg":  # Flower's own cannot go on in the middle
             return Stock(FedAvg, *args, **kwargs)
         case "fedadam":

@@ -1,6 +1,6 @@
 """The whole federated path in one process, over a problem of federation.py."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, t
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.records import to_record
 from flower_desloc.flower.state import StateFile
 from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.outer import Outer
@@ -88,6 +88,7 @@ class Run:
         present: Callable[[int, int], bool] = lambda m, t: True,
         policy: Policy | None = None,
         outer: Outer | None = None,
+        formats: Mapping[str, str] | None = None,
     ) -> None:
         self.problem, self.case, self.schedule = problem, case, schedule
         self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
@@ -117,6 +118,7 @@ class Run:
             num_steps,
             policy=policy,
             outer=outer,
+            formats=formats,
             states=streams,
             evaluate_clients=False,
             run_key=RUN,
@@ -149,7 +151,7 @@ class Run:
         state = self.file(m).read(held.versions)
         for stream, version in common.versions.items():
             if version != held.versions[stream]:
-                state[stream] = from_record(common.averages[stream])
+                state[stream] = common.average(stream)
         return state
 
 

@@ -465,14 +465,15 @@ def test_counting_window_by_window_ends_at_the_ledger(
     schedule: SyncSchedule, num_steps: int, workers: int
 ) -> None:
     sizes = {stream: 10 + i for i, stream in enumerate(schedule.periods)}
-    uploads = Uploads(schedule, sizes, num_steps)
+    wire = {stream: 1 + i for i, stream in enumerate(schedule.periods)}
+    uploads = Uploads(schedule, sizes, wire, num_steps)
     for window in schedule.windows(num_steps):
         uploads.add(window.start, window.stop, workers)
 
     def all_workers(counts: Mapping[str, int]) -> dict[str, int]:
         return {stream: workers * count for stream, count in counts.items()}
 
-    assert uploads.desloc == all_workers(desloc_bytes(schedule, sizes, num_steps))
+    assert uploads.desloc == all_workers(desloc_bytes(schedule, wire, num_steps))
     assert uploads.local_adam == all_workers(local_adam_bytes(schedule, sizes, num_steps))
     assert uploads.ddp == workers * ddp_bytes(sizes, num_steps)
 
@@ -488,6 +489,7 @@ def test_download_bytes_are_what_a_client_lacks(
     schedule: SyncSchedule, num_steps: int, federated: bool, eval_every: int
 ) -> None:
     sizes = {stream: 10 + i for i, stream in enumerate(schedule.periods)}
+    wire = {stream: 1 + i for i, stream in enumerate(schedule.periods)}
     versions = dict.fromkeys(schedule.periods, 0)
     held: dict[str, int | None] = {**versions, PARAMS: None}  # zero states need no sending
     sent = dict.fromkeys(schedule.periods, 0)
@@ -495,7 +497,7 @@ def test_download_bytes_are_what_a_client_lacks(
     def send(streams: Any) -> None:
         for stream in streams:
             if held[stream] != versions[stream]:
-                sent[stream] += sizes[stream]
+                sent[stream] += (wire if versions[stream] else sizes)[stream]
                 held[stream] = versions[stream]
 
     if federated:
@@ -507,7 +509,7 @@ def test_download_bytes_are_what_a_client_lacks(
         evaluates = window.stop // eval_every > window.start // eval_every
         if federated and (window.stop == num_steps or (PARAMS in window.due and evaluates)):
             send([PARAMS])
-    assert download_bytes(schedule, sizes, num_steps, federated=federated) == sent
+    assert download_bytes(schedule, sizes, wire, num_steps, federated=federated) == sent
 
 
 # TensorBoard

@@ -5,7 +5,7 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Case:
     periods: dict[str, Any] | None = None
     coins: bool = False
     outer: Callable[[], Outer] | None = None
+    formats: Mapping[str, str] | None = None
     every: int = 1
     fraction: float = 1.0
     present: Callable[[int, int], bool] = lambda m, t: True
@@ -69,6 +70,7 @@ class Case:
             num_clients=3,
             num_steps=12,
             outer=self.outer() if self.outer else None,
+            formats=self.formats,
             policy=Policy(fraction_train=self.fraction, seed=5),
             present=self.present,
         )
@@ -125,6 +127,17 @@ CASES = {
     "DiLoCo": Case(
         periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
         outer=lambda: Outer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)),
+        every=2,
+    ),
+    "coded streams": Case(
+        optimizer="adam",
+        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        present=lambda m, t: m != 2 or not 4 <= t < 7,
+    ),
+    "coded DiLoCo": Case(
+        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
+        outer=lambda: Outer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)),
+        formats={PARAMS: "int8"},
         every=2,
     ),
     "reset states": Case(

@@ -5,6 +5,7 @@ from flower_desloc.config import Config
 from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
 from flower_desloc.outputs.units import bytes_text
 from flower_desloc.tasks import build_task
+from flower_desloc.wire import wire_bytes
 
 
 def prediction(config: Config) -> str:
@@ -17,10 +18,11 @@ def prediction(config: Config) -> str:
     schedule.require([name for name in streams if name in schedule.periods], config.optimizer.name)
     sizes = stream_bytes(streams)
     events = schedule.num_events(steps)
-    sent = desloc_bytes(schedule, sizes, steps)
+    wire = wire_bytes(streams, config.wire)
+    sent = desloc_bytes(schedule, wire, steps)
     lines = [f"each client will send, in {steps} steps:"]
     for stream, count in sent.items():
-        times = f"{events[stream]} times {bytes_text(sizes[stream])}"
+        times = f"{events[stream]} times {bytes_text(wire[stream])}"
         lines.append(f"  {stream:<16} {times:>24} {bytes_text(count):>10}")
     total = sum(sent.values())
     lines.append(f"  {'total':<16} {'':>24} {bytes_text(total):>10}")

@@ -6,7 +6,8 @@ from typing import Any
 
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config
-from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.formats import lossy
+from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 
 _CHOICES = {
     "task": ("causal_lm", "image_classification"),
@@ -125,6 +126,7 @@ def check(config: Config) -> None:
             "or adamw"
         )
     _check_sync(config)
+    _check_wire(config)
     _check_stock(config)
 
 
@@ -198,6 +200,24 @@ def _check_sync(config: Config) -> None:
             f"sync_once_at={list(config.sync_once_at)}: steps are at least 1 and at most "
             f"run.steps={config.run.steps}"
         )
+
+
+def _check_wire(config: Config) -> None:
+    try:
+        coded = lossy(config.wire)
+    except ValueError as error:
+        raise ConfigError(f"wire.{error}") from error
+    if coded and config.strategy != "desloc":
+        raise ConfigError(
+            f"wire.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which sends "
+            "tensors as they are; leave it out"
+        )
+    for name in config.wire.keys() - config.sync.keys():
+        near = ", ".join(config.sync)
+        raise ConfigError(f"wire.{name}: sync has no such stream; it has {near}")
+    for name in coded:
+        if config.sync[name] in (NEVER, RESET):
+            raise ConfigError(f"wire.{name}: with sync.{name}={config.sync[name]} it never travels")
 
 
 def _check_stock(config: Config) -> None:

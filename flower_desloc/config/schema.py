@@ -251,6 +251,9 @@ class Config:
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_once_at: list[int] = field(default_factory=list)
     """Steps after which every stream is averaged once, besides its own clock."""
+    wire: dict[str, str] = field(default_factory=dict)
+    """How a stream travels: `fp32`, as it is, unless stated; `bf16`; or, in blocks with a scale
+    each, `int8` or `int4`. What the code of params and first moments loses is sent later."""
     outer: Outer = field(default_factory=Outer)
     fedadam: FedAdam = field(default_factory=FedAdam)
     federation: Federation = field(default_factory=Federation)

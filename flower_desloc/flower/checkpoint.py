@@ -35,6 +35,9 @@ class Checkpoint:
     versions: Mapping[str, int]
     """Of every stream, the step of its last average or reset; 0 before the first."""
     averages: Mapping[str, Stream]
+    """As they travel, and what goes with them (:meth:`Globals.to_checkpoint`)."""
+    former: int = -1
+    """Version of the parameters before the last average of them; -1: there was none."""
     outer: Mapping[str, Stream] = field(default_factory=dict)
     """The server's own optimizer's states."""
     settings: str = ""

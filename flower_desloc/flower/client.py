@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.averaging import Stream
 from flower_desloc.flower.code import fingerprint
+from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,
@@ -138,11 +139,10 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     began = time.perf_counter()
     held = file.held()
     if held is not None and _has_done(held, request):
-        return Reply(metrics=held.metrics, streams=file.read(request.due))
+        return Reply(metrics=held.metrics, streams=sent_before(request, file))
     module, optimizer = worker.module, worker.optimizer
-    if not optimizer.state:
-        prime(optimizer)
-    begin = _streams(worker, request, file, held)
+    came = _received(worker, request, file, held)
+    begin = _streams(worker, request, file, held, came)
     if begin is None:
         return _LOST
     put(module, optimizer, begin)
@@ -175,16 +175,18 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         metrics[STATE_NEW] = 1  # it may have had one, and what was never averaged is gone with it
     # Not written, or a stream that is never due would keep it for ever: what was held is kept.
     require_finite(streams)
+    due, beside = outgoing(request, held, file, came, streams)
     now = Held(
         step=request.stop,
         versions=request.versions,
         window_start=request.start,
         metrics=metrics,
+        beside=list(beside),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    file.write(now, streams)
-    return Reply(metrics=metrics, streams={name: streams[name] for name in request.due})
+    file.write(now, {**streams, **beside})
+    return Reply(metrics=metrics, streams=due)
 
 
 def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
@@ -216,14 +218,15 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
 def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply:
     """Evaluate the parameters that were sent on the client's held-out data.
 
-    They are kept, so that the next window need not bring them again.
+    They are kept, so that the next window need not bring them again. A client that was sent a
+    difference to what it lacks says so, and the server sends them whole.
     """
-    _or_anew(file, lambda: _keep(file, request))
+    streams = _or_anew(file, lambda: _keep(worker, request, file))
+    if streams.keys() != request.streams.keys():
+        return _LOST
     if worker.evaluate is None:
         return Reply(metrics={"num-examples": 0})
-    if not worker.optimizer.state:
-        prime(worker.optimizer)
-    put(worker.module, worker.optimizer, request.streams)
+    put(worker.module, worker.optimizer, streams)
     return evaluated(worker)
 
 
@@ -249,8 +252,22 @@ def client_name(context: Context) -> str:
     return str(node.get("name", f"node-{context.node_id}"))
 
 
-def _streams(
+def _received(
     worker: Worker, request: Request, file: StateFile, held: Held | None
+) -> dict[str, Stream]:
+    if not worker.optimizer.state:
+        prime(worker.optimizer)
+    known = stream_names(worker.module, worker.optimizer)
+    names = [name for name in request.streams if name in request.formats and name in known]
+    return received(request, held, file, take(worker.module, worker.optimizer, names))
+
+
+def _streams(
+    worker: Worker,
+    request: Request,
+    file: StateFile,
+    held: Held | None,
+    came: Mapping[str, Stream],
 ) -> dict[str, Stream] | None:
     """Return every stream as this window begins with it, or None if one is neither held nor sent.
 
@@ -272,8 +289,8 @@ def _streams(
     for name in names:
         if name in streams:
             continue
-        if name in request.streams:
-            streams[name] = request.streams[name]
+        if name in came:
+            streams[name] = came[name]
         elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
             like = take(worker.module, worker.optimizer, [name])[name]
             streams[name] = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
@@ -295,24 +312,31 @@ def _has_done(held: Held, request: Request) -> bool:
     )
 
 
-def _keep(file: StateFile, request: Request) -> None:
+def _keep(worker: Worker, request: Request, file: StateFile) -> dict[str, Stream]:
+    """Keep the streams that were sent, and return them."""
     held = file.held()
+    came = _received(worker, request, file, held)
     newer = {
         name: stream
-        for name, stream in request.streams.items()
+        for name, stream in came.items()
         if held is None or held.versions.get(name) != request.versions[name]
     }
     if not newer:
-        return
+        return came
     old = file.read(held.versions.keys() - newer.keys()) if held else {}
+    beside = kept_beside(request, held, file, came)
+    # The format of the file takes no tensor twice.
+    newer = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
     versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
     now = Held(
         step=held.step if held else 0,
         versions=versions,
+        beside=list(beside),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    file.write(now, {**old, **newer})
+    file.write(now, {**old, **newer, **beside})
+    return came
 
 
 def _or_anew(file: StateFile, act: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from flwr.app import (
 )
 
 from flower_desloc.averaging import Stream
+from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
 from flower_desloc.streams import check_finite, check_like
 
@@ -31,10 +32,9 @@ STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
-    *("attempt", "checkpoint-step"),
+    *("attempt", "checkpoint-step", "stream-formats", "differences", "former-version"),
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
-_NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq"}
 HELLO = "query.hello"
 GOODBYE = "query.goodbye"
 
@@ -56,8 +56,14 @@ class Request:
     """Of every stream, the step of its last average or reset; 0 before the first."""
     resets: frozenset[str] = frozenset()
     """Streams that are never averaged, and began anew with zeros at their version."""
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    """Of the streams that travel coded, in both directions."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Those the client lacks."""
+    """Those the client lacks, as they travel: coded, but for parameters that are sent whole."""
+    differences: frozenset[str] = frozenset()
+    """Of ``streams``, those that are a difference to ``former``."""
+    former: int = -1
+    """Version of the parameters before the last average of them; -1: there was none."""
     config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """The app's own settings."""
 
@@ -74,6 +80,9 @@ class Request:
         config["streams"] = list(self.versions)
         config["stream-versions"] = list(self.versions.values())
         config["streams-reset"] = sorted(self.resets)
+        config["stream-formats"] = [str(self.formats.get(n, EXACT)) for n in self.versions]
+        config["differences"] = sorted(self.differences)
+        config["former-version"] = self.former
         content = RecordDict({CONFIG: config})
         for name, stream in self.streams.items():
             content[name] = to_record(stream)
@@ -90,6 +99,9 @@ class Request:
             due, resets = config.pop("streams-due"), config.pop("streams-reset")
             assert isinstance(due, list)
             assert isinstance(resets, list)
+            formats, differences = config.pop("stream-formats"), config.pop("differences")
+            assert isinstance(formats, list)
+            assert isinstance(differences, list)
             config.pop("server-round")
             return cls(
                 run_key=str(config.pop("run-key")),
@@ -100,6 +112,9 @@ class Request:
                 due=frozenset(str(name) for name in due),
                 versions={str(k): _integer(v) for k, v in zip(names, versions, strict=True)},
                 resets=frozenset(str(name) for name in resets),
+                formats=lossy({str(k): str(v) for k, v in zip(names, formats, strict=True)}),
+                differences=frozenset(str(name) for name in differences),
+                former=_integer(config.pop("former-version")),
                 streams={name: from_record(r) for name, r in content.array_records.items()},
                 config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
             )
@@ -268,7 +283,7 @@ def _check_range(name: str, stream: Stream) -> None:
         most = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max / 2
         if max(-low, high) > most:
             raise ValueError(f"{what} holds values beyond {most:.3g}, too large to be averaged")
-        if low < 0 and name in _NEVER_NEGATIVE:
+        if low < 0 and name in NEVER_NEGATIVE:
             raise ValueError(f"{what} has values below zero; a mean of squares has none")
 
 

@@ -12,7 +12,7 @@ time a client would overwrite what it held at a checkpoint, it keeps that file b
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class Held:
     """Where the window began that ended at ``step``; -1: none yet."""
     metrics: Mapping[str, int | float | list[int] | list[float]] = field(default_factory=dict)
     """What was replied of that window, so that it can be replied again."""
+    beside: Sequence[str] = ()
+    """Names of what is held beside the streams (see :mod:`flower_desloc.flower.coding`)."""
     attempt: str = ""
     """Which start of the server this was written under."""
     checkpoint: int = -1
@@ -59,7 +61,7 @@ class StateFile:
             return None
 
     def read(self, streams: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the named streams of those that :meth:`held` lists.
+        """Return the named streams, of those that :meth:`held` lists and what it has beside them.
 
         Raises :class:`~flower_desloc.flower.tensor_file.DamagedFileError` when they are not what
         was written.

@@ -8,7 +8,7 @@ client for its local steps, average what is due.
 import secrets
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 
 import torch
@@ -21,6 +21,7 @@ from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
+from flower_desloc.flower.globals import Globals
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import (
     check_evaluation,
@@ -38,6 +39,7 @@ from flower_desloc.flower.records import (
     plain,
     to_record,
 )
+from flower_desloc.formats import lossy
 from flower_desloc.ledger import stream_bytes
 from flower_desloc.outer import Outer
 from flower_desloc.record import (
@@ -50,23 +52,12 @@ from flower_desloc.record import (
 )
 from flower_desloc.robust import Gathered
 from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
-from flower_desloc.streams import BUFFERS, check_finite, check_like, starts_at_zero
+from flower_desloc.streams import BUFFERS, check_finite, starts_at_zero
+from flower_desloc.wire import wire_bytes
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 _TRAIN, _EVALUATE = "train", "evaluate"
-
-
-@dataclass
-class Globals:
-    """What the federation has in common."""
-
-    step: int = 0
-    averages: dict[str, ArrayRecord] = field(default_factory=dict)
-    """The last average of every stream that had one, and where params began. Kept as they travel:
-    all clients that lack one are sent the same record."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """Of every stream, the step of its last average or reset; 0 before the first."""
 
 
 @dataclass
@@ -106,6 +97,9 @@ class DesLoc(Strategy):
         metrics are averaged by their number of examples.
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged parameters on their own held-out data.
+    formats : Mapping[str, str], optional
+        How a stream travels that is not sent as it is: ``bf16``, ``int8`` or ``int4``
+        (:mod:`flower_desloc.wire`); of optimizer states, ``states`` must have them.
     run_key : str, optional
         Names the run for the clients' own files. Drawn at random: two runs share nothing.
     checkpoints : Checkpoints, optional
@@ -127,6 +121,7 @@ class DesLoc(Strategy):
         states: Mapping[str, Stream] | None = None,
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
+        formats: Mapping[str, str] | None = None,
         run_key: str | None = None,
         checkpoints: Checkpoints | None = None,
         resume: Checkpoint | None = None,
@@ -143,8 +138,12 @@ class DesLoc(Strategy):
         if self._averages_gradients and outer is None:
             raise ValueError(f"a schedule of {GRADIENTS!r} needs outer=..., to take the steps")
         names = [PARAMS] if self._averages_gradients else schedule.periods
-        self.globals = Globals(versions=dict.fromkeys(names, 0))
-        self._like = {name: _meta(stream) for name, stream in (states or {}).items()}
+        self._like: dict[str, Stream] = {n: _meta(stream) for n, stream in (states or {}).items()}
+        self.globals = Globals(
+            versions=dict.fromkeys(names, 0), formats=lossy(formats or {}), like=self._like
+        )
+        if unknown := self.globals.formats.keys() - {PARAMS, *self._like}:
+            raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
         if BUFFERS in schedule.periods and BUFFERS not in self._like:
             raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
         for name, stream in (states or {}).items():
@@ -210,7 +209,7 @@ class DesLoc(Strategy):
         if self._resume is not None:
             self._go_back(self._resume)
         if self.outer is not None:
-            self.outer.begin(self._average(PARAMS))
+            self.outer.begin(self.globals.average(PARAMS))
             self.outer.restore(self._resume.outer if self._resume else {})
         self._federation = Federation(grid, self.policy, self.run_key)
         self._federation.checkpoint = self._resume.step if self._resume else -1
@@ -224,6 +223,7 @@ class DesLoc(Strategy):
                     num_steps=self.num_steps,
                     num_windows=len(windows),
                     stream_bytes=stream_bytes(self._like),
+                    wire_bytes=wire_bytes(self._like, self.globals.formats),
                     clients=about,
                 )
             )
@@ -300,8 +300,9 @@ class DesLoc(Strategy):
         self._step_outer(averages)
         for name, stream in averages.items():
             self._like.setdefault(name, _meta(stream))
-            self.globals.averages[name] = to_record(stream)
-            self.globals.versions[name] = self._window.stop
+            self.globals.publish(name, stream, self._window.stop)
+        if self.outer is not None and PARAMS in averages and PARAMS in self.globals.formats:
+            self.outer.go_on_from(self.globals.average(PARAMS))
         if PARAMS in averages:
             self.globals.versions |= dict.fromkeys(self.schedule.resets, self._window.stop)
         self.globals.step = self._window.stop
@@ -347,7 +348,7 @@ class DesLoc(Strategy):
             requests = self.configure_train(
                 server_round, self.globals.averages[PARAMS], config, grid
             )
-            replies = self._replies(server_round, requests, config)
+            replies = self._replies(_TRAIN, server_round, requests, config)
             _, metrics = self.aggregate_train(server_round, replies)
             if metrics is not None:
                 return metrics
@@ -367,22 +368,14 @@ class DesLoc(Strategy):
             step=self._window.stop,
             evaluated=self._evaluated,
             versions=self.globals.versions,
-            averages={name: self._average(name) for name in self.globals.averages},
+            former=self.globals.former,
+            averages=self.globals.to_checkpoint(),
             outer=self.outer.state if self.outer else {},
         )
 
     def _go_back(self, to: Checkpoint) -> None:
         """Take over what a checkpoint holds; raises ``ValueError`` for one of another model."""
-        if (theirs := set(to.versions)) != (ours := set(self.globals.versions)):
-            raise ValueError(
-                f"the checkpoint has the streams {sorted(theirs)}, this run {sorted(ours)}"
-            )
-        for name, stream in to.averages.items():
-            if name in self._like:
-                check_like(name, stream, self._like[name])
-        self.globals.step = to.step
-        self.globals.versions = dict(to.versions)
-        self.globals.averages = {name: to_record(stream) for name, stream in to.averages.items()}
+        self.globals.go_back(to.step, to.versions, to.former, to.averages)
         self._evaluated = to.evaluated
         self.run_key = to.run_key
         log(INFO, "going on after step %d, with the clients' state under %s", to.step, to.run_key)
@@ -403,7 +396,11 @@ class DesLoc(Strategy):
         self._require_finite(PARAMS, averages[PARAMS])
 
     def _replies(
-        self, server_round: int, requests: Iterable[Message], config: ConfigRecord
+        self,
+        message_type: str,
+        server_round: int,
+        requests: Iterable[Message],
+        config: ConfigRecord,
     ) -> Iterator[Message]:
         """Yield the replies; a client that has lost its state is asked again, with all of it."""
         for reply in self._federation.ask(requests):
@@ -416,7 +413,7 @@ class DesLoc(Strategy):
                 member.held.clear()
                 # At once, not at the end: sums have one order.
                 yield from self._federation.ask(
-                    [self._request(member, _TRAIN, server_round, config)]
+                    [self._request(member, message_type, server_round, config)]
                 )
             del reply  # or it would live on beside the next
 
@@ -434,12 +431,18 @@ class DesLoc(Strategy):
             due=frozenset() if evaluates else self._window.due,
             versions=versions,
             resets=self.schedule.resets,
+            formats=self.globals.formats,
+            former=self.globals.former,
             config=plain(config),
         )
         # An evaluation follows an average of params: everybody lacks what a model is made of.
         resets = self.schedule.resets
         names = _model_streams(versions) if evaluates else member.lacks(versions, resets)
-        averages = {name: self.globals.averages[name] for name in names}
+        averages = {}
+        for name in names:
+            averages[name], differs = self.globals.record(name, member.held.get(name))
+            if differs:
+                request = replace(request, differences=request.differences | {name})
         return self._federation.request(member, message_type, server_round, request, averages)
 
     def _usable(self, message: Message, due: frozenset[str]) -> Reply | None:
@@ -448,6 +451,8 @@ class DesLoc(Strategy):
             if message.has_error():
                 raise ValueError(message.error.reason)
             reply = Reply.from_content(message.content)
+            if reply.streams.keys() == due:  # or the check says so
+                reply = replace(reply, streams=self.globals.decoded(reply.streams))
             reply.check(self._window, due, self._like)
             if not due:
                 check_evaluation(reply, self.metrics)
@@ -459,7 +464,8 @@ class DesLoc(Strategy):
 
     def _mean(self, due: frozenset[str]) -> Mean | Gathered:
         """Return what averages the window's replies."""
-        last = {name: self._average(name) for name in due if name in self.globals.averages}
+        average = self.globals.average
+        last = {name: average(name) for name in due if name in self.globals.averages}
         policy = self.policy
         if policy.average == "mean" and policy.norm_bound is None:
             return Mean(last)
@@ -512,7 +518,8 @@ class DesLoc(Strategy):
         self._evaluated = self._window.stop
         params = self.globals.averages[PARAMS]
         requests = self.configure_evaluate(server_round, params, config, grid)
-        federated = self.aggregate_evaluate(server_round, self._federation.ask(requests))
+        replies = self._replies(_EVALUATE, server_round, requests, config)
+        federated = self.aggregate_evaluate(server_round, replies)
         if federated is not None:
             result.evaluate_metrics_clientapp[server_round] = federated
         central = evaluate_fn(server_round, params) if evaluate_fn is not None else None
@@ -555,9 +562,6 @@ class DesLoc(Strategy):
                 f"the average after {self._where()}: {error}, though every client's were; the "
                 "training diverges, so lower optimizer.lr"
             ) from error
-
-    def _average(self, name: str) -> Stream:
-        return from_record(self.globals.averages[name])
 
     def _where(self) -> str:
         return f"the window of steps {self._window.start + 1} to {self._window.stop}"

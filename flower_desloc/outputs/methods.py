@@ -19,6 +19,8 @@ class Uploads:
     schedule: SyncSchedule
     sizes: Mapping[str, int]
     """Of each stream, in bytes; 0 where it is not known."""
+    wire: Mapping[str, int]
+    """The same as it travels in this run; that of the others is not coded."""
     num_steps: int
     """The whole run's; its end is an event for ``params``."""
     desloc: dict[str, int] = field(init=False)
@@ -34,7 +36,7 @@ class Uploads:
         due = self.schedule.due(stop)
         at_end = self.schedule.periods.keys() & {PARAMS} if stop == self.num_steps else set()
         for stream in due | at_end:
-            self.desloc[stream] += workers * self.sizes.get(stream, 0)
+            self.desloc[stream] += workers * self.wire.get(stream, 0)
         # Local Adam has one clock, that of params.
         together = self.schedule.periods if PARAMS in due else at_end
         for stream in together:

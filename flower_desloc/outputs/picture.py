@@ -364,7 +364,12 @@ def _empty(panel: Axes, text: str) -> None:
 def _uploads(summary: dict[str, Any]) -> Uploads:
     config = summary["config"]
     schedule = SyncSchedule(config["periods"], config["coin_seed"], frozenset(config["once_at"]))
-    return Uploads(schedule, summary["stream_bytes"], config["steps"])
+    return Uploads(
+        schedule,
+        summary["stream_bytes"],
+        summary.get("wire_bytes", summary["stream_bytes"]),
+        config["steps"],
+    )
 
 
 def _evaluations(lines: Sequence[Line], where: str) -> list[tuple[int, dict[str, Any]]]:

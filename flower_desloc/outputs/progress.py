@@ -5,7 +5,7 @@ The lines are what most people see: under Flower the server app's output goes to
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from flower_desloc.config import Config
+from flower_desloc.formats import EXACT
 from flower_desloc.outputs.methods import Uploads
 from flower_desloc.outputs.units import (
     bytes_text,
@@ -58,7 +59,9 @@ class Progress:
     def started(self, plan: Plan) -> None:
         """Say what is going to run, and begin the live view if there can be one."""
         self._plan = plan
-        self._uploads = Uploads(self._schedule, plan.stream_bytes, plan.num_steps)
+        self._uploads = Uploads(
+            self._schedule, plan.stream_bytes, plan.wire_bytes or plan.stream_bytes, plan.num_steps
+        )
         self._traffic = Traffic()
         self._begin = self._clock()
         self._trained = (0, 0.0)  # steps, and the seconds they took
@@ -108,6 +111,12 @@ class Progress:
             self._live = None
         self._write("\n" + closing(summary, self._folder) + "\n")
 
+    def _coded(self, plan: Plan) -> Iterator[str]:
+        wire = {s: f for s, f in self._config.wire.items() if f != EXACT}
+        if wire:
+            sizes = (f"{s} {f} {bytes_text(plan.wire_bytes[s])}" for s, f in wire.items())
+            yield f"on the wire: {', '.join(sizes)}"
+
     def _opening(self, plan: Plan) -> list[str]:
         periods = ", ".join(f"{s} {period_text(p)}" for s, p in self._schedule.periods.items())
         sizes = ", ".join(f"{s} {bytes_text(size)}" for s, size in plan.stream_bytes.items())
@@ -118,6 +127,7 @@ class Progress:
             f"{len(names)} clients, {self._config.optimizer.name}",
             f"averaged: {periods} steps{' on average, by coin' if coins else ''}",
             f"size: {sizes}",
+            *self._coded(plan),
             *(f"client {name}{_about(plan.clients[name])}" for name in names[:_MANY_CLIENTS]),
             f"folder: {self._folder}",
         ]

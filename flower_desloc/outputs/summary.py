@@ -47,13 +47,13 @@ def build(
         "framed_down": sum(line["framed_bytes_down"] for line in lines),
     }
     sizes = {stream: plan.stream_bytes.get(stream, 0) for stream in streams}
-    uploads = Uploads(schedule, sizes, plan.num_steps)
+    wire = sizes | {stream: size for stream, size in plan.wire_bytes.items() if stream in sizes}
+    uploads = Uploads(schedule, sizes, wire, plan.num_steps)
     uploads.add_lines(lines)
     completed = status == "completed"
     if config.strategy == "desloc":
-        down = download_bytes(
-            schedule, sizes, step, federated=completed and config.evaluation.federated
-        )
+        federated = completed and config.evaluation.federated
+        down = download_bytes(schedule, sizes, wire, step, federated=federated)
     else:  # clients keep nothing: params are sent for every round and every evaluation
         evaluations = sum("federated" in line.get("evaluation", {}) for line in lines)
         down = {**none, PARAMS: (len(windows) + evaluations) * sizes[PARAMS]}
@@ -82,6 +82,7 @@ def build(
             "periods": dict(schedule.periods),
             "coin_seed": schedule.coin_seed,
             "once_at": sorted(schedule.once_at),
+            "wire": dict(config.wire),
         },
         "steps": step,
         "windows": len(windows),
@@ -99,6 +100,7 @@ def build(
         "client_data": client_data(plan),
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
+        "wire_bytes": wire,
         "bytes": counts,
         "ratio": {
             "local_adam": _ratio(counts["local_adam"]["up"]["total"], sent),
@@ -113,13 +115,18 @@ def build(
 
 
 def download_bytes(
-    schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int, *, federated: bool
+    schedule: SyncSchedule,
+    sizes: Mapping[str, int],
+    wire: Mapping[str, int],
+    num_steps: int,
+    *,
+    federated: bool,
 ) -> dict[str, int]:
     """Return the bytes of each stream that one client is sent in ``num_steps`` steps.
 
     The client takes part in every window, so that it is sent
 
-    - x_0 at the start; the states are zero there and are not sent;
+    - x_0 at the start, whole; the states are zero there and are not sent;
     - every average, with the next message after it; so none of those at the end of training;
     - with ``federated`` evaluation, ``params`` at the end: the final model is evaluated there.
     """
@@ -130,9 +137,9 @@ def download_bytes(
             for stream in window.due:
                 # What became of the mean gradient is sent as new parameters.
                 sent = PARAMS if stream == GRADIENTS else stream
-                down[sent] += sizes[sent]
+                down[sent] += wire[sent]
     if federated and num_steps > 0:
-        down[PARAMS] += sizes[PARAMS]
+        down[PARAMS] += wire[PARAMS]
     return down
 
 

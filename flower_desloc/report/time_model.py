@@ -86,7 +86,9 @@ def _local_adam(run: Run, link: Link) -> Callable[[Line], float]:
     schedule = SyncSchedule(
         config["periods"], config["coin_seed"], frozenset(config.get("once_at", ()))
     )
-    uploads = Uploads(schedule, run.summary["stream_bytes"], config["steps"])
+    uploads = Uploads(
+        schedule, run.summary["stream_bytes"], run.summary["stream_bytes"], config["steps"]
+    )
 
     def exchange(line: Line) -> float:
         before = sum(uploads.local_adam.values())

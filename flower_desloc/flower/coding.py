@@ -1,0 +1,97 @@
+"""A client's end of the streams that travel coded: what it keeps beside them in its state file.
+
+Of parameters what the others have too, which their difference is taken to; of every stream with a
+sign what its code has not said yet; and what was sent last, should it be asked for again.
+"""
+
+from collections.abc import Mapping
+
+from flower_desloc.averaging import Stream
+from flower_desloc.flower.records import Request
+from flower_desloc.flower.state import Held, StateFile
+from flower_desloc.schedule import PARAMS
+from flower_desloc.wire import receive, send
+
+_REFERENCE, _RESIDUAL, _SENT = "reference.", "residual.", "sent."
+
+
+def received(
+    request: Request, held: Held | None, file: StateFile, like: Mapping[str, Stream]
+) -> dict[str, Stream]:
+    """Return the streams that were sent, without a difference to what this client does not hold.
+
+    ``like`` gives shapes and types.
+    """
+    streams: dict[str, Stream] = {}
+    for name, stream in request.streams.items():
+        if name not in request.formats or (name == PARAMS and name not in request.differences):
+            streams[name] = stream
+            continue
+        reference = None
+        if name in request.differences:
+            if not _holds(held, f"{_REFERENCE}{name}") or _version(held, name) != request.former:
+                continue
+            reference = file.read([f"{_REFERENCE}{name}"])[f"{_REFERENCE}{name}"]
+        format_ = request.formats[name]
+        streams[name] = receive(name, stream, format_, like[name], reference=reference)
+    return streams
+
+
+def outgoing(
+    request: Request,
+    held: Held | None,
+    file: StateFile,
+    came: Mapping[str, Stream],
+    streams: Mapping[str, Stream],
+) -> tuple[dict[str, Stream], dict[str, Stream]]:
+    """Return the due streams as they travel, and what to keep beside ``streams``.
+
+    ``came`` is what :func:`received` gave for this window.
+    """
+    due: dict[str, Stream] = {}
+    kept = kept_beside(request, held, file, came)
+    for name in request.due:
+        if name not in request.formats:
+            due[name] = streams[name]
+            continue
+        sent = send(
+            name,
+            streams[name],
+            request.formats[name],
+            reference=kept.get(f"{_REFERENCE}{name}"),
+            residual=kept.get(f"{_RESIDUAL}{name}"),
+        )
+        due[name] = kept[f"{_SENT}{name}"] = sent.coded
+        if sent.residual:
+            kept[f"{_RESIDUAL}{name}"] = sent.residual
+    return due, kept
+
+
+def kept_beside(
+    request: Request, held: Held | None, file: StateFile, came: Mapping[str, Stream]
+) -> dict[str, Stream]:
+    """Return what is still to be kept once ``came`` has come."""
+    names = [name for name in held.beside if not name.startswith(_SENT)] if held else []
+    kept: dict[str, Stream] = dict(file.read(names)) if names else {}
+    if PARAMS in request.formats and PARAMS in came:
+        kept[f"{_REFERENCE}{PARAMS}"] = came[PARAMS]
+    return kept
+
+
+def sent_before(request: Request, file: StateFile) -> dict[str, Stream]:
+    """Return what the due streams were sent as in the window that ``file`` holds the end of."""
+    return _without_prefix(
+        file.read([f"{_SENT}{name}" if name in request.formats else name for name in request.due])
+    )
+
+
+def _without_prefix(streams: Mapping[str, Stream]) -> dict[str, Stream]:
+    return {name.removeprefix(_SENT): stream for name, stream in streams.items()}
+
+
+def _holds(held: Held | None, name: str) -> bool:
+    return held is not None and name in held.beside
+
+
+def _version(held: Held | None, name: str) -> int | None:
+    return held.versions.get(name) if held is not None else None

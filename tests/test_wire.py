@@ -1,0 +1,316 @@
+"""Formats on the wire: what they lose, that it is made up for, and that everybody has the same."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Federation, Quadratic, assert_same, federate, initial
+from flower_path import Run
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import State
+from torch import Tensor
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.averaging import Mean
+from flower_desloc.flower.members import Policy
+from flower_desloc.flower.records import from_record, payload_bytes
+from flower_desloc.schedule import PARAMS
+from flower_desloc.streams import put, take
+from flower_desloc.wire import coded_bytes, decode, encode, receive, send, wire_bytes
+
+LOSSY = ["bf16", "int8", "int4"]
+BLOCK = {"int8": 256, "int4": 64}
+LEVELS = {"int8": 127, "int4": 7}
+ALL_CODED = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
+
+seeds = st.integers(0, 2**32 - 1)
+shapes = st.sampled_from([(), (1,), (5,), (0, 3), (63,), (64,), (65, 3), (2, 3, 129), (1000,)])
+formats = st.sampled_from(LOSSY)
+
+
+def values(seed: int, shape: tuple[int, ...], spread: float = 3.0) -> Tensor:
+    """Normal values over many orders of magnitude, with zeros among them."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=draw) * torch.exp(spread * torch.randn(shape, generator=draw))
+    return x * (torch.rand(shape, generator=draw) > 0.1)
+
+
+def there_and_back(x: Tensor, format_: Any, *, signed: bool) -> Tensor:
+    return decode(encode(x, format_, signed=signed), format_, x, signed=signed)
+
+
+# ------------------------------------------------------------------------------------------ Codes
+
+
+@given(seeds, shapes, formats, st.booleans())
+def test_a_code_has_as_many_bytes_as_is_said_and_comes_back_in_shape(seed, shape, format_, signed):
+    x = values(seed, shape).abs()
+    data = encode(x, format_, signed=signed)
+    assert data.dtype == torch.uint8
+    assert data.dim() == 1
+    assert len(data) == coded_bytes(format_, x, signed=signed)
+    back = decode(data, format_, x, signed=signed)
+    assert back.shape == x.shape
+    assert back.dtype == x.dtype
+    with pytest.raises(ValueError, match="bytes of"):
+        decode(torch.cat([data, data.new_zeros(1)]), format_, x, signed=signed)
+
+
+def test_bytes_of_a_value():
+    x = torch.zeros(1_000_000)
+    for format_, each in [("fp32", 4), ("bf16", 2), ("int8", 1 + 2 / 256), ("int4", 0.5 + 2 / 64)]:
+        assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
+    assert wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}) == {
+        "a": 4 * 10**6,
+        "b": 2 * 10**6,
+    }
+
+
+@given(seeds, shapes, st.sampled_from(["int8", "int4"]))
+def test_a_signed_value_is_off_by_half_a_step_of_its_block_at_most(seed, shape, format_):
+    x = values(seed, shape)
+    error = (there_and_back(x, format_, signed=True) - x).abs().reshape(-1)
+    for i, part in enumerate(x.reshape(-1).split(BLOCK[format_])):
+        step = max(map(abs, part.tolist()), default=0.0) / LEVELS[format_]
+        # The scale is a bfloat16: 2^-9 off at most, which at the ends adds to the half step.
+        most = step * (0.5 + LEVELS[format_] * 2**-8)
+        assert (error[i * BLOCK[format_] :][: len(part)] <= most).all()
+
+
+@given(seeds, shapes, formats)
+def test_a_second_moment_keeps_its_order_of_magnitude_and_never_becomes_zero(seed, shape, format_):
+    v = values(seed, shape, spread=2.0).square() * 1e-8
+    back = there_and_back(v, format_, signed=False)
+    assert ((back == 0) == (v == 0)).all()
+    assert (back >= 0).all()
+    if format_ == "bf16":
+        torch.testing.assert_close(back, v, rtol=2**-8, atol=0)
+        return
+    step = {"int8": 254, "int4": 14}[format_]
+    for part, other in zip(
+        v.reshape(-1).split(BLOCK[format_]), back.reshape(-1).split(BLOCK[format_]), strict=True
+    ):
+        positive = part[part > 0].double()
+        if len(positive):
+            span = (positive.max() / positive.min()).log() + 2**-6  # the ends are bfloat16
+            off = (other[part > 0].double() / positive).log().abs()
+            assert (off <= span / step / 2 + 1e-4).all()
+
+
+def test_the_smallest_second_moments_survive_beside_the_greatest():
+    v = torch.tensor([2.0**-126, 1e-30, 1e-12, 1.0, 1e30])
+    back = there_and_back(v, "int8", signed=False)
+    assert (back > 0).all()
+    assert ((back / v).log().abs() < 0.4).all()
+
+
+@given(seeds, shapes, formats, st.integers(1, 8))
+def test_what_a_code_loses_is_said_later(seed, shape, format_, rounds):
+    """What was received adds up to what was to be sent, less the last residual."""
+    residual: Mapping[str, Tensor] = {}
+    meant, heard = torch.zeros(shape).double(), torch.zeros(shape).double()
+    for n in range(rounds):
+        x = values(seed + n, shape, spread=1.0)
+        sent = send("exp_avg", {"x": x}, format_, residual=residual)
+        residual = sent.residual
+        meant += x
+        heard += sent.received["x"]
+    torch.testing.assert_close(heard + residual["x"], meant, rtol=1e-5, atol=1e-4)
+
+
+@given(seeds, shapes, formats, st.sampled_from([PARAMS, "exp_avg", "exp_avg_sq"]))
+def test_what_is_received_is_what_the_sender_says(seed, shape, format_, name):
+    stream = {"x": values(seed, shape).abs()}
+    reference = {"x": values(seed + 1, shape)} if name == PARAMS else None
+    sent = send(name, stream, format_, reference=reference)
+    got = receive(name, sent.coded, format_, stream, reference=reference)
+    assert torch.equal(got["x"], sent.received["x"])
+    assert bool(sent.residual) == (name != "exp_avg_sq")
+
+
+# ------------------------------------------------------------------------------------ Federations
+
+
+class Coded(Federation):
+    """DES-LOC with coded streams, transcribed: everybody is there, nothing fails."""
+
+    def __init__(self, *args: Any, formats: Mapping[str, str]) -> None:
+        super().__init__(*args)
+        self.formats = formats
+        self.common = initial(self.problem)  # the parameters that everybody has
+        self.unsaid: dict[Any, Tensor] = {}  # by sender, stream and tensor; the server is -1
+
+    def average(self, due: Iterable[str], who: Iterable[int]) -> None:
+        who = list(who)
+        for name in sorted(due):
+            mean = Mean()
+            for m in who:
+                mean.add({name: self._heard(m, name, take(*self.workers[m], [name])[name])})
+            average = self._heard(-1, name, mean.result()[name])
+            if name == PARAMS:
+                self.common = average
+            for worker in self.workers:
+                put(*worker, {name: average})
+
+    def _heard(self, sender: int, name: str, stream: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if (format_ := self.formats.get(name, "fp32")) == "fp32":
+            return {key: tensor.clone() for key, tensor in stream.items()}
+        signed, heard = name != "exp_avg_sq", {}
+        for key, x in stream.items():
+            base = self.common[key] if name == PARAMS else torch.zeros_like(x)
+            told = x - base + self.unsaid.get((sender, name, key), torch.zeros_like(x))
+            said = there_and_back(told, format_, signed=signed)
+            if signed:
+                self.unsaid[sender, name, key] = told - said
+            heard[key] = base + said
+        return heard
+
+
+def coded(name: str, formats: Mapping[str, str], steps: int) -> list[State]:
+    case = OPTIMIZERS[name]
+    federation = Coded(Quadratic(), case.make, 3, formats=formats)
+    for window in SyncSchedule(case.periods(2, 3, 5)).windows(steps):
+        for m in range(3):
+            federation.train(m, window)
+        federation.average(window.due, range(3))
+    return federation.states()
+
+
+def run(name: str, formats: Mapping[str, str], folder: Any, **kwargs: Any) -> Run:
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(2, 3, 5))
+    return Run(
+        Quadratic(),
+        case,
+        schedule,
+        folder,
+        num_clients=3,
+        formats=formats,
+        **{"num_steps": 20, **kwargs},
+    )
+
+
+@pytest.mark.parametrize("name", ["adopt", "adam"])
+@pytest.mark.parametrize(
+    "formats",
+    [ALL_CODED, dict.fromkeys(ALL_CODED, "bf16"), {"exp_avg_sq": "int8"}, {PARAMS: "int8"}],
+    ids=["all", "bf16", "v", "params"],
+)
+def test_a_federation_of_coded_streams_is_its_transcription(name, formats, tmp_path):
+    assert_same(run(name, formats, tmp_path).start(), coded(name, formats, 20))
+
+
+def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
+    federation = run("adam", ALL_CODED, tmp_path)
+    federation.start()
+    assert federation.watch.plan is not None
+    sizes, wire = federation.watch.plan.stream_bytes, federation.watch.plan.wire_bytes
+    assert wire == wire_bytes(federation.strategy.globals.like, ALL_CODED)
+    assert all(wire[name] < sizes[name] / 3 for name in ALL_CODED)
+    due: list[str] = []
+    for record in federation.watch.records[1:]:
+        assert record.traffic.up == {name: 3 * wire[name] for name in record.streams}
+        down = {PARAMS: sizes[PARAMS]} if record.start == 0 else {name: wire[name] for name in due}
+        assert record.traffic.down == {name: 3 * size for name, size in down.items()}
+        due = record.streams
+
+
+def test_with_an_evaluation_parameters_are_still_sent_once(tmp_path):
+    with_it, without = (
+        run("adam", ALL_CODED, tmp_path / "a"),
+        run("adam", ALL_CODED, tmp_path / "b"),
+    )
+    with_it.strategy.evaluate_clients, with_it.strategy.eval_every = True, 1
+    assert_same(with_it.start(), without.start())
+    last = without.watch.plan.wire_bytes[PARAMS] * 3  # the last average, evaluated
+    total = [sum(sum(r.traffic.down.values()) for r in x.watch.records) for x in (with_it, without)]
+    assert total[0] == total[1] + last
+
+
+def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
+    """Client 1 is away past several averages, client 2 comes late and once loses its file."""
+    away = lambda m, t: (m != 1 or not 3 <= t < 9) and (m != 2 or t >= 5)  # noqa: E731
+    policy = Policy(on_failure="continue", min_clients=1)
+    federation = run("adam", ALL_CODED, tmp_path, num_steps=30, present=away, policy=policy)
+    after, lost = federation.watch.after, []
+
+    def lose(record: Any) -> None:
+        after(record)
+        if record.step == 10:
+            federation.file(2).path.unlink()
+        lost.extend(e.client for e in record.events if e.kind == "state lost")
+        assert not record.left_out
+
+    federation.watch.after = lose
+    states = federation.start()
+    assert lost == ["client-2"]
+    assert_same(states[1:], states[:1] * 2)  # at step 30 everything is due
+
+
+def test_asked_again_a_client_says_the_same(tmp_path):
+    """A window below the quorum is repeated, and who has done it answers from its file."""
+    policy = Policy(on_failure="continue", min_clients=3, timeout=0.02)
+    once, again = (
+        run("adam", ALL_CODED, tmp_path / "a"),
+        run("adam", ALL_CODED, tmp_path / "b", policy=policy),
+    )
+    pull, dropped = again.grid.pull_messages, []
+
+    def drop(message_ids: Any) -> Any:
+        replies = pull(message_ids)
+        if list(message_ids) == ["14"]:  # of the fourth window, the second client
+            dropped.extend(payload_bytes(reply) for reply in replies)
+            return []
+        return replies
+
+    again.grid.pull_messages = drop
+    assert_same(again.start(), once.start())
+    assert dropped
+    assert dropped[0]
+
+
+@pytest.mark.parametrize("name", ["adopt", "adam"])
+def test_coded_parameters_come_to_the_same_place(name, tmp_path):
+    """Error feedback: after many averages int4 is as near as fp32, which without it it is not."""
+    case = OPTIMIZERS[name]
+    schedule = SyncSchedule(case.periods(2, 3, 5))
+    exact = federate(Quadratic(), case.make, schedule, num_workers=3, num_steps=60)
+    got = run(name, ALL_CODED, tmp_path, num_steps=60).start()
+    moved = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in initial(Quadratic()).items())
+    apart = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in got[0][PARAMS].items())
+    assert apart < moved / 50
+
+
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        ({"params": "int7"}, "params=int7: no such format; there are fp32, bf16, int8, int4"),
+        ({"buffers": "int8"}, "buffers=int8: buffers travel as fp32 only"),
+        ({"exp_avg": "int8"}, r"formats of \['exp_avg'\] need states="),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(formats, said):
+    with pytest.raises(ValueError, match=said):
+        DesLoc(SyncSchedule({PARAMS: 1, "exp_avg": 1}), 4, formats=formats)
+
+
+def test_a_reply_of_other_bytes_is_left_out(tmp_path):
+    policy = Policy(on_failure="continue", min_clients=1)
+    federation = run("adam", ALL_CODED, tmp_path, policy=policy)
+
+    def shorten(asked: Any, reply: Any) -> Any:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
+            record = reply.content.array_records.get(PARAMS)
+            for key, array in (record or {}).items():
+                tensor = from_record(record)[key][:-1].clone()
+                record[key] = type(array)(tensor.numpy())
+        return reply
+
+    federation.grid.meddle = shorten
+    federation.start()
+    reasons = [
+        r.left_out.get("client-1", "") for r in federation.watch.records if PARAMS in r.streams
+    ]
+    assert all("bytes of int4" in reason for reason in reasons)
