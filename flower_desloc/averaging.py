@@ -10,6 +10,13 @@ from torch import Tensor
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 
+_BLOCK = 1 << 18
+"""Values taken at a time: what is made of them on the way does not leave the cache."""
+_ROW = 1 << 12
+"""Values whose squares are added in their own type; the sums of rows are added in float64."""
+_SMALLEST_NORM = 1e-14
+"""Of a row in fp32: below it, squares have been lost that count."""
+
 
 class Mean:
     """Weighted mean of streams that arrive one client at a time.
@@ -23,6 +30,8 @@ class Mean:
 
     Beside the mean it keeps what the drift between clients needs (:meth:`drift`): the squares of
     the steps the mean made (Welford). Nothing cancels, and clients that are equal are their mean.
+
+    Neither depends on how many threads PyTorch has.
     """
 
     def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
@@ -32,6 +41,7 @@ class Mean:
         self._means: dict[str, dict[str, Tensor]] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._squares: dict[str, float] = {}
+        self._lent = False
 
     def add(self, streams: Mapping[str, Stream], weight: float = 1.0) -> None:
         """Add one client's streams.
@@ -42,26 +52,32 @@ class Mean:
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"a client's weight must be positive and finite, got {weight}")
         if self.count == 0:
-            self._means = {name: _zeros(stream) for name, stream in streams.items()}
+            self._means = _copies(streams)
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
             self._squares = dict.fromkeys(streams, 0.0)
-        require_same(streams, self._means)
-        self._weight += weight
-        share = weight / self._weight
-        for name, stream in streams.items():
-            for key, tensor in stream.items():
-                mean = self._means[name][key]
-                step = tensor - mean
-                mean.add_(step, alpha=share)
-                self._squares[name] += weight * (1 - share) * _squared_distance(step, None)
+            self._weight = weight
+        else:
+            require_same(streams, self._means)
+            self._take_back()
+            self._weight += weight
+            share = weight / self._weight
+            with OneThread():
+                for name, stream in streams.items():
+                    means = self._means[name]
+                    squares = sum(_approach(means[key], t, share) for key, t in stream.items())
+                    self._squares[name] += weight * (1 - share) * squares
         self.count += 1
 
     def result(self) -> dict[str, dict[str, Tensor]]:
-        """Return the mean of every stream; raises ``ValueError`` when nothing was added."""
+        """Return the mean of every stream; raises ``ValueError`` when nothing was added.
+
+        It is lent, not copied: only read it. Should more be added, it stays as it is.
+        """
         if self.count == 0:
             raise ValueError("no client's streams to average")
+        self._lent = True
         return {
-            name: {key: mean.to(self._dtypes[name][key], copy=True) for key, mean in means.items()}
+            name: {key: mean.to(self._dtypes[name][key]) for key, mean in means.items()}
             for name, means in self._means.items()
         }
 
@@ -70,11 +86,31 @@ class Mean:
         drifts = {}
         for name, stream in mean.items():
             reference = self._reference.get(name, {})
-            moved = sum(_squared_distance(t, reference.get(key)) for key, t in stream.items())
-            norm = math.sqrt(sum(_squared_distance(t, None) for t in stream.values()))
+            moved = sum(squared_distance(t, reference.get(key)) for key, t in stream.items())
+            norm = math.sqrt(sum(squared_distance(t) for t in stream.values()))
             spread = math.sqrt(self._squares[name] / self._weight)
             drifts[name] = Drift(spread=spread, moved=math.sqrt(moved), norm=norm)
         return drifts
+
+    def _take_back(self) -> None:
+        if self._lent:
+            self._means = _copies(self._means)
+            self._lent = False
+
+
+class OneThread:
+    """For as long as this is entered, PyTorch works on one thread.
+
+    One pass over memory waits for memory, and threads that wait for each other at every operation
+    besides are slow where the cores are shared. Nor may a sum depend on how many there are.
+    """
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
 
 
 @dataclass(frozen=True)
@@ -91,15 +127,23 @@ class Drift:
     norm: float
 
 
-def _zeros(stream: Stream) -> dict[str, Tensor]:
-    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-    return {k: torch.zeros_like(t, dtype=wide.get(t.dtype, t.dtype)) for k, t in stream.items()}
+def blocks(tensor: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
+    """Return a tensor's values as views, ``size`` at a time and one dimension each.
+
+    Views of a copy where the values do not lie one after the other.
+    """
+    parts: tuple[Tensor, ...] = tensor.detach().reshape(-1).split(size or _BLOCK)
+    return parts
 
 
-def _squared_distance(tensor: Tensor, reference: Tensor | None) -> float:
-    difference = tensor if reference is None else tensor - reference
-    norm = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
-    return norm * norm  # ** raises where this is infinite
+def squared_distance(tensor: Tensor, origin: Tensor | None = None) -> float:
+    """Return ``|tensor - origin|^2``, from zero unless there is an origin, of any finite values."""
+    room = _room(tensor)
+    with OneThread():
+        if origin is None:
+            return sum(_square(room[: len(part)].copy_(part), room) for part in blocks(tensor))
+        pairs = zip(blocks(tensor), blocks(origin), strict=True)
+        return sum(_square(torch.sub(a, b, out=room[: len(a)]), room) for a, b in pairs)
 
 
 def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
@@ -118,3 +162,49 @@ def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) 
 def _require_same_names(what: str, got: Iterable[str], expected: Iterable[str]) -> None:
     if set(got) != set(expected):
         raise ValueError(f"{what} are {sorted(got)}, expected {sorted(expected)}")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
+
+
+def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
+    with OneThread():
+        return {
+            name: {
+                key: t.detach().to(_wide(t.dtype), copy=True, memory_format=torch.contiguous_format)
+                for key, t in stream.items()
+            }
+            for name, stream in streams.items()
+        }
+
+
+def _approach(mean: Tensor, tensor: Tensor, share: float) -> float:
+    """Move ``mean`` that share of the way to ``tensor``, in place; return the way's square."""
+    room = _room(tensor)
+    squares = 0.0
+    for m, t in zip(blocks(mean), blocks(tensor), strict=True):
+        step = torch.sub(t, m, out=room[: len(t)])
+        m.add_(step, alpha=share)
+        squares += _square(step, room)
+    return squares
+
+
+def _room(tensor: Tensor) -> Tensor:
+    """Return room for a block of the tensor's values, in whole rows."""
+    size = _rows(min(tensor.numel(), _BLOCK)) * _ROW
+    return torch.empty(size, dtype=_wide(tensor.dtype), device=tensor.device)
+
+
+def _rows(size: int) -> int:
+    return -(-size // _ROW)
+
+
+def _square(values: Tensor, room: Tensor) -> float:
+    """Return the sum of squares of ``values``, which ``room`` begins with."""
+    rows = room[: _rows(len(values)) * _ROW]
+    rows[len(values) :].zero_()
+    norms: list[float] = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).tolist()
+    if not all(_SMALLEST_NORM < norm < math.inf for norm in norms):
+        norms = [float(torch.linalg.vector_norm(values, dtype=torch.float64))]
+    return sum(norm * norm for norm in norms)  # ** raises where this is infinite

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_desloc.averaging import Drift, Mean, Stream, require_same
+from flower_desloc.averaging import Drift, Mean, Stream, blocks, require_same, squared_distance
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -36,10 +36,12 @@ def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
     count = len(tensors)
     if not 0 <= 2 * trim < count:
         raise ValueError(f"of {count} values {trim} cannot be cut on each side")
-    dtype = tensors[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    ranked = torch.stack([tensor.to(wide) for tensor in tensors]).sort(dim=0).values
-    return ranked[trim : count - trim].mean(dim=0).to(dtype)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    result = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+    for into, *values in zip(*(blocks(t) for t in (result, *tensors)), strict=True):
+        ranked = torch.stack([value.to(wide) for value in values]).sort(dim=0).values
+        into.copy_(ranked[trim : count - trim].mean(dim=0))
+    return result
 
 
 def coordinate_median(tensors: Sequence[Tensor]) -> Tensor:
@@ -136,7 +138,8 @@ class Gathered:
 
 
 def _distance(stream: Stream, reference: Stream | None) -> float:
-    differences = (t if reference is None else t - reference[key] for key, t in stream.items())
-    return math.hypot(
-        *(float(torch.linalg.vector_norm(d, dtype=torch.float64)) for d in differences)
+    squares = (
+        squared_distance(tensor, None if reference is None else reference[key])
+        for key, tensor in stream.items()
     )
+    return math.sqrt(sum(squares))

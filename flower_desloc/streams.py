@@ -5,13 +5,14 @@ Tied weights go once. Parameters that the optimizer does not train belong to no 
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.averaging import Stream
+from flower_desloc.averaging import OneThread, Stream
 from flower_desloc.schedule import BUFFERS as BUFFERS
 from flower_desloc.schedule import PARAMS
 
@@ -113,7 +114,7 @@ def digest(stream: Stream) -> str:
     for key in sorted(stream):
         tensor = stream[key].detach().cpu().contiguous()
         sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -134,8 +135,21 @@ def check_like(name: str, stream: Stream, like: Stream) -> None:
 def check_finite(name: str, stream: Stream) -> None:
     """Raise ``ValueError`` when a tensor of ``stream`` holds NaN or infinity."""
     for key, tensor in stream.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+        if tensor.numel() > 0:
+            finite_ends(name, key, tensor)
+
+
+def finite_ends(name: str, key: str, tensor: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest value of a tensor of stream ``name``, in one pass.
+
+    Raises ``ValueError`` when it holds NaN or infinity, which are then its ends.
+    """
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    with OneThread():
+        low, high = (float(end) for end in real.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+    return low, high
 
 
 def _tensors(

@@ -138,6 +138,63 @@ def test_other_names_or_shapes_than_the_first_clients_are_refused(change, messag
     assert mean.count == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_of_many_is_the_naive_formula_in_float64_to_rounding(dtype):
+    weights = [1.0 + m for m in range(8)]
+    clients = [{"params": {"a": large(m).to(dtype)}} for m in range(8)]
+    got = mean_of(clients, weights).result()["params"]["a"]
+    naive = sum(w * c["params"]["a"].double() for w, c in zip(weights, clients, strict=True))
+    torch.testing.assert_close(got.double(), naive / sum(weights), rtol=0, atol=ulps(dtype, 8))
+
+
+def large(m, size=3 * 4096 + 17):
+    """More than a row and no whole number of them."""
+    return torch.randn(size, generator=generator(7, m))
+
+
+def ulps(dtype, number):
+    return number * torch.finfo(dtype).eps * 4  # of values up to four
+
+
+@pytest.mark.parametrize("size", [1, 13, 4096, 5000, 1 << 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_mean_is_the_same_bits_whatever_the_size_of_a_block(size, dtype, monkeypatch):
+    # Of blocks of one value each, a thousand are enough.
+    clients = [{"params": {"a": large(m, 4 * 1003)[::4].to(dtype)}} for m in range(3)]
+    clients += [{"params": {"a": large(m, 1003).to(dtype)}} for m in range(3)]
+    weights = [1.0, 2.5, 1 / 3, 7.0, 0.1, 1.0]
+    whole = mean_of(clients, weights)
+    monkeypatch.setattr("flower_desloc.averaging._BLOCK", size)
+    parts = mean_of(clients, weights)
+    assert torch.equal(parts.result()["params"]["a"], whole.result()["params"]["a"])
+    ours, theirs = (it.drift(it.result())["params"] for it in (parts, whole))
+    for figure in ("spread", "moved", "norm"):
+        assert getattr(ours, figure) == pytest.approx(getattr(theirs, figure), rel=1e-6)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_neither_mean_nor_drift_depends_on_the_number_of_threads(threads):
+    def after(threads):
+        torch.set_num_threads(threads)
+        try:
+            mean = mean_of([{"params": {"a": large(m, (1 << 18) + 40_001)}} for m in range(3)])
+            assert torch.get_num_threads() == threads
+            return mean.result()["params"]["a"], mean.drift(mean.result())
+        finally:
+            torch.set_num_threads(1)
+
+    (one, drift), (several, other) = after(1), after(threads)
+    assert torch.equal(one, several)
+    assert drift == other
+
+
+def test_what_may_not_be_written_can_be_averaged():
+    with torch.inference_mode():
+        read_only = [client(m) for m in range(3)]
+    assert_close = torch.testing.assert_close
+    assert_close(mean_of(read_only).result(), mean_of([client(m) for m in range(3)]).result())
+
+
 # ------------------------------------------------------------------------------------------- Drift
 
 
@@ -188,3 +245,15 @@ def test_equal_clients_are_their_mean_bit_for_bit_and_do_not_drift(reference, dt
     mean = mean_of([same] * len(weights), weights, reference)
     torch.testing.assert_close(mean.result(), same, rtol=0, atol=0)
     assert {drift.spread for drift in mean.drift(mean.result()).values()} == {0.0}
+
+
+@pytest.mark.parametrize("size", [1e-43, 1e-30, 1e-22, 1e-16, 1e-9, 1e9, 1e21, 1e37])
+def test_drift_of_fp32_neither_overflows_nor_underflows(size):
+    """Squares of these are beyond fp32, on one side or the other."""
+    clients = [{"params": {"a": large(m).double().mul(size).float()}} for m in range(3)]
+    mean = mean_of(clients, reference=clients[0])
+    (got,) = mean.drift(mean.result()).values()
+    (expected,) = two_pass(clients, [1.0] * 3, clients[0]).values()
+    exact = 1e-5 if size > 1e-37 else 0.3  # of the last there is little more than zero and one
+    for figure in ("spread", "moved", "norm"):
+        assert getattr(got, figure) == pytest.approx(getattr(expected, figure), rel=exact)

@@ -170,9 +170,9 @@ def test_a_client_whose_disk_is_full_keeps_the_old_file(name, coins, small_disk)
 def value(it: float):
     def spoil(content: RecordDict) -> None:
         stream = content[first(content)]
-        tensors = from_record(stream)
-        tensors["vector"][2] = it
-        stream["vector"] = to_record(tensors)["vector"]
+        vector = from_record(stream)["vector"].clone()
+        vector[2] = it
+        stream["vector"] = to_record({"vector": vector})["vector"]
 
     return spoil
 

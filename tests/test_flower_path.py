@@ -341,9 +341,9 @@ def test_a_run_that_stays_below_the_quorum_stops_and_says_so(tmp_path):
 
 
 def _nan(stream: ArrayRecord) -> None:
-    tensors = from_record(stream)
-    tensors["vector"][2] = torch.nan
-    stream["vector"] = to_record(tensors)["vector"]
+    vector = from_record(stream)["vector"].clone()
+    vector[2] = torch.nan
+    stream["vector"] = to_record({"vector": vector})["vector"]
 
 
 def _renamed(stream: ArrayRecord) -> None:

@@ -101,6 +101,20 @@ def test_a_norm_is_measured_by_the_median_of_all():
     assert beyond([float("inf"), 1.0, 1.0], 2.0) == [0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_they_are_the_same_bits_whatever_the_size_of_a_block(size, dtype, monkeypatch):
+    noise = torch.Generator().manual_seed(0)
+    rows = [torch.randn(10, 31, generator=noise).to(dtype) for _ in range(8)]
+    rows[3] = rows[3].T.contiguous().T  # the same values, in another order in memory
+    whole = coordinate_median(rows), trimmed_mean(rows, 2)
+    monkeypatch.setattr("flower_desloc.averaging._BLOCK", size)
+    assert_same(
+        [{"median": whole[0], "trimmed": whole[1]}],
+        [{"median": coordinate_median(rows), "trimmed": trimmed_mean(rows, 2)}],
+    )
+
+
 # --------------------------------------------------------------------------- In the place of Mean
 
 

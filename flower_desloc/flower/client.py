@@ -20,7 +20,7 @@ from flwr.common.logger import log
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.averaging import Stream
+from flower_desloc.averaging import Stream, squared_distance
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
 from flower_desloc.flower.members import is_name
@@ -150,9 +150,6 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     origin = _origin(request)
     if isinstance(optimizer, ADOPT) and request.start > origin and _is_zero(begin["exp_avg_sq"]):
         seed_adopt(optimizer, worker.loss_at, step=request.start, clipping=worker.clipping)
-    before = {
-        key: tensor.clone() for key, tensor in take(module, optimizer, [PARAMS])[PARAMS].items()
-    }
     steps = local_steps(
         module,
         optimizer,
@@ -164,9 +161,8 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         origin=origin,
     )
     streams = take(module, optimizer, request.versions)
-    after = streams[PARAMS]
     metrics = {
-        **trained(worker, steps, before, after),
+        **trained(worker, steps, begin[PARAMS], streams[PARAMS]),
         "start-step": request.start,
         "stop-step": request.stop,
         "seconds": time.perf_counter() - began,
@@ -383,7 +379,7 @@ def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -
         "losses": steps.losses,
         "grad-norms": steps.grad_norms,
         "learning-rates": steps.learning_rates,
-        "update-norm": _norm({key: after[key] - before[key] for key in after}),
+        "update-norm": _norm(after, before),
         "param-norm": _norm(after),
     }
 
@@ -401,6 +397,8 @@ def _is_zero(stream: Stream) -> bool:
     return not any(tensor.any() for tensor in stream.values())
 
 
-def _norm(stream: Stream) -> float:
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in stream.values()]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+def _norm(stream: Stream, origin: Stream | None = None) -> float:
+    def squared(key: str, tensor: Tensor) -> float:
+        return squared_distance(tensor, origin[key].to(tensor.device) if origin else None)
+
+    return math.sqrt(sum(squared(key, tensor) for key, tensor in stream.items()))

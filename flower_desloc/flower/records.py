@@ -20,9 +20,10 @@ from flwr.app import (
 )
 
 from flower_desloc.averaging import Stream
+from flower_desloc.flower.arrays import from_array, to_array, values_bytes
 from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
-from flower_desloc.streams import check_finite, check_like
+from flower_desloc.streams import check_like, finite_ends
 
 CONFIG = "config"
 METRICS = "metrics"
@@ -174,8 +175,7 @@ class Reply:
                             f"{key!r} of stream {name!r} is of type {tensor.dtype}, "
                             f"expected {like[name][key].dtype}"
                         )
-            check_finite(name, stream)
-            _check_range(name, stream)
+            _check_values(name, stream)
 
     def _check_metrics(self) -> None:
         for name in ("num-examples", "train-loss"):
@@ -189,20 +189,18 @@ class Reply:
 
 def to_record(stream: Stream) -> ArrayRecord:
     """Return a stream as an ArrayRecord of its own bytes: later changes do not reach it."""
-    return ArrayRecord(
-        {key: Array(tensor.detach().cpu().numpy()) for key, tensor in stream.items()}
-    )
+    return ArrayRecord({key: to_array(tensor) for key, tensor in stream.items()})
 
 
 def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
-    """Return the tensors of an ArrayRecord; raises ``ValueError`` when they cannot be read."""
-    try:
-        stream = {key: torch.from_numpy(array.numpy()) for key, array in record.items()}
-    except Exception as error:  # whatever NumPy lets through of what other formats raise
-        raise ValueError(f"an array cannot be read: {error}") from error
+    """Return the tensors of an ArrayRecord, which are views of it: clone what is to be changed.
+
+    Raises ``ValueError`` when they cannot be read.
+    """
+    stream = {key: from_array(array) for key, array in record.items()}
     for key, tensor in stream.items():
         # NumPy reads what it needs and leaves the rest, which has travelled all the same.
-        if (came := _values_bytes(record[key])) != tensor.nbytes:
+        if (came := values_bytes(record[key])) != tensor.nbytes:
             raise ValueError(f"{key!r} came with {came} bytes for {tensor.nbytes} bytes of values")
     return stream
 
@@ -224,7 +222,7 @@ def payload_bytes(message: Message) -> dict[str, int]:
     if not message.has_content():
         return {}
     records = message.content.array_records
-    return {name: sum(map(_values_bytes, record.values())) for name, record in records.items()}
+    return {name: sum(map(values_bytes, record.values())) for name, record in records.items()}
 
 
 def framed_bytes(message: Message) -> int:
@@ -260,25 +258,15 @@ def framed_bytes(message: Message) -> int:
     return framing + payload
 
 
-def _values_bytes(array: Array) -> int:
-    # Counted from the bytes that came, not from the shape that is claimed: .npy less its header.
-    data = array.data
-    width = 2 if data[6:7] == b"\x01" else 4  # of the header's length, by version of the format
-    header = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
-    if not data.startswith(b"\x93NUMPY") or len(data) < header:  # nothing that NumPy wrote
-        return len(data)
-    return len(data) - header
-
-
-def _check_range(name: str, stream: Stream) -> None:
-    """Raise ``ValueError`` for finite values of which there is no mean that one can go on with."""
+def _check_values(name: str, stream: Stream) -> None:
+    """Raise ``ValueError`` for values of which there is no mean that one can go on with."""
     for key, tensor in stream.items():
         what = f"{key!r} of stream {name!r}"
         if not tensor.is_floating_point():
             raise ValueError(f"{what} is of type {tensor.dtype}, which has no mean")
         if tensor.numel() == 0:
             continue
-        low, high = (float(end) for end in tensor.aminmax())
+        low, high = finite_ends(name, key, tensor)
         # Half of all there is, or the difference of two would not be finite.
         most = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max / 2
         if max(-low, high) > most:

@@ -1,0 +1,278 @@
+"""What a window costs beyond the clients' own work when the model is large, in simulation.
+
+    python benchmarks/large_window.py [--parameters 135000000] [--clients 2] [--json FILE]
+
+Three arms on the same nodes, a few rounds each, in turns:
+
+- echo: Flower's transport alone. Every client is sent the parameters and sends them back.
+- fedavg: Flower's FedAvg, its clients written as in Flower's examples.
+- desloc: DesLoc with the same traffic; its clients keep parameters and both moments in a file.
+
+Overhead is a round's wall-clock less the slowest client's own time, of which neither writing its
+reply's record nor, in DesLoc, its state file is part. The file's time is printed by itself: it is
+what a client pays to be able to go on after a crash, which FedAvg's cannot.
+
+In Flower's simulation a message is not hashed. It is pickled into Ray's store in shared memory and
+out again in the other process, and back. A stream of P parameters takes some 40 P bytes of memory
+in all for two clients, and 12 P bytes of disk each.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+
+import torch
+from aggregation import about, spread
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.client import STATE_DIR, Worker, client_app
+from flower_desloc.flower.records import to_record
+from flower_desloc.flower.state import StateFile
+from flower_desloc.optim import ADOPT
+from flower_desloc.record import WindowRecord
+
+TENSORS = 16
+PARAMETERS = "BENCHMARK_PARAMETERS"  # Ray's processes are told by the environment
+ROUNDS, WARM_UP = 4, 1
+
+
+class Many(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        each = torch.randn(number // TENSORS, generator=torch.Generator().manual_seed(0))
+        self.parts = torch.nn.ParameterList([each + i for i in range(TENSORS)])
+
+    def loss(self) -> torch.Tensor:
+        return sum((part * 1e-3).sum() for part in self.parts)
+
+
+@cache
+def module() -> Many:
+    """The model of this process; it is built once, in every arm."""
+    return Many(int(os.environ[PARAMETERS]))
+
+
+@cache
+def worker() -> Worker:
+    model = module()
+    optimizer = ADOPT(model.parameters())
+    return Worker(
+        module=model, optimizer=optimizer, loss_at=lambda _step: model.loss(), num_examples=1
+    )
+
+
+@cache
+def timed_file() -> None:
+    """Note how long it takes to write a client's state."""
+    write = StateFile.write
+
+    def timed(self: StateFile, *args: Any) -> None:
+        began = time.perf_counter()
+        write(self, *args)
+        took = time.perf_counter() - began
+        with Path(os.environ[STATE_DIR], "writes").open("a") as file:
+            file.write(f"{took}\n")
+
+    StateFile.write = timed  # type: ignore[method-assign]
+
+
+def build(_config: Any, _context: Context) -> Worker:
+    timed_file()
+    return worker()
+
+
+desloc_client = client_app(build)
+app = ClientApp()
+
+
+@app.train()
+def desloc(message: Message, context: Context) -> Message:
+    return desloc_client(message, context)
+
+
+@app.query("hello")
+def hello(message: Message, context: Context) -> Message:
+    return desloc_client(message, context)
+
+
+@app.query("goodbye")
+def goodbye(message: Message, context: Context) -> Message:
+    return desloc_client(message, context)
+
+
+@app.query("echo")
+def echo(message: Message, _context: Context) -> Message:
+    return Message(message.content, reply_to=message)
+
+
+@app.train("fedavg")
+def fedavg(message: Message, _context: Context) -> Message:
+    """A step, the way Flower's examples take it."""
+    began = time.perf_counter()
+    model = module()
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    optimizer = ADOPT(model.parameters())
+    optimizer.zero_grad()
+    model.loss().backward()
+    optimizer.step()
+    metrics = MetricRecord({"num-examples": 1, "seconds": time.perf_counter() - began})
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
+
+
+class Timed(FedAvg):
+    """FedAvg over `train.fedavg` that notes its rounds' overheads."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.overheads: list[float] = []
+        self._began = 0.0
+
+    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        self._began = time.perf_counter()
+        for message in super().configure_train(*args, **kwargs):
+            message.metadata.message_type = "train.fedavg"
+            yield message
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        replies = list(replies)
+        result = super().aggregate_train(server_round, replies)
+        slowest = max(r.content.metric_records["metrics"]["seconds"] for r in replies)
+        self.overheads.append(time.perf_counter() - self._began - slowest)
+        return result
+
+
+class Overheads:
+    """Observer of DesLoc's windows."""
+
+    def __init__(self) -> None:
+        self.overheads: list[float] = []
+
+    def started(self, plan: Any) -> None: ...
+
+    def joined(self, client: str, about: Any) -> None: ...
+
+    def window(self, record: WindowRecord) -> None:
+        if record.round > 0:
+            self.overheads.append(record.seconds["total"] - record.seconds["clients"])
+
+
+def echoes(grid: Grid) -> list[float]:
+    params = to_record(dict(module().named_parameters()))
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        messages = [
+            Message(RecordDict({"params": params}), node, "query.echo")
+            for node in grid.get_node_ids()
+        ]
+        list(grid.send_and_receive(messages))
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def deslocs(_grid: Grid) -> list[float]:
+    watch = Overheads()
+    # Params in every window, as FedAvg; the moments stay.
+    schedule = SyncSchedule({"params": 1, "exp_avg": "never", "exp_avg_sq": "never"})
+    strategy = DesLoc(schedule, ROUNDS, evaluate_clients=False)
+    strategy.start(_grid, to_record(dict(module().named_parameters())), observer=watch)
+    return watch.overheads
+
+
+def fedavgs(grid: Grid) -> list[float]:
+    strategy = Timed(fraction_evaluate=0.0)
+    strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=ROUNDS)
+    return strategy.overheads
+
+
+def measure(num_clients: int, turns: int) -> dict[str, list[float]]:
+    arms = {"echo": echoes, "fedavg": fedavgs, "desloc": deslocs}
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, _context: Context) -> None:
+        for turn in range(turns):
+            for name in sorted(arms, reverse=turn % 2 == 1):
+                found[name] += arms[name](grid)[WARM_UP:]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_simulation(
+            server,
+            app,
+            num_supernodes=num_clients,
+            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        )
+    return found
+
+
+def slowest(writes: list[float], clients: int) -> list[float]:
+    """Return the longest time of each window that counts; the clients write once in each."""
+    windows = [max(writes[i : i + clients]) for i in range(0, len(writes), clients)]
+    return [took for i, took in enumerate(windows) if i % ROUNDS >= WARM_UP]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=int, default=135_000_000)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    args = parser.parse_args()
+    folder = tempfile.mkdtemp()
+    os.environ |= {PARAMETERS: str(args.parameters), STATE_DIR: folder}
+    torch.set_num_threads(1)
+    try:
+        found = measure(args.clients, args.turns)
+        writes = [float(line) for line in Path(folder, "writes").read_text().splitlines()]
+    finally:
+        shutil.rmtree(folder)
+    files = slowest(writes, args.clients)
+    rest = [a - b for a, b in zip(found["desloc"], files, strict=True)]
+    found |= {"its file": files, "desloc without": rest}
+    median = {name: statistics.median(times) for name, times in found.items()}
+    result = {
+        **about(),
+        "parameters": args.parameters,
+        "clients": args.clients,
+        "rounds": len(found["desloc"]),
+        "overhead_seconds": {name: spread(times) for name, times in found.items()},
+        "desloc_to_fedavg": median["desloc"] / median["fedavg"],
+        "desloc_to_echo": median["desloc"] / median["echo"],
+        "desloc_without_file_to_fedavg": median["desloc without"] / median["fedavg"],
+        "desloc_without_file_to_echo": median["desloc without"] / median["echo"],
+    }
+    for name, times in result["overhead_seconds"].items():
+        print(f"{name:15}", *(f"{what} {seconds:.2f} s  " for what, seconds in times.items()))
+    for name in (name for name in result if "_to_" in name):
+        print(f"{name} {result[name]:.2f}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    # Ray pickles what belongs to __main__ by value, and what is cached would be lost.
+    sys.modules.pop("large_window", None)
+    import large_window
+
+    large_window.main()

@@ -1,0 +1,90 @@
+"""How fast a stream becomes an ArrayRecord and tensors again, beside Flower's own conversion.
+
+    python benchmarks/serialisation.py [--repeats 21] [--json FILE]
+
+The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Written: tensors to the records' bytes.
+Read: bytes to tensors; ours are views of them. Installed: read and copied into a model's tensors,
+which is what becomes of them on a client. Beside them the plain copy of the same tensors:
+`tensor.clone()` for what makes new memory, `copy_` for what does not. All take turns.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from aggregation import about, ratio, shapes, spreads, take_turns
+from flwr.app import ArrayRecord
+
+from flower_desloc.flower.records import from_record, to_record
+
+Stream = dict[str, torch.Tensor]
+
+
+def install(model: Stream, given: Any) -> None:
+    for key, tensor in given.items():
+        model[key].copy_(tensor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    noise = torch.Generator().manual_seed(0)
+    stream = {name: torch.randn(shape, generator=noise) for name, shape in shapes().items()}
+    model = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    record = to_record(stream)
+    assert record == ArrayRecord(stream)
+    seconds = take_turns(
+        {
+            "clone": lambda: {key: tensor.clone() for key, tensor in stream.items()},
+            "write desloc": lambda: to_record(stream),
+            "write flower": lambda: ArrayRecord(stream),
+            "read desloc": lambda: from_record(record),
+            "read flower": record.to_torch_state_dict,
+            "copy": lambda: install(model, stream),
+            "install desloc": lambda: install(model, from_record(record)),
+            "install flower": lambda: install(model, record.to_torch_state_dict()),
+        },
+        args.repeats,
+    )
+    pairs = {
+        "write, to flower's": ("write flower", "write desloc"),
+        "read, to flower's": ("read flower", "read desloc"),
+        "install, to flower's": ("install flower", "install desloc"),
+        "both, to flower's": ("both flower", "both desloc"),
+        "write, to clone": ("clone", "write desloc"),
+        "read, to clone": ("clone", "read desloc"),
+        "install, to copy": ("copy", "install desloc"),
+    }
+    for times in seconds.values():  # there and back
+        for who in ("flower", "desloc"):
+            ways = zip(times[f"write {who}"], times[f"read {who}"], strict=True)
+            times[f"both {who}"] = [sum(way) for way in ways]
+    speeds = {
+        clock: {what: ratio(times[a], times[b]) for what, (a, b) in pairs.items()}
+        for clock, times in seconds.items()
+    }
+    result = {
+        **about(),
+        "megabytes": sum(tensor.nbytes for tensor in stream.values()) / 1e6,
+        "repeats": args.repeats,
+        "seconds": {clock: spreads(times) for clock, times in seconds.items()},
+        "speeds": speeds,
+    }
+    for clock, arms in result["seconds"].items():
+        for name, times in arms.items():
+            shown = (f"{what} {1e3 * s:7.1f} ms  " for what, s in times.items())
+            print(f"{clock:5}{name:20}", *shown)
+        for name, times in speeds[clock].items():
+            print(f"{clock:5}{name:20}", *(f"{what} {x:7.2f}     " for what, x in times.items()))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

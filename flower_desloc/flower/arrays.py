@@ -1,0 +1,102 @@
+"""Tensors as Flower's Arrays: the bytes of NumPy's .npy, as Flower itself has them.
+
+Written with one copy of the values and read with none.
+"""
+
+import io
+import math
+import re
+import warnings
+from functools import lru_cache
+
+import numpy as np
+import torch
+from flwr.app import Array
+from numpy.lib import format as npy
+from torch import Tensor
+
+_NUMPY = "numpy.ndarray"  # Flower's name of the format
+_MAGIC = b"\x93NUMPY"
+_ALIGNMENT = 16  # of the values in the bytes; NumPy's own is 64
+# What NumPy writes before values that lie in C order; anything else is left to NumPy.
+_HEADER = re.compile(
+    rb"\{'descr': '([<>|][a-z]\d)', 'fortran_order': False, "
+    rb"'shape': \((|\d{1,18},|\d{1,18}(?:, \d{1,18}){1,31})\), \} *\n"
+)
+_DTYPES = {
+    np.dtype(name).str.encode(): getattr(torch, name)  # in this machine's byte order
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+}
+
+with warnings.catch_warnings():
+    # PyTorch warns, once, of memory that must not be written, as from_array does.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def to_array(tensor: Tensor) -> Array:
+    """Return a tensor as an Array of its own bytes: later changes do not reach it.
+
+    Raises ``TypeError`` for a type that NumPy does not have, such as bfloat16.
+    """
+    values = tensor.detach().cpu().contiguous().numpy()
+    header = _header(values.dtype.str, values.shape)
+    data = b"".join((header, values.reshape(-1).view(np.uint8).data))
+    return Array(str(values.dtype), values.shape, _NUMPY, data)
+
+
+def from_array(array: Array) -> Tensor:
+    """Return the values of an Array; raises ``ValueError`` when they cannot be read.
+
+    They are a view of its bytes wherever these are what NumPy writes, and not to be written: clone
+    what is to be changed. PyTorch has no read-only tensors; this is an inference tensor, so that a
+    write raises, but only once it is done.
+    """
+    tensor = _view(array)
+    if tensor is None:
+        try:
+            tensor = torch.from_numpy(array.numpy())
+        except Exception as error:  # whatever NumPy lets through of what other formats raise
+            raise ValueError(f"an array cannot be read: {error}") from error
+    return tensor
+
+
+def values_bytes(array: Array) -> int:
+    """Return how many bytes of values came: those of the .npy, less its header.
+
+    Counted from what is there, not from the shape that is claimed.
+    """
+    data, begin = array.data, _begin(array.data)
+    if not data.startswith(_MAGIC) or len(data) < begin:  # nothing that NumPy wrote
+        return len(data)
+    return len(data) - begin
+
+
+@lru_cache(maxsize=4096)
+def _header(description: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    about = {"descr": description, "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(file, about)
+    return file.getvalue()
+
+
+def _begin(data: bytes) -> int:
+    """Return where the values begin: a header says its length, by version of the format."""
+    width = 2 if data[6:7] == b"\x01" else 4
+    return 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+
+
+def _view(array: Array) -> Tensor | None:
+    data = array.data
+    if array.stype != _NUMPY or not data.startswith(_MAGIC + b"\x01\x00"):
+        return None
+    begin = _begin(data)
+    said = _HEADER.fullmatch(data[10:begin])
+    if said is None or said[1] not in _DTYPES or begin % _ALIGNMENT:
+        return None
+    dtype, shape = _DTYPES[said[1]], tuple(map(int, re.findall(rb"\d+", said[2])))
+    count = math.prod(shape)
+    if count == 0 or len(data) != begin + count * dtype.itemsize:
+        return None
+    with torch.inference_mode():
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
