@@ -17,17 +17,21 @@ from flower_desloc.streams import BUFFERS, prime, starts_at_zero, stream_names, 
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
     """Return the local optimizer."""
     o = config.optimizer
+    params = list(params)
+    fused = all(p.device.type in ("cpu", "cuda") for p in params)
     match o.name:
         case "adopt":
             return optim.ADOPT(
                 params, o.lr, o.betas, o.eps, weight_decay=o.weight_decay, decouple=True
             )
         case "adam":
-            return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay)
+            return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
         case "adamw":
-            return optim.AdamW(params, o.lr, o.betas, o.eps, o.weight_decay)
+            return optim.AdamW(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
         case "amsgrad":
-            return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay, amsgrad=True)
+            return optim.Adam(
+                params, o.lr, o.betas, o.eps, o.weight_decay, amsgrad=True, fused=fused
+            )
         case "sgdm":
             return optim.SGDM(params, o.lr, o.momentum, weight_decay=o.weight_decay)
         case "paper_adam":

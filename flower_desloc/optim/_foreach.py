@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_Alike = tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]
+"""Parameters that have taken equally many steps, their gradients and their states."""
+
 
 class ForeachOptimizer(Optimizer):
     """Applies a pure step to lists of tensors, so that a step is a few kernels, not one a tensor.
 
     A subclass names its states in :attr:`streams` and gives the step in :meth:`_update`. All
-    states start at zero, beside a ``step`` that counts completed steps as PyTorch's Adam does.
+    states start at zero, beside a ``step`` that counts completed steps.
     """
 
     streams: ClassVar[tuple[str, ...]]
@@ -42,29 +45,30 @@ class ForeachOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for step, params in self._by_step(group["params"]).items():
-                states = tuple([self.state[p][name] for p in params] for name in self.streams)
-                gradients = [p.grad for p in params if p.grad is not None]
-                self._update(group, step, params, gradients, states)
-                for p in params:
-                    self.state[p]["step"] += 1
+            for step, (params, gradients, states) in self._by_step(group["params"]).items():
+                families = tuple([state[name] for state in states] for name in self.streams)
+                self._update(group, step, params, gradients, families)
+                for state in states:
+                    state["step"] = step + 1
         return loss
 
-    def _by_step(self, params: list[Tensor]) -> dict[int, list[Tensor]]:
+    def _by_step(self, params: list[Tensor]) -> dict[int, _Alike]:
         # A parameter without a gradient takes no step, so counts can differ within a group.
-        groups: dict[int, list[Tensor]] = defaultdict(list)
+        groups: dict[int, _Alike] = defaultdict(lambda: ([], [], []))
         for p in params:
-            if p.grad is None:
+            if (gradient := p.grad) is None:
                 continue
-            if p.grad.is_sparse:
+            if gradient.is_sparse:
                 raise ValueError(f"{type(self).__name__} does not take sparse gradients")
-            state = self.state[p]
-            if not state:
-                # On the CPU, as reading it must not stop the device; bf16 would end at 256.
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            if not (state := self.state[p]):
+                # A number: adding to hundreds of tensors of one element costs as much as a step.
+                state["step"] = 0
                 for name in self.streams:
                     state[name] = torch.zeros_like(p)
-            groups[int(state["step"])].append(p)
+            xs, gs, states = groups[int(state["step"])]
+            xs.append(p)
+            gs.append(gradient)
+            states.append(state)
         return groups
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from flower_desloc.native import adopt_step as adopt_step_in_one_pass
 from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
 
 
@@ -120,15 +121,15 @@ class ADOPT(ForeachOptimizer):
             # v = g^2 whole, not (1 - beta2) g^2, and x stays: one batch is spent on the scale.
             torch._foreach_addcmul_(vs, gs, gs)
             return
-        if decay and group["decouple"]:
-            torch._foreach_mul_(xs, 1 - group["lr"] * decay)
-        adopt_step(
-            xs,
-            gs,
-            us,
-            vs,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            clip=None if self._clip_lambda is None else self._clip_lambda(step),
-        )
+        shrink = 1 - group["lr"] * decay if group["decouple"] else 1.0
+        settings = {
+            "lr": group["lr"],
+            "betas": group["betas"],
+            "eps": group["eps"],
+            "clip": None if self._clip_lambda is None else self._clip_lambda(step),
+        }
+        if adopt_step_in_one_pass(xs, gs, us, vs, **settings, decay=shrink):
+            return
+        if shrink != 1:
+            torch._foreach_mul_(xs, shrink)
+        adopt_step(xs, gs, us, vs, **settings)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
 
 from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
 
@@ -17,9 +18,31 @@ def sgdm_step(
     u <- beta u + (1 - beta) g
     x <- x - lr u
     """
+    if beta and _fusible([*xs, *gs, *us]):
+        # PyTorch's, in one pass: after its first step, it is the paper's if dampened by beta.
+        sgd(
+            xs,
+            gs,
+            list[Tensor | None](us),
+            fused=True,
+            lr=lr,
+            momentum=beta,
+            dampening=beta,
+            weight_decay=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        return
     torch._foreach_mul_(us, beta)
     torch._foreach_add_(us, gs, alpha=1 - beta)
     torch._foreach_add_(xs, us, alpha=-lr)
+
+
+def _fusible(tensors: list[Tensor]) -> bool:
+    dtype, device = tensors[0].dtype, tensors[0].device
+    return device.type in ("cpu", "cuda") and all(
+        t.dtype is dtype and t.device == device and t.is_contiguous() for t in tensors
+    )
 
 
 class SGDM(ForeachOptimizer):

@@ -1,0 +1,174 @@
+"""ADOPT's step as one pass over memory: a few lines of C, compiled when first needed.
+
+On the CPU a step costs what its memory traffic costs. PyTorch's operations make eight passes where
+one would do, and its own fused kernels know Adam and SGD alone. With a C compiler on the machine
+(``CC``, or ``cc``, ``gcc``, ``clang``) a step is one pass; without, it is PyTorch's operations.
+
+Products and sums are rounded one by one (no fused multiply-add), so that the result is the same
+bits whatever the vector width and the number of threads.
+"""
+
+import ctypes
+import logging
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = r"""
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+
+typedef struct { double lr, beta1, beta2, eps, clip, decay; } settings;
+typedef struct {
+    int64_t count; void **xguv; const int64_t *n; const settings *s; int64_t begin, end;
+} work;
+
+#define STEP(NAME, T, SQRT)                                                                   \
+static void NAME##_tensor(T *restrict x, const T *restrict g, T *restrict u, T *restrict v,   \
+                          int64_t n, const settings *s) {                                     \
+    const T lr = s->lr, w1 = 1 - s->beta1, beta2 = s->beta2, w2 = 1 - s->beta2,               \
+            eps = s->eps, clip = s->clip, decay = s->decay;                                   \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+        T d = SQRT(v[i]);                                                                     \
+        d = d < eps ? eps : d; /* NaN stays NaN, here and below, as in PyTorch's clamp */     \
+        T m = g[i] / d;                                                                       \
+        m = m < -clip ? -clip : m;                                                            \
+        m = m > clip ? clip : m;                                                              \
+        m = u[i] + w1 * (m - u[i]);                                                           \
+        u[i] = m;                                                                             \
+        x[i] = decay * x[i] - lr * m;                                                         \
+        v[i] = beta2 * v[i] + w2 * (g[i] * g[i]);                                             \
+    }                                                                                         \
+}                                                                                             \
+/* The elements begin..end of the tensors laid end to end. */                                 \
+static void *NAME##_range(void *argument) {                                                   \
+    const work *w = argument;                                                                 \
+    int64_t first = 0;                                                                        \
+    for (int64_t k = 0; k < w->count && first < w->end; first += w->n[k++]) {                 \
+        int64_t from = w->begin > first ? w->begin - first : 0;                               \
+        int64_t to = w->end - first < w->n[k] ? w->end - first : w->n[k];                     \
+        if (from < to)                                                                        \
+            NAME##_tensor((T *)w->xguv[k] + from, (T *)w->xguv[k + w->count] + from,          \
+                          (T *)w->xguv[k + 2 * w->count] + from,                              \
+                          (T *)w->xguv[k + 3 * w->count] + from, to - from, w->s);            \
+    }                                                                                         \
+    return 0;                                                                                 \
+}                                                                                             \
+void NAME(int64_t count, void **xguv, const int64_t *n, settings s, int64_t threads) {        \
+    int64_t total = 0, started = 0;                                                           \
+    for (int64_t k = 0; k < count; k++) total += n[k];                                        \
+    pthread_t thread[threads];                                                                \
+    work part[threads];                                                                       \
+    for (int64_t t = 0; t < threads; t++)                                                     \
+        part[t] = (work){count, xguv, n, &s,                                                  \
+                         total * t / threads, total * (t + 1) / threads};                     \
+    for (; started < threads - 1; started++)                                                  \
+        if (pthread_create(&thread[started], 0, NAME##_range, &part[started])) break;         \
+    for (int64_t t = started; t < threads; t++) NAME##_range(&part[t]);                       \
+    while (started) pthread_join(thread[--started], 0);                                       \
+}
+
+STEP(adopt_float32, float, sqrtf)
+STEP(adopt_float64, double, sqrt)
+"""
+
+_FLAGS = (
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-shared", "-fPIC", "-pthread",
+)  # fmt: skip
+
+_ELEMENTS_A_THREAD = 1 << 18
+"""Fewer are done before another thread has started."""
+
+_NAMES = {torch.float32: "adopt_float32", torch.float64: "adopt_float64"}
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "clip", "decay")
+    ]
+
+
+def adopt_step(
+    xs: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    us: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    clip: float | None,
+    decay: float = 1.0,
+) -> bool:
+    """Take ADOPT's step in place, after ``xs`` are multiplied by ``decay``; return whether it was.
+
+    Nothing is done, and False returned, unless all tensors are contiguous, of one type, float32 or
+    float64, on the CPU, and there is a compiler.
+    """
+    dtype = xs[0].dtype
+    if (name := _NAMES.get(dtype)) is None:
+        return False
+    addresses = []
+    for t in chain(xs, gs, us, vs):
+        if not (t.dtype is dtype and t.is_cpu and t.is_contiguous()):
+            return False
+        addresses.append(t.data_ptr())
+    library = _library()
+    if library is None:
+        return False
+    count = len(xs)
+    sizes = [x.numel() for x in xs]
+    getattr(library, name)(
+        ctypes.c_int64(count),
+        (ctypes.c_void_p * (4 * count))(*addresses),
+        (ctypes.c_int64 * count)(*sizes),
+        _Settings(lr, *betas, eps, math.inf if clip is None else clip, decay),
+        ctypes.c_int64(max(1, min(torch.get_num_threads(), sum(sizes) // _ELEMENTS_A_THREAD))),
+    )
+    return True
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    # For this process alone, as it takes a fraction of a second: a kept one could be another
+    # machine's, and would have to be trusted.
+    compiler = _compiler()
+    if compiler is None:
+        _warn("there is no C compiler; install gcc or clang, or name one in CC")
+        return None
+    with tempfile.TemporaryDirectory(prefix="desloc-") as folder:
+        source, library = Path(folder, "step.c"), Path(folder, "step.so")
+        source.write_text(_SOURCE, encoding="utf-8")
+        command = [*compiler, *_FLAGS, str(source), "-o", str(library), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)  # noqa: S603
+            return ctypes.CDLL(str(library))
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            _warn(f"{compiler[0]} failed: {' '.join(str(said).split())[:200]}")
+            return None
+
+
+def _compiler() -> list[str] | None:
+    if named := shlex.split(os.environ.get("CC", "")):
+        return named
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return [found] if found else None
+
+
+def _warn(why: str) -> None:
+    logging.getLogger(__name__).warning(
+        "ADOPT's step runs as PyTorch's operations, several times slower on the CPU: %s", why
+    )

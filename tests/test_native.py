@@ -1,0 +1,137 @@
+"""ADOPT's step in C: PyTorch's operations to rounding, the same bits on any number of threads."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+from federation import generator
+
+from flower_desloc import native
+from flower_desloc.optim import ADOPT
+from flower_desloc.optim.adopt import adopt_step
+
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "clip": 1.5}
+LARGE = [(2**20 + 5,), (7, 9), (), (0,), (2**18 - 1,), (1,)]
+SMALL = [(33, 5), (), (0,), (129,)]
+
+compiled = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler here"
+)
+
+
+@pytest.fixture
+def without_a_kept_library():
+    native._library.cache_clear()
+    yield
+    native._library.cache_clear()
+
+
+def tensors(shapes, dtype):
+    """Parameters, gradients, and moments as they may be, the second not negative."""
+
+    def draw(i, shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator(7, i)).to(dtype)
+
+    xs, gs, us, vs = ([draw(4 * i + j, s) for i, s in enumerate(shapes)] for j in range(4))
+    return xs, gs, us, [v.square() for v in vs]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [(torch.float32, 2e-6), (torch.float64, 1e-14)], ids=["fp32", "fp64"]
+)
+@pytest.mark.parametrize("clip", [1.5, None])
+def test_one_pass_is_pytorchs_operations_to_rounding(dtype, gap, clip):
+    ours, theirs = tensors(SMALL, dtype), tensors(SMALL, dtype)
+    settings = SETTINGS | {"clip": clip}
+    for _ in range(5):
+        assert native.adopt_step(*ours, **settings, decay=0.999)
+        torch._foreach_mul_(theirs[0], 0.999)
+        adopt_step(*theirs, **settings)
+    torch.testing.assert_close(ours, theirs, rtol=gap, atol=gap)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            ours = tensors(LARGE, dtype)
+            assert native.adopt_step(*ours, **SETTINGS)
+        finally:
+            torch.set_num_threads(1)
+        results.append(ours)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@compiled
+def test_what_is_not_finite_goes_where_pytorchs_operations_put_it():
+    """A run that diverges must be seen to."""
+    worst = [float("nan"), float("inf"), -float("inf"), 0.0, 1.0]
+    ours, theirs = (
+        [[torch.tensor([a, b]) for a in worst for b in worst] for _ in range(4)] for _ in range(2)
+    )
+    for family in (*ours[2:], *theirs[2:]):
+        family.reverse()
+    assert native.adopt_step(*ours, **SETTINGS)
+    adopt_step(*theirs, **SETTINGS)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.to(torch.bfloat16), lambda t: t.to("meta"), lambda t: t.T],
+    ids=["bf16", "meta", "transposed"],
+)
+@pytest.mark.parametrize("which", range(4))
+def test_what_it_cannot_take_it_leaves_alone(change, which):
+    ours, before = (
+        tensors([(3, 5), (4, 6)], torch.float32),
+        tensors([(3, 5), (4, 6)], torch.float32),
+    )
+    ours[which][1] = before[which][1] = change(ours[which][1])
+    assert not native.adopt_step(*ours, **SETTINGS)
+    if change(torch.empty(1, 1)).device.type != "meta":
+        torch.testing.assert_close(ours, before, rtol=0, atol=0)
+
+
+def test_a_convolution_with_channels_last_takes_the_same_steps():
+    """Its tensors are not contiguous as the step in C has them, and PyTorch's operations serve."""
+    finals = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(4, 3, 5, 5, generator=generator(0)).to(memory_format=layout)
+        optimizer = ADOPT([x.requires_grad_()], lr=0.01)
+        for t in range(5):
+            g = torch.randn(4, 3, 5, 5, generator=generator(1, t))
+            x.grad = g.to(memory_format=layout)
+            optimizer.step()
+        finals.append(x.detach().contiguous())
+    torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("/nowhere/cc", "No such file"), ("false", "false failed")],
+    ids=["there is none", "it fails"],
+)
+def test_without_a_compiler_the_step_is_pytorchs_and_one_line_says_so(
+    compiler, said, without_a_kept_library, monkeypatch, caplog
+):
+    monkeypatch.setenv("CC", compiler)
+    params = [torch.ones(5, requires_grad=True), torch.ones(3, requires_grad=True)]
+    optimizer = ADOPT(params, lr=0.5, betas=(0.9, 0.99))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.full_like(p, 2.0)
+            optimizer.step()
+    # The first step seeds; then n is 1, and u 0.1 and 0.19.
+    torch.testing.assert_close(params[0].detach(), torch.full((5,), 1 - 0.5 * (0.1 + 0.19)))
+    [line] = caplog.records
+    assert "several times slower" in line.message
+    assert said in line.message
+    assert "\n" not in line.message
