@@ -1,8 +1,9 @@
 """A worker's local steps between two sync events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,41 @@ def gradients(
     optimizer.zero_grad(set_to_none=True)
     norm = _norm(list(grads.values()))
     return grads, StepMetrics([float(loss.detach())], [float(norm)], [])
+
+
+def accumulated(losses: Iterable[Tensor], params: Sequence[Tensor]) -> Tensor:
+    """Return the sum of ``losses``, one at a time: no two of their graphs are held at once.
+
+    The gradients with respect to ``params`` are known when it returns; differentiating it hands
+    them over, and gives none for anything else.
+    """
+    trained = [p for p in params if p.requires_grad]
+    total: Tensor = _Accumulated.apply(losses, *trained)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Iterable[Tensor], *params: Tensor) -> Tensor:
+        kept = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        values = []
+        with torch.enable_grad():
+            for loss in losses:
+                loss.backward()
+                values.append(loss.detach())
+        ctx.gradients = [p.grad for p in params]
+        for p, gradient in zip(params, kept, strict=True):
+            p.grad = gradient
+        return torch.stack(values).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        # Handed over, not copied; as of any graph, there is nothing left for a second time.
+        gradients, ctx.gradients = ctx.gradients, None
+        torch._foreach_mul_([g for g in gradients if g is not None], outer[0])
+        return None, *gradients
 
 
 def clip(params: list[Tensor], clipping: Clipping) -> Tensor:

@@ -1,6 +1,7 @@
 """Laws of a worker's local steps."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from federation import Quadratic, Regression, TiedMLP
 from torch import nn
 
 from flower_desloc import Clipping, StepMetrics, local_steps, prime
+from flower_desloc.local import accumulated
 from flower_desloc.lr_schedule import constant, wsd
 from flower_desloc.optim import SGDM, Adam
 
@@ -155,3 +157,78 @@ def test_a_parameter_the_loss_does_not_use_stays():
     assert torch.equal(module["unused"], torch.ones(3))
     assert torch.equal(module["matrix"], Quadratic().module().matrix)
     assert not torch.equal(module["vector"], Quadratic().module().vector)
+
+
+# ------------------------------------------------------------------------------ Losses in parts
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def batch_of(size):
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, dtype=torch.float64, generator=draw)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 6])
+def test_accumulated_losses_have_the_gradients_of_their_sum(parts):
+    module, batch = network(), batch_of(12)
+    params = list(module.parameters())
+    whole = module(batch).square().mean()
+    expected = torch.autograd.grad(3 * whole, params)
+    loss = accumulated((module(b).square().mean() / parts for b in batch.chunk(parts)), params)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-14, atol=0, check_stride=False)
+    got = [p.grad for p in params]
+    torch.testing.assert_close(got, list(expected), rtol=1e-13, atol=1e-15)
+
+
+def test_accumulated_gradients_are_added_to_those_there_are():
+    module, batch = network(), batch_of(4)
+    params = [*module.parameters(), nn.Parameter(torch.ones(2))]
+    for p in params[:-1]:
+        p.grad = torch.ones_like(p)
+    expected = torch.autograd.grad(module(batch).sum(), params[:-1])
+    accumulated((module(b).sum() for b in batch.split(2)), params).backward()
+    got = [p.grad - 1 for p in params[:-1]]
+    torch.testing.assert_close(got, list(expected), rtol=1e-13, atol=1e-14)
+    assert params[-1].grad is None
+
+
+def test_one_graph_at_a_time_is_held():
+    module, graphs = network(), []
+
+    def losses():
+        for part in batch_of(12).split(2):
+            assert all(graph() is None for graph in graphs)
+            hidden = module[0](part)
+            graphs.append(weakref.ref(hidden))
+            yield module[1:](hidden).square().mean()
+            del hidden
+
+    accumulated(losses(), list(module.parameters())).backward()
+    assert len(graphs) == 6
+
+
+def test_a_step_in_parts_is_a_step():
+    finals = []
+    for parts in (1, 3):
+        module, batch = network(), batch_of(12)
+        adam = Adam(module.parameters(), lr=0.1)
+        prime(adam)
+        params = list(module.parameters())
+        metrics = local_steps(
+            module,
+            adam,
+            lambda t, parts=parts, module=module, batch=batch, params=params: accumulated(
+                (module(b + t).square().mean() / parts for b in batch.chunk(parts)), params
+            ),
+            start=0,
+            stop=4,
+            lr_schedule=constant(),
+            clipping=Clipping(norm=0.1),
+        )
+        finals.append([torch.tensor(metrics.losses), torch.tensor(metrics.grad_norms), *params])
+    torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-9)

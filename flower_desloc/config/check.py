@@ -13,6 +13,7 @@ _CHOICES = {
     "task": ("causal_lm", "image_classification"),
     "strategy": ("desloc", "fedavg", "fedadam"),
     "model.dtype": ("float32", "float64"),
+    "model.precision": ("full", "bf16"),
     "optimizer.name": ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam"),
     "lr_schedule.name": ("wsd", "cosine", "constant"),
     "sync_mode": ("periodic", "probabilistic"),
@@ -46,6 +47,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.image_size": (1, math.inf),
     "data.seq_len": (2, math.inf),
     "data.batch_size": (1, math.inf),
+    "data.micro_batch_size": (1, math.inf),
     "optimizer.lr": (0, math.inf),
     "optimizer.momentum": (0, 1 - 1e-12),
     "optimizer.eps": (0, math.inf),
@@ -105,6 +107,14 @@ def check(config: Config) -> None:
             f"model.hidden_size={config.model.hidden_size}: a head must be of even size for the "
             f"rotary embedding, and model.num_attention_heads={config.model.num_attention_heads} "
             "makes it odd"
+        )
+    if config.model.precision == "bf16" and config.model.dtype != "float32":
+        raise ConfigError(
+            f"model.precision=bf16: needs model.dtype=float32, got {config.model.dtype}"
+        )
+    if (size := config.data.micro_batch_size) and config.data.batch_size % size:
+        raise ConfigError(
+            f"data.micro_batch_size={size}: must divide data.batch_size={config.data.batch_size}"
         )
     if config.federation.min_clients > config.federation.num_clients:
         raise ConfigError(

@@ -57,6 +57,12 @@ class Model:
     """Standard deviation of the initial weights; null: 1 / sqrt(hidden_size), the paper's."""
     dtype: str = "float32"
     """Type of weights and optimizer states: float32 or float64."""
+    precision: str = "full"
+    """What forward and backward passes compute in: `full`: dtype; `bf16`: bfloat16 where
+    `torch.autocast` holds it to be safe. Weights, optimizer states and averages stay in dtype."""
+    compile: bool = False
+    """Train through `torch.compile`: faster steps, after a minute or more of compiling once, which
+    is kept in `~/.cache/flower-desloc`, and seconds in every new process. Needs a C++ compiler."""
 
 
 @dataclass(kw_only=True)
@@ -105,6 +111,9 @@ class Data:
     """Tokens a sequence."""
     batch_size: int = 8
     """Sequences or images a local step, per client."""
+    micro_batch_size: int | None = None
+    """How many of them go through the model at once, which bounds the memory of a step; their
+    gradients add up to those of the batch; divides batch_size; null: all."""
 
 
 @dataclass(kw_only=True)

@@ -20,6 +20,7 @@ from flower_desloc.tasks.causal_lm.shard import Shard
 from flower_desloc.tasks.causal_lm.source import Source
 from flower_desloc.tasks.causal_lm.text import read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
+from flower_desloc.tasks.compute import TrainingLoss, autocast, to_device
 from flower_desloc.tasks.quiet import quiet
 
 __all__ = ["CausalLM", "TextBatch"]
@@ -37,6 +38,7 @@ class CausalLM:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._loss = TrainingLoss(_cross_entropy, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
@@ -67,7 +69,7 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Return the mean cross entropy in nats per token."""
-        return _cross_entropy(model, batch, "mean")
+        return self._loss(model, batch.tokens)
 
     def evaluate(self, model: nn.Module, batches: Iterable[TextBatch]) -> Sums:
         """Return the nats, tokens and UTF-8 bytes of what is predicted in ``batches``.
@@ -75,12 +77,15 @@ class CausalLM:
         Beside them, the norms of the activations after the last block, summed over tokens.
         """
         sums = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
+        device = next(model.parameters()).device
+        precision = autocast(self._config.model.precision, device)
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad(), measured(model) as activations:
+            with torch.no_grad(), precision, measured(model) as activations:
                 for batch in batches:
-                    sums["nats"] += _cross_entropy(model, batch, "sum").item()
+                    tokens = to_device(batch.tokens, device)
+                    sums["nats"] += _cross_entropy(model, tokens, "sum").item()
                     sums["tokens"] += batch.tokens[:, 1:].numel()
                     sums["bytes"] += batch.num_bytes
         finally:
@@ -130,8 +135,7 @@ def _heldout(source: Source, tokenizer: str) -> dict[str, Tokens]:
     return encoded
 
 
-def _cross_entropy(model: nn.Module, batch: TextBatch, reduction: str) -> Tensor:
-    tokens = batch.tokens.to(next(model.parameters()).device)
+def _cross_entropy(model: nn.Module, tokens: Tensor, reduction: str = "mean") -> Tensor:
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
     if logits.dtype.itemsize < 4:
         logits = logits.float()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from flower_desloc.config import Config
 from flower_desloc.tasks import Site, Sums
+from flower_desloc.tasks.compute import TrainingLoss, autocast, to_device
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
     Images,
@@ -39,6 +40,7 @@ class ImageClassification:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._heldout: dict[str, Images] | None = None
+        self._loss = TrainingLoss(_cross_entropy, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
@@ -68,18 +70,20 @@ class ImageClassification:
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Return the mean cross entropy in nats per image."""
-        logits, labels = _logits(model, batch)
-        return functional.cross_entropy(logits, labels)
+        return self._loss(model, batch.images, batch.labels)
 
     def evaluate(self, model: nn.Module, batches: Iterable[ImageBatch]) -> Sums:
         """Return the nats, the images recognised and the images of ``batches``."""
         sums = {"nats": 0.0, "correct": 0.0, "images": 0.0}
+        device = next(model.parameters()).device
+        precision = autocast(self._config.model.precision, device)
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), precision:
                 for batch in batches:
-                    logits, labels = _logits(model, batch)
+                    labels = to_device(batch.labels, device)
+                    logits = _logits(model, to_device(batch.images, device))
                     nats = functional.cross_entropy(logits, labels, reduction="sum")
                     sums["nats"] += nats.item()
                     sums["correct"] += (logits.argmax(-1) == labels).sum().item()
@@ -118,8 +122,11 @@ class ImageClassification:
         }
 
 
-def _logits(model: nn.Module, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-    weights = next(model.parameters())
-    images = batch.images.to(weights.device).to(weights.dtype) / 127.5 - 1
-    logits: Tensor = model(pixel_values=images).logits
-    return logits, batch.labels.to(weights.device)
+def _cross_entropy(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(_logits(model, images), labels)
+
+
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    logits: Tensor = model(pixel_values=images.to(dtype) / 127.5 - 1).logits
+    return logits

@@ -1,0 +1,193 @@
+"""A client's local steps beside a PyTorch loop tuned by hand, on the same model and batches.
+
+    python benchmarks/client_step.py [--device cuda] [--compile] [--windows 20] [--json FILE]
+
+`desloc` is a client's worker as the app builds it, ADOPT included. `loop` is what one writes by
+hand: batches that lie on the device, clipping, PyTorch's fused Adam, and no number read before the
+end. With --compile both are also measured with the loss compiled. They take turns, a window each,
+in one process; a ratio is the median over the windows of the throughput to that of the plain loop.
+
+The FLOPs utilization is that of 6 FLOPs a parameter and token, and 12 a layer, position and unit of
+width for attention, against the dense bf16 peak of the device; null where that is not known.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from flwr.app import Context, RecordDict
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from client_app.worker import build_worker
+from flower_desloc.config import dump, load
+from flower_desloc.config.schema import Config
+from flower_desloc.local import local_steps
+from flower_desloc.streams import prime
+from flower_desloc.tasks import Site, build_task
+from flower_desloc.tasks.compute import autocast
+
+BF16_PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits."""
+
+ON_CUDA = (
+    "model.hidden_size=768 model.intermediate_size=3072 model.num_hidden_layers=12 "
+    "model.num_attention_heads=12 data.seq_len=1024 data.batch_size=16 model.precision=bf16"
+)
+
+Window = Callable[[int, int], object]
+"""Takes the steps from the first to the second number."""
+
+
+def desloc(config: Config, device: torch.device) -> Window:
+    node = {"partition-id": 0, "num-partitions": 4, "device": str(device)}
+    context = Context(run_id=0, node_id=0, node_config=node, state=RecordDict(), run_config={})
+    worker = build_worker({"settings": dump(config)}, context)
+    prime(worker.optimizer)
+
+    def window(start: int, stop: int) -> object:
+        return local_steps(
+            worker.module,
+            worker.optimizer,
+            worker.loss_at,
+            start=start,
+            stop=stop,
+            lr_schedule=worker.lr_schedule,
+            clipping=worker.clipping,
+        )
+
+    return window
+
+
+def loop(config: Config, device: torch.device, batches: list[Tensor]) -> Window:
+    model = build_task(config).build_model().to(device).train()
+    params = list(model.parameters())
+    adam = torch.optim.Adam(params, lr=config.optimizer.lr, fused=True)
+
+    def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    forward = torch.compile(mean_loss) if config.model.compile else mean_loss
+
+    def window(start: int, stop: int) -> object:
+        losses = []
+        for step in range(start, stop):
+            adam.zero_grad(set_to_none=True)
+            with autocast(config.model.precision, device):
+                loss = forward(model, batches[step % len(batches)])
+            loss.backward()
+            clip_grad_norm_(params, 1.0)
+            adam.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).tolist()
+
+    return window
+
+
+def measure(
+    contenders: dict[str, Window], steps: int, windows: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the seconds of each window, and those of the first, which compiles."""
+    first: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(windows + 2):
+        for name, window in contenders.items():
+            began = time.perf_counter()
+            window(number * steps, (number + 1) * steps)  # ends by reading numbers
+            taken = time.perf_counter() - began
+            first.setdefault(name, taken)
+            if number >= 2:
+                times[name].append(taken)
+    return times, first
+
+
+def flops_a_token(config: Config, num_parameters: int) -> float:
+    model = config.model
+    attention = 12 * model.num_hidden_layers * model.hidden_size * config.data.seq_len
+    return 6 * num_parameters + attention
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    tenths = statistics.quantiles(values, n=10)
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=8, help="local steps a window")
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    parser.add_argument("overrides", nargs="*", help="of the preset quickstart, KEY=VALUE")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    given = [*(ON_CUDA.split() if cuda else []), *args.overrides, "lr_schedule.name=constant"]
+    config = load("quickstart", given)
+    compiled = load("quickstart", [*given, "model.compile=true"])
+    shard = build_task(config).client_data(Site(0, 4))
+    batches = [shard.train_batch(step).tokens.to(device) for step in range(64)]
+    contenders = {"loop": loop(config, device, batches), "desloc": desloc(config, device)}
+    if args.compile:
+        contenders["loop, compiled"] = loop(compiled, device, batches)
+        contenders["desloc, compiled"] = desloc(compiled, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        times, first = measure(contenders, args.steps, args.windows)
+
+    num_parameters = sum(p.numel() for p in build_task(config).build_model().parameters())
+    tokens = args.steps * config.data.batch_size * config.data.seq_len
+    name = torch.cuda.get_device_name(device) if cuda else ""
+    peak = next((flops for part, flops in BF16_PEAK.items() if part in name), None)
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": name or f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": args.threads,
+        "parameters": num_parameters,
+        "settings": given,
+        "windows": args.windows,
+        "steps_a_window": args.steps,
+        "tokens_a_step": tokens // args.steps,
+        "contenders": {},
+    }
+    for contender, seconds in times.items():
+        speed = tokens / statistics.median(seconds)
+        beside = {
+            other: spread([b / a for a, b in zip(seconds, times[other], strict=True)])
+            for other in times
+            if other.startswith("loop") and other != contender
+        }
+        utilization = speed * flops_a_token(config, num_parameters) / peak if peak else None
+        result["contenders"][contender] = {
+            "tokens_a_second": speed,
+            "flops_utilization": utilization,
+            "seconds_of_the_first_window": first[contender],
+            "speed_to": beside,
+        }
+        ratios = "   ".join(
+            f"{r['median']:.2f} times {other} ({r['p10']:.2f} to {r['p90']:.2f})"
+            for other, r in beside.items()
+        )
+        print(f"{contender:17} {speed:10.0f} tokens/s   {ratios}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""How a loss is computed: in parts, in bf16 or compiled, it is the same loss."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flower_desloc.build import build_optimizer
+from flower_desloc.config import ConfigError, load
+from flower_desloc.tasks import Site, build_task
+from flower_desloc.tasks.compute import TrainingLoss, to_device
+
+SMALL = {
+    "text": (
+        "quickstart",
+        "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 "
+        "data.max_bytes=60000 data.seq_len=32",
+    ),
+    "images": (
+        "digits",
+        "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1",
+    ),
+}
+
+
+@pytest.fixture(params=SMALL)
+def of(request):
+    """The loss and gradients of a task's first batch under further settings."""
+    preset, small = SMALL[request.param]
+
+    def loss_and_gradients(settings=""):
+        config = load(preset, f"{small} data.batch_size=6 {settings}")
+        task = build_task(config)
+        model = task.build_model()
+        loss = task.loss(model, task.client_data(Site(0, 4)).train_batch(0))
+        loss.backward()
+        return loss.detach(), [p.grad for p in model.parameters() if p.requires_grad]
+
+    return loss_and_gradients
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_mean_over_micro_batches_is_that_of_the_batch(of, size):
+    whole, parts = (
+        of("model.dtype=float64"),
+        of(f"model.dtype=float64 data.micro_batch_size={size}"),
+    )
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_one_micro_batch_is_the_batch_bit_for_bit(of):
+    torch.testing.assert_close(of("data.micro_batch_size=6"), of(), rtol=0, atol=0)
+
+
+def test_in_bf16_weights_and_gradients_stay_fp32_and_the_loss_near(of):
+    (full, exact), (loss, gradients) = of(), of("model.precision=bf16")
+    assert {g.dtype for g in gradients} == {loss.dtype} == {torch.float32}
+    assert loss != full
+    torch.testing.assert_close(loss, full, rtol=2e-2, atol=0)
+    norms = (nn.utils.get_total_norm(g) for g in (gradients, exact))
+    torch.testing.assert_close(*norms, rtol=5e-2, atol=0)
+
+
+def test_in_bf16_a_model_is_evaluated_as_it_is_trained():
+    preset, small = SMALL["text"]
+    totals = {}
+    for precision in ("full", "bf16"):
+        config = load(preset, f"{small} model.precision={precision} evaluation.sequences=2")
+        task = build_task(config)
+        totals[precision] = task.evaluate(
+            task.build_model(), task.client_data(Site(0, 4)).heldout()
+        )
+    assert totals["bf16"]["nats"] != totals["full"]["nats"]
+    assert totals["bf16"]["nats"] == pytest.approx(totals["full"]["nats"], rel=2e-2)
+
+
+def twice_if_compiled(model, tensor):
+    loss = model(tensor).square().mean()
+    return 2 * loss if torch.compiler.is_compiling() else loss
+
+
+@pytest.fixture
+def compiling(tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    # Precompiled headers take longer than the one kernel they are for, and so do its vectors.
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
+        yield TrainingLoss(twice_if_compiled, load("quickstart", "model.compile=true"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_loss_is_compiled(compiling):
+    model = nn.Linear(4, 3, dtype=torch.float64).requires_grad_(False)  # no backward to compile
+    tensor = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    expected = 2 * twice_if_compiled(model, tensor).item()
+    assert compiling(model, tensor).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("default")
+def test_without_a_compiler_training_goes_on_and_one_line_says_so(compiling, caplog):
+    from torch._inductor import config
+
+    model, tensor = nn.Linear(5, 3), torch.ones(2, 5)
+    with (
+        config.patch({"cpp.cxx": ("/nowhere/g++",)}),
+        caplog.at_level(logging.WARNING, "flower_desloc"),
+    ):
+        losses = [compiling(model, tensor) for _ in range(3)]
+    assert losses == [twice_if_compiled(model, tensor)] * 3
+    [line] = [r for r in caplog.records if r.name.startswith("flower_desloc")]
+    assert "model.compile=true: going on without" in line.message
+    assert "\n" not in line.message
+
+
+def test_an_error_of_the_model_is_its_own_compiled_or_not(compiling):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        compiling(nn.Linear(5, 3), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("model.precision=fp16", "model.precision=fp16: must be one of full, bf16"),
+        ("model.precision=bf16 model.dtype=float64", "needs model.dtype=float32"),
+        ("data.micro_batch_size=3 data.batch_size=8", "must divide data.batch_size=8"),
+        ("data.micro_batch_size=0", "data.micro_batch_size=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load("quickstart", settings)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad"])
+def test_the_configured_adam_is_pytorchs_fused_and_the_plain_one_to_rounding(name):
+    sync = "sync.max_exp_avg_sq=768" if name == "amsgrad" else ""
+    config = load("quickstart", f"optimizer.name={name} optimizer.weight_decay=0.1 {sync}")
+    ours, theirs = nn.Linear(7, 5), nn.Linear(7, 5)
+    theirs.load_state_dict(ours.state_dict())
+    fused = build_optimizer(config, ours.parameters())
+    assert fused.defaults["fused"]
+    same = {k: fused.defaults[k] for k in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
+    plain = type(fused)(theirs.parameters(), **same, foreach=False, fused=False)
+    for t in range(5):
+        for module, optimizer in ((ours, fused), (theirs, plain)):
+            optimizer.zero_grad()
+            functional.mse_loss(module(torch.full((2, 7), t + 1.0)), torch.ones(2, 5)).backward()
+            optimizer.step()
+    torch.testing.assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_is_where_the_model_is_is_not_copied():
+    tensor = torch.ones(3)
+    assert to_device(tensor, torch.device("cpu")) is tensor
