@@ -64,7 +64,7 @@ def _task(settings: str) -> Task:
     return build_task(_config(settings))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1024)  # of hundreds of simulated clients, each has a part of one data set
 def _data(settings: str, site: Site) -> ClientData:
     return _task(settings).client_data(site)
 
