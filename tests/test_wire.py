@@ -276,8 +276,8 @@ def test_coded_parameters_come_to_the_same_place(name, tmp_path):
     """Error feedback: after many averages int4 is as near as fp32, which without it it is not."""
     case = OPTIMIZERS[name]
     schedule = SyncSchedule(case.periods(2, 3, 5))
-    exact = federate(Quadratic(), case.make, schedule, num_workers=3, num_steps=60)
-    got = run(name, ALL_CODED, tmp_path, num_steps=60).start()
+    exact = federate(Quadratic(), case.make, schedule, num_workers=3, num_steps=30)
+    got = run(name, ALL_CODED, tmp_path, num_steps=30).start()
     moved = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in initial(Quadratic()).items())
     apart = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in got[0][PARAMS].items())
     assert apart < moved / 50
