@@ -167,6 +167,8 @@ def trial(draw: random.Random, folder: Path, usual: float) -> dict[str, Any]:
     if victim == SERVER:
         after = draw.uniform(0, usual)
         with forked(folder) as child:
+            while not lines(folder):  # it has begun
+                time.sleep(0.01)
             time.sleep(after)
             os.kill(child, signal.SIGKILL)
         with forked(folder, "run.resume=auto"):
@@ -280,10 +282,9 @@ def main() -> None:
         root = Path(temporary)
         others = []
         for seed in range(SEEDS):
-            began = time.monotonic()
             with forked(root / f"seed{seed}", f"run.seed={seed}"):
                 pass
-            usual = time.monotonic() - began
+            usual = summary(root / f"seed{seed}")["seconds"]["total"]
             others.append(loss(root / f"seed{seed}"))
         result["losses of seeds in peace"] = others
         result["their spread"] = statistics.stdev(others) / statistics.mean(others)

@@ -189,6 +189,23 @@ def test_a_supernode_is_let_in_by_its_key_over_tls_and_by_nothing_else(tmp_path)
         assert stranger.has_complained
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("simulation", [True, False])
+def test_a_superlink_that_is_killed_is_said_to_be_gone(simulation):
+    """Asked at once, while its guard is still ending everything, `flwr` included."""
+    with private_superlink(simulation=simulation) as superlink:
+        (process,) = [
+            seen
+            for seen in processes()
+            if "/flower-superlink " in seen.command
+            and "guard.py" not in seen.command
+            and seen.home == superlink.home
+        ]
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessError, match="the SuperLink is gone"):
+            superlink.status("1")
+
+
 # --- A run ---------------------------------------------------------------------------------------
 
 

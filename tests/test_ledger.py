@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+from flower_desloc.wire import wire_bytes
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
@@ -49,6 +50,14 @@ def test_the_clocks_of_the_paper_halve_local_adams_bytes(K):
     local_adam = total(local_adam_bytes(schedule, SIZES, T))
     assert Fraction(local_adam, total(desloc_bytes(schedule, SIZES, T))) == 2
     assert local_adam == 3 * P * T // K
+
+
+def test_coded_they_are_8_times_below_local_adam_and_over_600_times_below_data_parallelism():
+    like = {name: {"w": torch.zeros(1_000_000)} for name in SIZES}
+    schedule, formats, T = schedule_of(256, 768, 1536), dict.fromkeys(SIZES, "int8"), 1536
+    sent = total(desloc_bytes(schedule, wire_bytes(like, formats), T))
+    assert total(local_adam_bytes(schedule, stream_bytes(like), T)) / sent > 7.9
+    assert ddp_bytes(stream_bytes(like), T) / sent > 670
 
 
 def test_the_clocks_of_the_paper_are_170_times_below_data_parallelism():

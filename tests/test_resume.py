@@ -17,11 +17,13 @@ from flower_path import RUN, Run
 from flwr.app import Message
 
 from flower_desloc import SyncSchedule
+from flower_desloc.config import ConfigError, load
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.outer import Outer
+from flower_desloc.outputs.resume import to_resume
 from flower_desloc.schedule import GRADIENTS, PARAMS, RESET
 from flower_desloc.streams import digest
 
@@ -56,7 +58,9 @@ class Case:
     fraction: float = 1.0
     present: Callable[[int, int], bool] = lambda m, t: True
 
-    def run(self, folder: Path, fuse: Fuse | None = None, *, resume: bool = False) -> Run:
+    def run(
+        self, folder: Path, fuse: Fuse | None = None, *, resume: bool = False, last: int = -1
+    ) -> Run:
         fuse = fuse or Fuse()
         optimizer = OPTIMIZERS[self.optimizer]
         schedule = SyncSchedule(
@@ -78,7 +82,7 @@ class Case:
         strategy.evaluate_clients, strategy.eval_every = True, 4
         strategy._checkpoints = checkpoints
         if resume and checkpoints.all():  # if not, there is nothing to go on from
-            strategy._resume = Checkpoint.read(checkpoints.all()[-1])
+            strategy._resume = Checkpoint.read(checkpoints.all()[last])
             run._leave(strategy._resume.step)
         else:
             run._leave(0)
@@ -175,6 +179,21 @@ def test_killed_anywhere_and_resumed_it_ends_with_the_same_bits(name, tmp_path):
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
+@pytest.mark.parametrize("name", ["periods", "coded streams", "a client that comes and goes"])
+def test_from_the_checkpoint_before_the_last_it_ends_with_the_same_bits(name, tmp_path):
+    """Killed when some of the clients have gone on from the last one, and when none has."""
+    case, whole = CASES[name], Fuse()
+    expected = case.run(tmp_path / "whole", whole)
+    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
+    for point in (saved[2], saved[2] + 4, saved[3] - 1, saved[4] + 2):
+        folder = tmp_path / str(point)
+        with pytest.raises(Killed):
+            case.run(folder, Fuse(point))
+        with pytest.raises(Killed):  # and once more, on the way back to where it was
+            case.run(folder, Fuse(12), resume=True, last=-2)
+        assert outcome(case.run(folder, resume=True, last=-2)) == outcome(expected), point
+
+
 def test_what_all_have_in_common_needs_no_files(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
     case = Case(optimizer="adam", periods={PARAMS: 2, "exp_avg": 3, "exp_avg_sq": 6})
@@ -249,6 +268,29 @@ def test_a_checkpoint_that_is_not_whole_is_refused_in_one_sentence(harm, tmp_pat
         tensor_file.write(path, {"step": 4, "versions": {}}, {PARAMS: {"w": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"step-00000004.*take the (one|checkpoint) before"):
         Checkpoint.read(path)
+
+
+def test_a_number_that_has_changed_in_a_checkpoint_is_noticed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every=1)
+    checkpoints.write(a_checkpoint())
+    (path,) = checkpoints.all()
+    said, changed = b'\\"round\\": 2', b'\\"round\\": 1'
+    assert path.read_bytes().count(said) == 1
+    path.write_bytes(path.read_bytes().replace(said, changed))
+    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+        Checkpoint.read(path)
+
+
+def test_a_checkpoint_elsewhere_than_in_a_runs_folder_is_not_gone_on_with(tmp_path):
+    """Nothing is written beside it."""
+    folder = tmp_path / "mine" / "other"
+    folder.mkdir(parents=True)
+    Checkpoints(folder, every=1).write(a_checkpoint())
+    (path,) = Checkpoints(folder).all()
+    config = load("quickstart", f"run.resume={path}")
+    with pytest.raises(ConfigError, match=r"does not lie in a run's folder"):
+        to_resume(config, tmp_path)
+    assert list(tmp_path.rglob("*.*")) == [path]
 
 
 def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):

@@ -9,10 +9,11 @@ working directory first on sys.path), silently, instead of from the app that was
 """
 
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ CONNECTION = "local"
 works when it is typed again without us."""
 
 _START_TIMEOUT = 120.0
+_GUARD_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -126,18 +128,24 @@ class SuperLink:
             answer = {"error-message": done.stdout + done.stderr}
         # With `--format json` Flower exits by 0 even when it says "success": false.
         if not (isinstance(answer, dict) and answer.get("success")):
-            self.check_alive()
-            reason = str(answer.get("error-message", answer)).splitlines()
-            raise ProcessError(
-                "\n".join(
-                    line for line in reason if line and not line.startswith("Using SuperLink")
-                )
+            reason = "\n".join(
+                line
+                for line in str(answer.get("error-message", answer)).splitlines()
+                if line and not line.startswith("Using SuperLink")
             )
+            # Where the SuperLink dies its guard ends all that is of this home, this command too,
+            # and itself only then.
+            self.check_alive(patience=0.0 if reason else _GUARD_PATIENCE)
+            raise ProcessError(reason or f"{shlex.join(command[:2])} exited by {done.returncode}")
         return answer
 
-    def check_alive(self) -> None:
-        """Raise :class:`ProcessError` with the end of its log if the SuperLink is gone."""
-        if self.guard.poll() is not None:
+    def check_alive(self, patience: float = 0.0) -> None:
+        """Raise :class:`ProcessError` with the end of its log if the SuperLink is gone.
+
+        ``patience`` is for how many seconds its guard may still be taking things down.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.guard.wait(patience)
             raise ProcessError(f"the SuperLink is gone; its log ends with\n{last_words(self.home)}")
 
     def wait_until_ready(self) -> None:

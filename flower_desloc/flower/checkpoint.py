@@ -13,7 +13,7 @@ from flower_desloc.averaging import Stream
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.tensor_file import DamagedFileError
 
-_KEEP = 2
+KEEP = 2
 """Should the disk have harmed the last one, there is the one before."""
 _OUTER = "outer."
 
@@ -89,7 +89,7 @@ class Checkpoints:
         try:
             tensor_file.write(partial, about, {**checkpoint.averages, **outer})
             partial.replace(path)
-            for old in self.all()[:-_KEEP]:
+            for old in self.all()[:-KEEP]:
                 old.unlink()
         except OSError as error:
             raise OSError(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flower_desloc.averaging import Stream
 from flower_desloc.flower import tensor_file
+from flower_desloc.flower.checkpoint import KEEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +93,16 @@ class StateFile:
         held = self.held()
         if held is not None and (held.attempt == attempt or held.checkpoint < step):
             return
-        kept = self._kept_for(step)
-        if kept.exists():
-            _link(kept, self._partial)
-            self._partial.replace(self.path)
-        else:
+        # What was held at a later checkpoint was held at this one too, if nothing was written
+        # between them.
+        kept = self._kept_from(step)
+        if not kept:
             self.delete()
+            return
+        _link(kept[0], self._partial)
+        self._partial.replace(self.path)
+        for other in kept:  # of a course that is taken again
+            other.unlink()
 
     def delete(self) -> None:
         """Forget everything; the run's folder goes with its last client."""
@@ -112,12 +117,15 @@ class StateFile:
         old = self.held()
         if old is None or old.checkpoint >= checkpoint:
             return
-        shutil.rmtree(self._kept, ignore_errors=True)
-        self._kept.mkdir()
-        _link(self.path, self._kept_for(checkpoint))
+        self._kept.mkdir(exist_ok=True)
+        _link(self.path, self._kept / f"step-{checkpoint:08d}.safetensors")
+        for superfluous in self._kept_from(0)[:-KEEP]:
+            superfluous.unlink()
 
-    def _kept_for(self, checkpoint: int) -> Path:
-        return self._kept / f"step-{checkpoint}.safetensors"
+    def _kept_from(self, checkpoint: int) -> list[Path]:
+        """Return the files kept for that checkpoint and later ones, the oldest first."""
+        found = sorted(self._kept.glob("step-*.safetensors"))
+        return [path for path in found if int(path.stem.removeprefix("step-")) >= checkpoint]
 
 
 def _link(path: Path, other: Path) -> None:

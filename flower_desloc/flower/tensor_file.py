@@ -31,7 +31,10 @@ def about(path: Path) -> dict[str, Any] | None:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            told = json.loads(file.metadata()[_ABOUT])
+            metadata = file.metadata()
+            if zlib.crc32(metadata[_ABOUT].encode()) != json.loads(metadata[_CHECKSUMS])[_ABOUT]:
+                return None
+            told = json.loads(metadata[_ABOUT])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     return told if isinstance(told, dict) else None
@@ -43,7 +46,7 @@ def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str
     try:
         with safe_open(path, framework="pt") as file:
             checksums = json.loads(file.metadata()[_CHECKSUMS])
-            names = checksums.keys() if wanted is None else wanted
+            names = checksums.keys() - {_ABOUT} if wanted is None else wanted
             result: dict[str, dict[str, Tensor]] = {name: {} for name in names}
             for full in file.keys():  # noqa: SIM118 - not a mapping
                 name, _, key = full.partition(_SEPARATOR)
@@ -68,10 +71,13 @@ def write(path: Path, told: Mapping[str, Any], streams: Mapping[str, Stream]) ->
         for name, stream in streams.items()
         for key, tensor in stream.items()
     }
-    checksums = json.dumps({name: _checksum(stream) for name, stream in streams.items()})
+    text = json.dumps(told)
+    checksums = {name: _checksum(stream) for name, stream in streams.items()}
+    checksums[_ABOUT] = zlib.crc32(text.encode())
+    metadata = {_ABOUT: text, _CHECKSUMS: json.dumps(checksums)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata={_ABOUT: json.dumps(told), _CHECKSUMS: checksums})
+        save_file(tensors, path, metadata=metadata)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     except BaseException as error:

@@ -37,6 +37,11 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
         return None
     try:
         folder, file = _parts(path)
+        if file.parent != folder.checkpoints:
+            raise CheckpointError(
+                f"{file} does not lie in a run's folder, where the run goes on; give that folder, "
+                "or run.init_from for a new run with this model"
+            )
         if _completed(folder):
             raise CheckpointError(
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
@@ -102,7 +107,9 @@ def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     other = [key for key in other if key not in _MAY_DIFFER]
     if other:
-        listed = ", ".join(f"{key}={theirs.get(key)} (now {ours.get(key)})" for key in other[:5])
+        listed = ", ".join(
+            f"{key}={theirs.get(key, 'unset')} (now {ours.get(key, 'unset')})" for key in other[:5]
+        )
         raise CheckpointError(
             f"{file} was written under other settings: {listed}; go on with those, or start anew"
         )
@@ -110,7 +117,7 @@ def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
 
 def _flat(text: str) -> dict[str, Any]:
     def leaves(value: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(value, dict) or not value:
+        if not isinstance(value, dict):
             return {prefix: value}
         return {
             key: leaf
