@@ -39,15 +39,14 @@ from aggregation import about, spread
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
+from window_overhead import Overheads, Timed
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.client import STATE_DIR, Worker, client_app
 from flower_desloc.flower.records import to_record
 from flower_desloc.flower.state import StateFile
 from flower_desloc.optim import ADOPT
-from flower_desloc.record import WindowRecord
 
 TENSORS = 16
 PARAMETERS = "BENCHMARK_PARAMETERS"  # Ray's processes are told by the environment
@@ -138,41 +137,13 @@ def fedavg(message: Message, _context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-class Timed(FedAvg):
-    """FedAvg over `train.fedavg` that notes its rounds' overheads."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.overheads: list[float] = []
-        self._began = 0.0
+class Routed(Timed):
+    """FedAvg over `train.fedavg`, timed."""
 
     def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
-        self._began = time.perf_counter()
         for message in super().configure_train(*args, **kwargs):
             message.metadata.message_type = "train.fedavg"
             yield message
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        replies = list(replies)
-        result = super().aggregate_train(server_round, replies)
-        slowest = max(r.content.metric_records["metrics"]["seconds"] for r in replies)
-        self.overheads.append(time.perf_counter() - self._began - slowest)
-        return result
-
-
-class Overheads:
-    """Observer of DesLoc's windows."""
-
-    def __init__(self) -> None:
-        self.overheads: list[float] = []
-
-    def started(self, plan: Any) -> None: ...
-
-    def joined(self, client: str, about: Any) -> None: ...
-
-    def window(self, record: WindowRecord) -> None:
-        if record.round > 0:
-            self.overheads.append(record.seconds["total"] - record.seconds["clients"])
 
 
 def echoes(grid: Grid) -> list[float]:
@@ -199,7 +170,7 @@ def deslocs(_grid: Grid) -> list[float]:
 
 
 def fedavgs(grid: Grid) -> list[float]:
-    strategy = Timed(fraction_evaluate=0.0)
+    strategy = Routed(fraction_evaluate=0.0)
     strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=ROUNDS)
     return strategy.overheads
 
