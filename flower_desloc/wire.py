@@ -51,15 +51,16 @@ def send(
     the last time this sender sent this stream.
     """
     coded, received, rest = {}, {}, {}
+    signed = _is_signed(name)
     for key, tensor in stream.items():
-        value = tensor.detach()
+        value = tensor.detach().cpu()  # where codes are made, and all that is held beside
         if reference is not None:
             value = value - reference[key]
         if residual:
             value = value + residual[key]
-        coded[key] = encode(value, format_, signed=name not in NEVER_NEGATIVE)
-        heard = decode(coded[key], format_, tensor, signed=name not in NEVER_NEGATIVE)
-        if name not in NEVER_NEGATIVE:
+        coded[key] = encode(value, format_, signed=signed)
+        heard = decode(coded[key], format_, value, signed=signed)
+        if signed:
             rest[key] = value - heard
         received[key] = heard if reference is None else reference[key] + heard
     return Sent(coded, received, rest)
@@ -82,7 +83,7 @@ def receive(
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
-            heard = decode(data, format_, like[key], signed=name not in NEVER_NEGATIVE)
+            heard = decode(data, format_, like[key], signed=_is_signed(name))
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
         stream[key] = heard if reference is None else reference[key] + heard
@@ -96,7 +97,7 @@ def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
     if format_ == "bf16":
         return 2 * tensor.numel()
     blocks = math.ceil(tensor.numel() / _BLOCK[format_])
-    return math.ceil(tensor.numel() * _BITS[format_] / 8) + blocks * (2 if signed else 4)
+    return _bytes_of_codes(format_, tensor.numel()) + blocks * (2 if signed else 4)
 
 
 def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
@@ -104,7 +105,7 @@ def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dic
     coded = lossy(formats)
     return {
         name: sum(
-            coded_bytes(coded.get(name, EXACT), tensor, signed=name not in NEVER_NEGATIVE)
+            coded_bytes(coded.get(name, EXACT), tensor, signed=_is_signed(name))
             for tensor in stream.values()
         )
         for name, stream in streams.items()
@@ -138,12 +139,20 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
         flat = data.clone().view(torch.bfloat16).float()
     else:
         block = _BLOCK[format_]
-        split = math.ceil(count * _BITS[format_] / 8)
+        split = _bytes_of_codes(format_, count)
         scales = data[split:].clone().view(torch.bfloat16).float()
         codes = _blocks(_unpacked(data[:split], format_, count), block)
         back = _from_linear if signed else _from_logarithmic
         flat = back(codes, scales, _BITS[format_]).reshape(-1)[:count]
     return flat.reshape(like.shape).to(like.dtype)
+
+
+def _is_signed(name: str) -> bool:
+    return name not in NEVER_NEGATIVE
+
+
+def _bytes_of_codes(format_: Format, count: int) -> int:
+    return math.ceil(count * _BITS[format_] / 8)
 
 
 def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:

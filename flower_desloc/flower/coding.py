@@ -29,9 +29,10 @@ def received(
             continue
         reference = None
         if name in request.differences:
-            if not _holds(held, f"{_REFERENCE}{name}") or _version(held, name) != request.former:
+            kept = f"{_REFERENCE}{name}"
+            if held is None or kept not in held.beside or held.versions.get(name) != request.former:
                 continue
-            reference = file.read([f"{_REFERENCE}{name}"])[f"{_REFERENCE}{name}"]
+            reference = file.read([kept])[kept]
         format_ = request.formats[name]
         streams[name] = receive(name, stream, format_, like[name], reference=reference)
     return streams
@@ -71,27 +72,14 @@ def kept_beside(
     request: Request, held: Held | None, file: StateFile, came: Mapping[str, Stream]
 ) -> dict[str, Stream]:
     """Return what is still to be kept once ``came`` has come."""
-    names = [name for name in held.beside if not name.startswith(_SENT)] if held else []
-    kept: dict[str, Stream] = dict(file.read(names)) if names else {}
+    new: dict[str, Stream] = {}
     if PARAMS in request.formats and PARAMS in came:
-        kept[f"{_REFERENCE}{PARAMS}"] = came[PARAMS]
-    return kept
+        new[f"{_REFERENCE}{PARAMS}"] = came[PARAMS]
+    held_on = [n for n in held.beside if not n.startswith(_SENT) and n not in new] if held else []
+    return {**(file.read(held_on) if held_on else {}), **new}
 
 
 def sent_before(request: Request, file: StateFile) -> dict[str, Stream]:
     """Return what the due streams were sent as in the window that ``file`` holds the end of."""
-    return _without_prefix(
-        file.read([f"{_SENT}{name}" if name in request.formats else name for name in request.due])
-    )
-
-
-def _without_prefix(streams: Mapping[str, Stream]) -> dict[str, Stream]:
-    return {name.removeprefix(_SENT): stream for name, stream in streams.items()}
-
-
-def _holds(held: Held | None, name: str) -> bool:
-    return held is not None and name in held.beside
-
-
-def _version(held: Held | None, name: str) -> int | None:
-    return held.versions.get(name) if held is not None else None
+    names = [f"{_SENT}{name}" if name in request.formats else name for name in request.due]
+    return {name.removeprefix(_SENT): stream for name, stream in file.read(names).items()}

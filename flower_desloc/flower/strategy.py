@@ -138,13 +138,14 @@ class DesLoc(Strategy):
         if self._averages_gradients and outer is None:
             raise ValueError(f"a schedule of {GRADIENTS!r} needs outer=..., to take the steps")
         names = [PARAMS] if self._averages_gradients else schedule.periods
-        self._like: dict[str, Stream] = {n: _meta(stream) for n, stream in (states or {}).items()}
         self.globals = Globals(
-            versions=dict.fromkeys(names, 0), formats=lossy(formats or {}), like=self._like
+            versions=dict.fromkeys(names, 0),
+            formats=lossy(formats or {}),
+            like={name: _meta(stream) for name, stream in (states or {}).items()},
         )
-        if unknown := self.globals.formats.keys() - {PARAMS, *self._like}:
+        if unknown := self.globals.formats.keys() - {PARAMS, *self.globals.like}:
             raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
-        if BUFFERS in schedule.periods and BUFFERS not in self._like:
+        if BUFFERS in schedule.periods and BUFFERS not in self.globals.like:
             raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
         for name, stream in (states or {}).items():
             if not starts_at_zero(name):
@@ -202,9 +203,9 @@ class DesLoc(Strategy):
             raise ValueError("a DesLoc runs once; construct another one for another run")
         result = Result()
         self.summary()
-        self._like[PARAMS] = _meta(from_record(initial_arrays))
+        self.globals.like[PARAMS] = _meta(from_record(initial_arrays))
         if self._averages_gradients:
-            self._like[GRADIENTS] = self._like[PARAMS]
+            self.globals.like[GRADIENTS] = self.globals.like[PARAMS]
         self.globals.averages[PARAMS] = initial_arrays
         if self._resume is not None:
             self._go_back(self._resume)
@@ -222,8 +223,8 @@ class DesLoc(Strategy):
                 Plan(
                     num_steps=self.num_steps,
                     num_windows=len(windows),
-                    stream_bytes=stream_bytes(self._like),
-                    wire_bytes=wire_bytes(self._like, self.globals.formats),
+                    stream_bytes=stream_bytes(self.globals.like),
+                    wire_bytes=wire_bytes(self.globals.like, self.globals.formats),
                     clients=about,
                 )
             )
@@ -299,7 +300,7 @@ class DesLoc(Strategy):
             self._require_finite(name, stream)
         self._step_outer(averages)
         for name, stream in averages.items():
-            self._like.setdefault(name, _meta(stream))
+            self.globals.like.setdefault(name, _meta(stream))
             self.globals.publish(name, stream, self._window.stop)
         if self.outer is not None and PARAMS in averages and PARAMS in self.globals.formats:
             self.outer.go_on_from(self.globals.average(PARAMS))
@@ -453,7 +454,7 @@ class DesLoc(Strategy):
             reply = Reply.from_content(message.content)
             if reply.streams.keys() == due:  # or the check says so
                 reply = replace(reply, streams=self.globals.decoded(reply.streams))
-            reply.check(self._window, due, self._like)
+            reply.check(self._window, due, self.globals.like)
             if not due:
                 check_evaluation(reply, self.metrics)
         except ValueError as error:
