@@ -212,14 +212,14 @@ class Faults:
             stop = message.content["config"]["stop-step"]
             self._set_losses(lambda loss, m, t: _die() if t == stop - 1 else loss)
         if phase == "saving":
-            save = tensor_file.save_file
+            write = tensor_file.write
 
-            def torn(tensors: Any, path: Path, metadata: Any) -> None:
-                save(tensors, path, metadata)
+            def torn(path: Path, *args: Any, **kwargs: Any) -> None:
+                write(path, *args, **kwargs)
                 os.truncate(path, path.stat().st_size // 2)
                 _die()
 
-            tensor_file.save_file = torn
+            tensor_file.write = torn
 
     @contextlib.contextmanager
     def _losses(self, change: Callable[[torch.Tensor, int, int], Any]) -> Iterator[None]:

@@ -163,7 +163,7 @@ def small_disk(tmp_path: Path):
 
 def test_a_client_whose_disk_is_full_keeps_the_old_file(name, coins, small_disk):
     faults = faulty(name, coins, small_disk)
-    faults.fill_disk_at(node=1, window=3, how="disk")
+    faults.fill_disk_at(node=1, window=2, how="disk")  # later there is a file to be written over
     check(faults)
 
 

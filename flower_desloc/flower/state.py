@@ -7,6 +7,9 @@ the file is the same as being a new client.
 The server may die and go on from its last checkpoint, which lies behind the clients. So the first
 time a client would overwrite what it held at a checkpoint, it keeps that file beside the new one
 (a hard link: nothing is copied), and a server that resumes has it go back there.
+
+A file outlives its process at any moment. It is not waited for until it is on the disk: should the
+machine itself go down, a file that did not get there is noticed, and the client is new.
 """
 
 import contextlib
@@ -52,6 +55,8 @@ class StateFile:
         self._partial = self.path.with_suffix(".partial")
         # A folder of this client's own: others come and go at the same time.
         self._kept = self.path.with_suffix(".checkpoint")
+        # What is needed no more, to be written over.
+        self._spare = self.path.with_suffix(".spare")
 
     def held(self) -> Held | None:
         """Return what the file holds, or None where there is no whole file."""
@@ -75,9 +80,14 @@ class StateFile:
         Raises ``OSError`` naming the file when it cannot be written; the old one is then whole.
         """
         try:
-            tensor_file.write(self._partial, asdict(held), streams)
+            self._make_room()
+            tensor_file.write(self._partial, asdict(held), streams, sync=False)
             self._keep_for(held.checkpoint)
+            with contextlib.suppress(OSError):  # the first file, or a file system without links
+                os.link(self.path, self._spare)
             self._partial.replace(self.path)
+            for superfluous in self._kept_from(0)[:-KEEP]:
+                superfluous.replace(self._spare)
         except OSError as error:
             self._partial.unlink(missing_ok=True)
             raise OSError(
@@ -108,9 +118,17 @@ class StateFile:
         """Forget everything; the run's folder goes with its last client."""
         self.path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
+        self._spare.unlink(missing_ok=True)
         shutil.rmtree(self._kept, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent, or other clients' files are in it
             self.path.parent.rmdir()
+
+    def _make_room(self) -> None:
+        """Leave to be written over what nobody needs, and nothing else."""
+        if self._spare.exists():
+            self._spare.replace(self._partial)
+        if self._partial.exists() and self._partial.stat().st_nlink > 1:
+            self._partial.unlink()  # another name of a kept file
 
     def _keep_for(self, checkpoint: int) -> None:
         """Keep the file as it is, if it is what was held at that checkpoint."""
@@ -119,8 +137,6 @@ class StateFile:
             return
         self._kept.mkdir(exist_ok=True)
         _link(self.path, self._kept / f"step-{checkpoint:08d}.safetensors")
-        for superfluous in self._kept_from(0)[:-KEEP]:
-            superfluous.unlink()
 
     def _kept_from(self, checkpoint: int) -> list[Path]:
         """Return the files kept for that checkpoint and later ones, the oldest first."""
