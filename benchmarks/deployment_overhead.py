@@ -39,6 +39,8 @@ from typing import Any, NamedTuple
 import flwr
 import torch
 
+from flower_desloc.deployment.node import COMMAND
+
 APP = Path(__file__).with_name("deployment_app")
 CLIENTS = 2
 WHO = ("warm", "cold", "fedavg")
@@ -99,7 +101,7 @@ class Federation:
         for i in range(CLIENTS):
             self._start(
                 f"node{i}",
-                *("flower-supernode", "--insecure", "--superlink", address),
+                *(*COMMAND, "--insecure", "--superlink", address),
                 *("--host", "127.0.0.1", "--port", str(free_port())),
                 "--node-config",
                 f'partition-id={i} num-partitions={CLIENTS} state-dir="{folder}/state{i}"',

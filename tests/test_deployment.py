@@ -260,7 +260,7 @@ class Place:
         (node,) = [
             process
             for process in self.ours()
-            if "/flower-supernode " in process.command
+            if "flower_desloc.deployment.node " in process.command
             and "guard.py" not in process.command
             and f"partition-id={number} " in process.command
         ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flower_desloc.deployment.arguments import as_argument
 from flower_desloc.deployment.guard import ENDED
+from flower_desloc.deployment.node import COMMAND
 from flower_desloc.deployment.processes import (
     ProcessError,
     flower_environment,
@@ -16,7 +17,6 @@ from flower_desloc.deployment.processes import (
     guarded,
     last_words,
     log_of,
-    program,
 )
 
 KEY = "key"
@@ -79,7 +79,7 @@ def supernode(
         "TMPDIR": str(home),  # what a ClientApp that is killed leaves there goes with the rest
     }
     command = [
-        program("flower-supernode", environment),
+        *COMMAND,
         *("--superlink", superlink),
         *("--root-certificates", str(ca)),
         *("--auth-supernode-private-key", str(home / KEY)),
