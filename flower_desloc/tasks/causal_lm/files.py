@@ -4,11 +4,12 @@ import glob
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from datasets import load_dataset
+from datasets import IterableDataset, load_dataset_builder
 
 from flower_desloc.tasks.causal_lm.documents import cut
-from flower_desloc.tasks.causal_lm.source import Row, Source, Unit
+from flower_desloc.tasks.causal_lm.source import PRIVATE, Files, Row, Source, Unit
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _ALLOWED = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
@@ -18,30 +19,34 @@ def units(source: Source) -> dict[str, Unit]:
     """Return the domains of a file or folder, sorted by name.
 
     A folder with training and held-out files side by side is one domain, named after it. Hidden
-    files, and files of other kinds (a README), are passed over.
+    files, and files of other kinds (a README), are passed over. A site's private files that are
+    read as they are trained on are one domain all together.
 
     Raises ``ValueError`` where there is no file that can be read.
     """
     path = Path(source.name).expanduser().resolve()
     if not (domains := _domains(path)):
         raise ValueError(f"{source}: there is no file here of the kinds read, {_ALLOWED}")
+    if source.endless and source.key == PRIVATE:
+        name = path.name if path.is_dir() else _stem(path)
+        domains = {name: [file for files in domains.values() for file in files]}
     return {name: _unit(source, files) for name, files in domains.items()}
 
 
 def _domains(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {_stem(path): [path]} if _builder(path) else {}
-    here = [file for file in _files(path) if file.parent == path]
+    here = [file for file in _below(path) if file.parent == path]
     if any(map(_is_heldout, here)) and any(_stem(file).startswith("train") for file in here):
         return {path.name: here}
     domains: dict[str, list[Path]] = {}
-    for file in _files(path):
+    for file in _below(path):
         first, *rest = file.relative_to(path).parts
         domains.setdefault(first if rest else _stem(file), []).append(file)
     return dict(sorted(domains.items()))
 
 
-def _files(folder: Path) -> list[Path]:
+def _below(folder: Path) -> list[Path]:
     """Return the files below ``folder`` that can be read and are not hidden, sorted by path."""
     return sorted(
         file
@@ -56,35 +61,56 @@ def _unit(source: Source, files: list[Path]) -> Unit:
     heldout = [file for file in files if _is_heldout(file)]
     train = [file for file in files if file not in heldout]
     if not train or not heldout:  # Without the other, the name says nothing.
-        return Unit(partial(_rows, source, files))
-    return Unit(partial(_rows, source, train), partial(_rows, source, heldout))
+        return Unit(partial(_rows, source, files), None, partial(_files, files))
+    return Unit(
+        partial(_rows, source, train), partial(_rows, source, heldout), partial(_files, train)
+    )
 
 
 def _rows(source: Source, files: list[Path]) -> Iterator[Row]:
     """Read the files as a stream: only what is needed, and no copy of private text in a cache."""
-    for builder in ("json", "parquet", "text"):
-        paths = [str(file) for file in files if _builder(file) == builder]
-        if not paths:
-            continue
+    for builder, paths in _by_builder(files):
         try:
-            yield from _documents(paths) if builder == "text" else _stream(builder, paths)
+            rows: Iterable[Row] = open_files(builder, paths)[0]
+            yield from _documents(rows) if builder == "text" else rows
         except Exception as error:
             what = paths[0] if len(paths) == 1 else f"{paths[0]} or {len(paths) - 1} others"
             raise ValueError(f"{source}: cannot read {what} as {builder} ({error})") from error
 
 
-def _stream(builder: str, paths: list[str], **options: str) -> Iterable[Row]:
+def _files(files: list[Path]) -> Files:
+    opened = [(builder, *open_files(builder, paths)) for builder, paths in _by_builder(files)]
+    return Files(
+        [
+            rows.map(_recut, batched=True) if builder == "text" else rows
+            for builder, rows, _ in opened
+        ],
+        " ".join(version for *_, version in opened),
+    )
+
+
+def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:
+    """Return the rows of files of one kind, and the files' version."""
     # Escaped, for the library takes a path for a pattern.
     patterns = [glob.escape(path) for path in paths]
-    rows: Iterable[Row] = load_dataset(
-        builder, data_files=patterns, split="train", streaming=True, **options
-    )
-    return rows
+    options = {"sample_by": "paragraph"} if builder == "text" else {}
+    opened = load_dataset_builder(builder, data_files=patterns, **options)
+    return opened.as_streaming_dataset(split="train"), opened.config_id
 
 
-def _documents(paths: list[str]) -> Iterator[Row]:
-    for text in cut(row["text"] for row in _stream("text", paths, sample_by="paragraph")):
+def _by_builder(files: list[Path]) -> Iterator[tuple[str, list[str]]]:
+    for builder in ("json", "parquet", "text"):
+        if paths := [str(file) for file in files if _builder(file) == builder]:
+            yield builder, paths
+
+
+def _documents(rows: Iterable[Row]) -> Iterator[Row]:
+    for text in cut(row["text"] for row in rows):
         yield {"text": text}
+
+
+def _recut(paragraphs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {"text": [*cut(paragraphs["text"])]}
 
 
 def _builder(file: Path) -> str | None:

@@ -1,14 +1,15 @@
 """Who gets which documents."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 
 from datasets import Dataset
 
-from flower_desloc.tasks import dealing
+from flower_desloc.tasks import Site, dealing
 from flower_desloc.tasks.causal_lm.source import Source
+from flower_desloc.tasks.causal_lm.stream import Part, domain_names
 from flower_desloc.tasks.causal_lm.text import Corpus, read
 from flower_desloc.tasks.dealing import Rows, Rule
 
@@ -70,13 +71,39 @@ def _by_domain(numbered: Dataset, num_clients: int) -> list[Rows]:
         shuffled[domain].append(row)
     clients: list[Rows] = [[] for _ in range(num_clients)]
     for index, rows in enumerate(shuffled.values()):
-        # Those that have nothing else come first, should the documents not suffice for all.
-        own = range(index, num_clients, len(shuffled)) if index else []
-        mixtures = range(0, num_clients, len(shuffled))
-        holders = [*own, *mixtures]
+        holders = _holders(index, len(shuffled), num_clients)
         for turn, client in enumerate(holders):
             clients[client].extend(rows[turn :: len(holders)])
     return clients
+
+
+def _holders(domain: int, num_domains: int, num_clients: int) -> list[int]:
+    """Return the clients that hold a domain under ``by_domain``."""
+    # Those that have nothing else come first, should the documents not suffice for all.
+    own = range(domain, num_clients, num_domains) if domain else []
+    mixtures = range(0, num_clients, num_domains)
+    return [*own, *mixtures]
+
+
+def parts(source: Source, weights: Sequence[float], partition: str, site: Site) -> list[Part]:
+    """Return what a client reads of a source that is too large to be dealt.
+
+    ``weights``, one a domain, or none where all are equal, are those of a mixture.
+    """
+    names = domain_names(source)
+    if site.data_path:
+        return [Part(source=source, domain=n, turn=0, holders=1, weight=1.0) for n in names]
+    found = []
+    for index, (name, weight) in enumerate(zip(names, weights or [1.0] * len(names), strict=True)):
+        holders = [*range(site.num_partitions)]
+        if partition == "by_domain":
+            holders = _holders(index, len(names), site.num_partitions)
+        if site.partition in holders:
+            turn = holders.index(site.partition)
+            found.append(
+                Part(source=source, domain=name, turn=turn, holders=len(holders), weight=weight)
+            )
+    return found
 
 
 def _take_turns(heldout: list[Rows], train: list[Rows], corpus: Corpus) -> None:

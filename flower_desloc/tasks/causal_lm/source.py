@@ -1,14 +1,28 @@
 """What every source of text looks like: units, which are read lazily."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from datasets import IterableDataset
+
 from flower_desloc.config.schema import Data
+
+PRIVATE = "data-path"
+"""The setting that names a site's own text."""
 
 Row = Mapping[str, Any]
 """One row of a data set; a column of it holds a document."""
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Files that are open for reading, in shards of which each can be read without the others."""
+
+    datasets: Sequence[IterableDataset]
+    version: str
+    """Differs where the files do, though their names are the same."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +32,8 @@ class Unit:
     train: Callable[[], Iterable[Row]]
     heldout: Callable[[], Iterable[Row]] | None = None
     """The held-out part, where the source has one."""
+    files: Callable[[], Files] | None = None
+    """The training part as files, where it lies in some."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +63,17 @@ class Source:
             data.validation_fraction,
         )
 
+    @property
+    def endless(self) -> bool:
+        """Whether it is read as it is trained on, and never as a whole."""
+        return self.streaming and not self.max_bytes
+
     def at_site(self, path: Path) -> "Source":
         """Return a site's private files, of which every domain is read."""
         if not path.expanduser().exists():
-            raise ValueError(f"data-path={path}: there is no such file or folder on this node")
+            raise ValueError(f"{PRIVATE}={path}: there is no such file or folder on this node")
         name = str(path.expanduser().resolve())
-        return replace(self, name=name, domains=(), domain_field="", key="data-path")
+        return replace(self, name=name, domains=(), domain_field="", key=PRIVATE)
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"

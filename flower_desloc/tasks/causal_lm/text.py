@@ -35,9 +35,9 @@ def read(source: Source) -> Corpus:
     Raises ``ValueError``, naming the setting, where the source, a domain or a column is missing
     or a domain holds no text.
     """
-    units = _units(source)
+    opened = units(source)
     by_domain = _by_column if source.domain_field else _by_unit
-    train, heldout = by_domain(source, units)
+    train, heldout = by_domain(source, opened)
     parts = {domain: _split(source, domain, train, heldout) for domain in train}
     return Corpus(
         tuple(parts),
@@ -46,7 +46,8 @@ def read(source: Source) -> Corpus:
     )
 
 
-def _units(source: Source) -> dict[str, Unit]:
+def units(source: Source) -> dict[str, Unit]:
+    """Return what the source holds, by name; nothing is read."""
     if source.name == "builtin":
         return builtin.units()
     if Path(source.name).expanduser().exists():
@@ -57,7 +58,7 @@ def _units(source: Source) -> dict[str, Unit]:
 def _by_unit(source: Source, units: dict[str, Unit]) -> tuple[Texts, Texts]:
     train: Texts = {}
     heldout: Texts = {}
-    for name in _chosen(source, units):
+    for name in chosen(source, units):
         unit = units[name]
         train |= _collect(source, ((name, row) for row in unit.train()), {name})
         train.setdefault(name, [])
@@ -69,7 +70,7 @@ def _by_unit(source: Source, units: dict[str, Unit]) -> tuple[Texts, Texts]:
 def _by_column(source: Source, units: dict[str, Unit]) -> tuple[Texts, Texts]:
     train = _regrouped(source, [unit.train for unit in units.values()])
     heldout = _regrouped(source, [unit.heldout for unit in units.values() if unit.heldout])
-    return {name: train[name] for name in _chosen(source, sorted(train))}, heldout
+    return {name: train[name] for name in chosen(source, sorted(train))}, heldout
 
 
 def _regrouped(source: Source, parts: Iterable[Callable[[], Iterable[Row]]]) -> Texts:
@@ -79,7 +80,8 @@ def _regrouped(source: Source, parts: Iterable[Callable[[], Iterable[Row]]]) -> 
     return _collect(source, named, source.domains)
 
 
-def _chosen(source: Source, known: Collection[str]) -> Collection[str]:
+def chosen(source: Source, known: Collection[str]) -> Collection[str]:
+    """Return the domains of the source that the configuration names; by default, all."""
     for domain in source.domains:
         if domain not in known:
             raise ValueError(
@@ -98,7 +100,7 @@ def _collect(source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection
     limit = source.max_bytes or sys.maxsize
     room: dict[str, int] = {}
     for domain, row in rows:
-        encoded = _text(source, row).encode()
+        encoded = document(source, row).encode()
         left = room.get(domain, limit)
         if text := encoded[:left].decode(errors="ignore"):
             texts.setdefault(domain, []).append(text)
@@ -108,7 +110,7 @@ def _collect(source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection
     return texts
 
 
-def _text(source: Source, row: Row) -> str:
+def document(source: Source, row: Row) -> str:
     """Return the row's document; empty if there are only blanks."""
     text = _cell(source, row, "text_field", source.text_field)
     if not isinstance(text, str | None):

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flower_desloc.tasks.quiet import quiet
@@ -32,6 +33,9 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getitem__(self, part: slice) -> "Tokens":
+        return Tokens(self.ids[part], self.num_bytes[part])
+
 
 class Tokenizer(Protocol):
     """What the model reads instead of text."""
@@ -39,9 +43,14 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int | None
     """The token between documents, if there is one."""
+    fingerprint: str
+    """Equal for tokenizers that give equal tokens."""
 
     def encode(self, documents: Sequence[str]) -> Tokens:
         """Return the documents, joined."""
+
+    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        """Return each document, with what stands between it and the next."""
 
     def save(self, folder: Path) -> None:
         """Write what ``transformers.AutoTokenizer`` needs into ``folder``."""
@@ -82,18 +91,28 @@ class ByteTokenizer:
 
     vocab_size = 256
     eos_id: int | None = None
+    fingerprint = BYTES
 
     def encode(self, documents: Sequence[str]) -> Tokens:
         """Return the bytes of the documents."""
         ids = np.frombuffer(_SEPARATOR.join(documents).encode(), dtype=np.uint8)
         return Tokens(ids, np.broadcast_to(np.uint8(1), ids.shape))
 
+    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        """Return the bytes of each document and of the blank line."""
+        return (self.encode([text, ""]) for text in documents)
+
     def save(self, folder: Path) -> None:
         """Write an equal tokenizer that ``transformers`` can load."""
-        # No piece is in the vocabulary, so that every character falls back to its bytes.
-        model = models.BPE({f"<0x{b:02X}>": b for b in range(256)}, [], byte_fallback=True)
-        tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.decoder = decoders.ByteFallback()
+        # The library writes a byte as a character: itself, or where that cannot be seen one of the
+        # next free ones, in order. (Its byte fallback would decode a text with one wrong byte to
+        # nothing but replacement characters.)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        free = iter(sorted(character for character in alphabet if ord(character) > 255))
+        vocabulary = {chr(b) if chr(b) in alphabet else next(free): b for b in range(256)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
         _wrapped(tokenizer, None).save_pretrained(folder)
 
 
@@ -110,20 +129,20 @@ class Subwords:
         self._backend.no_padding()
         self.vocab_size: int = 1 + max(self._backend.get_vocab().values())
         self.eos_id: int | None = tokenizer.eos_token_id
+        self.fingerprint = f"{blake2b(self._backend.to_str().encode()).hexdigest()} {self.eos_id}"
 
     def encode(self, documents: Sequence[str]) -> Tokens:
         """Return the tokens of the documents."""
         if self.eos_id is None:
             documents = [text + _SEPARATOR for text in documents[:-1]] + [*documents[-1:]]
-        ids: list[NDArray[Any]] = [np.empty(0, self._dtype)]
-        num_bytes: list[NDArray[Any]] = [np.empty(0, np.uint32)]
-        for text, encoding in self._encodings(documents):
-            ids.append(np.asarray(encoding.ids, self._dtype))
-            num_bytes.append(_bytes_per_token(text, encoding.offsets))
-            if self.eos_id is not None:
-                ids.append(np.asarray([self.eos_id], self._dtype))
-                num_bytes.append(np.zeros(1, np.uint32))
-        return Tokens(np.concatenate(ids), np.concatenate(num_bytes))
+        empty = Tokens(np.empty(0, self._dtype), np.empty(0, np.uint32))
+        return joined([empty, *self._each(documents)])
+
+    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        """Return the tokens of each document and of its end."""
+        return self._each(
+            documents if self.eos_id is not None else [text + _SEPARATOR for text in documents]
+        )
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer itself."""
@@ -133,12 +152,28 @@ class Subwords:
     def _dtype(self) -> np.dtype[Any]:
         return np.min_scalar_type(self.vocab_size - 1)
 
+    def _each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        end = [] if self.eos_id is None else [self.eos_id]
+        for text, encoding in self._encodings(documents):
+            yield Tokens(
+                np.asarray([*encoding.ids, *end], self._dtype),
+                np.append(_bytes_per_token(text, encoding.offsets), np.zeros(len(end), np.uint32)),
+            )
+
     def _encodings(self, documents: Sequence[str]) -> Iterator[tuple[str, Any]]:
         for start in range(0, len(documents), _CHUNK):
             chunk = [*documents[start : start + _CHUNK]]
             yield from zip(
                 chunk, self._backend.encode_batch(chunk, add_special_tokens=False), strict=True
             )
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return the parts, at least one, as one."""
+    return Tokens(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.num_bytes for part in parts]),
+    )
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:

@@ -1,0 +1,492 @@
+"""Laws of text that is read as it is trained on: who reads what, and how it is packed and kept."""
+
+import json
+import logging
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import datasets
+import pytest
+import torch
+from test_text import prose, write
+
+from flower_desloc.config import Config, ConfigError
+from flower_desloc.config.check import check
+from flower_desloc.flower.inprocess import run_in_process
+from flower_desloc.tasks import Site
+from flower_desloc.tasks.causal_lm import CausalLM, named, patience, sequences, stream
+from flower_desloc.tasks.causal_lm.files import open_files
+from flower_desloc.tasks.causal_lm.packing import BLOCK
+from flower_desloc.tasks.causal_lm.partition import parts
+from flower_desloc.tasks.causal_lm.patience import patiently
+from flower_desloc.tasks.causal_lm.source import Files, Source, Unit
+from flower_desloc.tasks.causal_lm.stream import Documents, Part, Position, domain
+from flower_desloc.tasks.causal_lm.text import read
+
+WEIGHTS = [5.0, 3.0, 2.0]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cache of this test's own; a new process has nothing open."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(patience, "WAITS", (0.0, 0.0))
+    forget()
+    return tmp_path / "cache"
+
+
+def forget() -> None:
+    """Close what is open, as a process does that ends."""
+    sequences._packers.clear()
+    domain.cache_clear()
+    stream.domain_names.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return three domains: a file, five files of two kinds, and a file with a held-out one."""
+    path = tmp_path_factory.mktemp("stream")
+    write(path / "a.jsonl.gz", prose("a", 120))
+    for number, suffix in enumerate(["jsonl", "parquet", "jsonl", "parquet", "jsonl"]):
+        write(path / "b" / f"part-{number}.{suffix}", prose(f"b{number}", 30))
+    write(path / "c" / "train.parquet", prose("c", 80))
+    write(path / "c" / "validation.parquet", prose("kept", 40))
+    return path
+
+
+@pytest.fixture
+def source(folder: Path) -> Source:
+    return Source(str(folder), ("a", "b", "c"), streaming=True)
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    config = Config()
+    config.data = replace(
+        config.data,
+        source=str(folder),
+        domains=["a", "b", "c"],
+        weights=WEIGHTS,
+        streaming=True,
+        max_bytes=0,
+        partition="iid",
+        seq_len=15,
+        batch_size=4,
+    )
+    config.model = replace(config.model, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config.evaluation.sequences = 10
+    return config
+
+
+def epoch(part: Part, number: int = 0, seed: int = 0) -> list[str]:
+    """Return the documents of one pass over a part."""
+    documents = Documents(part, [seed], Position(number))
+    return [*takewhile(lambda _: documents.position.epoch == number, documents)]
+
+
+def text_of(batch: Any) -> str:
+    return bytes(batch.tokens.flatten().tolist()).decode()
+
+
+# --------------------------------------------------------------------------------- who reads what
+
+
+@pytest.mark.parametrize("partition", ["iid", "by_domain"])
+@pytest.mark.parametrize("num_clients", [1, 3, 4, 7])
+def test_no_document_is_seen_by_two_clients_and_none_is_missed(source, partition, num_clients):
+    seen: Counter[str] = Counter()
+    for client in range(num_clients):
+        for part in parts(source, WEIGHTS, partition, Site(client, num_clients)):
+            seen.update(epoch(part, seed=client))
+    heldout = [t for name in "abc" for t in domain(source, name).heldout()]
+    assert set(seen.values()) == {1}
+    everything = read(replace(source, streaming=False))
+    assert sorted([*seen, *heldout]) == sorted(
+        [*everything.train["text"][:], *everything.heldout["text"][:]]
+    )
+
+
+def test_the_next_pass_has_the_same_documents_in_another_order(source):
+    part = Part(source=source, domain="b", turn=0, holders=1, weight=1.0)
+    first, second = epoch(part), epoch(part, 1)
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert epoch(part, 1) == second
+
+
+def test_a_new_pass_is_told_in_one_line(source, caplog):
+    part = Part(source=source, domain="a", turn=1, holders=2, weight=1.0)
+    with caplog.at_level(logging.WARNING):
+        epoch(part)
+    (line,) = caplog.messages
+    assert "part 1 of 2 of domain 'a' has been read; it begins again, for pass 2" in line
+
+
+def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(source):
+    held = [parts(source, WEIGHTS, "by_domain", Site(i, 5)) for i in range(5)]
+    assert [[part.domain for part in client] for client in held] == [
+        ["a", "b", "c"], ["b"], ["c"], ["a", "b", "c"], ["b"],
+    ]  # fmt: skip
+    assert [part.weight for part in held[0]] == WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_reading_goes_on_where_it_was_left(source, name):
+    part = Part(source=source, domain=name, turn=1, holders=3, weight=1.0)
+    documents = Documents(part, [0], Position())
+    texts = iter(documents)
+    for _ in range(12):
+        next(texts)
+        kept = json.loads(json.dumps(documents.position.__dict__))
+    rest = [next(texts) for _ in range(70)]  # into the next pass
+    again = iter(Documents(part, [0], Position(**kept)))
+    assert [next(again) for _ in range(70)] == rest
+
+
+def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
+    write(tmp_path / "t.txt", prose("t", 3000))  # more than the library hands over at a time
+    write(tmp_path / "u.txt", prose("u", 700))
+    source = replace(Source("builtin", streaming=True).at_site(tmp_path), validation_fraction=0.3)
+    (part,) = parts(source, [], "iid", Site(0, 1, tmp_path))
+    train, heldout = epoch(part), [*domain(source, tmp_path.name).heldout()]
+    assert 0.2 < len(heldout) / (len(train) + len(heldout)) < 0.4
+    words = {text for document in [*train, *heldout] for text in document.split("\n\n")}
+    assert words == {*prose("t", 3000), *prose("u", 700)}
+    assert not {*train} & {*heldout}
+
+
+def test_a_part_without_text(source):
+    (part, *_) = parts(source, WEIGHTS, "iid", Site(500, 1000))
+    with pytest.raises(ValueError, match=r"domain 'a' there is no document for part 500 of 1000"):
+        next(iter(Documents(part, [0], Position())))
+
+
+# ------------------------------------------------------------------------------------- sequences
+
+
+def test_a_batch_is_a_function_of_seed_client_and_step(config, cache):
+    def batch(seed: int, client: int, step: int) -> torch.Tensor:
+        forget()
+        config.run.seed = seed
+        return CausalLM(config).client_data(Site(client, 2)).train_batch(step).tokens
+
+    later = 2 * BLOCK // 4 + 100
+    first, second = batch(0, 1, 5), batch(0, 1, later)
+    assert first.shape == (4, 16)
+    assert first.dtype == torch.int64
+    for key in ((1, 1, 5), (0, 0, 5), (0, 1, 6)):
+        assert not torch.equal(batch(*key), first)
+    for file in cache.rglob("*.block.safetensors"):
+        file.unlink()
+    assert torch.equal(batch(0, 1, later), second)  # from the pause before it
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    assert torch.equal(batch(0, 1, later), second)  # from the beginning
+    assert torch.equal(batch(0, 1, 5), first)
+
+
+def test_sequences_are_whole_documents_one_after_the_other_in_their_weights(config, source):
+    data = CausalLM(config).client_data(Site(0, 2))
+    batches = [data.train_batch(step) for step in range(2 * BLOCK // 4 + 1)]
+    assert all(batch.num_bytes == 4 * 15 for batch in batches)  # One token a byte.
+    text = "".join(map(text_of, batches))
+    found = text.split("\n\n")[:-1]
+    mine = {part.domain: {*epoch(part)} for part in parts(source, WEIGHTS, "iid", Site(0, 2))}
+    sizes = Counter({name: sum(len(t) for t in found if t in mine[name]) for name in mine})
+    assert {*found} <= set().union(*mine.values())
+    for name, weight in zip("abc", WEIGHTS, strict=True):
+        assert sizes[name] / sizes.total() == pytest.approx(weight / 10, abs=0.01)
+
+
+def test_equal_shares_are_the_default(config):
+    config.data = replace(config.data, weights=[])
+    held = CausalLM(config).client_data(Site(0, 1)).description
+    assert max(held.values()) < 1.1 * min(held.values())
+
+
+def test_what_a_killed_process_left_is_not_read(config, cache):
+    data = CausalLM(config).client_data(Site(0, 2))
+    wanted = data.train_batch(3 * BLOCK // 4)
+    for what in ("00000003.block", "00000003.pause", "00000001.pause"):
+        (path,) = cache.rglob(f"{what}.safetensors")
+        path.write_bytes(path.read_bytes()[:-9])
+    (path.parent / "tmp1.partial").write_bytes(b"half")
+    forget()
+    again = CausalLM(config).client_data(Site(0, 2))
+    assert again.description == data.description
+    assert torch.equal(again.train_batch(3 * BLOCK // 4).tokens, wanted.tokens)
+
+
+def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
+    monkeypatch.setattr(sequences, "KEPT", 2)
+    data = CausalLM(config).client_data(Site(0, 2))
+    first = data.train_batch(0)
+    data.train_batch(5 * BLOCK // 4)
+    assert {p.name[:8] for p in cache.rglob("*.block.*")} == {"00000004", "00000005"}
+    assert torch.equal(data.train_batch(0).tokens, first.tokens)
+
+
+def test_two_that_pack_one_clients_text_at_once_do_not_disturb_each_other(config, cache):
+    wanted = CausalLM(config).client_data(Site(1, 2))
+    steps = range(0, 6 * BLOCK // 4, 150)
+    tokens = [wanted.train_batch(step).tokens for step in steps]
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    forget()
+
+    def pack(_: int) -> list[torch.Tensor]:
+        data = CausalLM(config).client_data(Site(1, 2))
+        return [data.train_batch(step).tokens for step in steps]
+
+    with ThreadPoolExecutor(4) as pool:  # As four processes: what they share is the files.
+        for found in pool.map(pack, range(4)):
+            assert all(map(torch.equal, found, tokens))
+    assert not [*cache.rglob("*.partial")]
+
+
+def test_files_that_have_changed_are_read_anew(config, tmp_path):
+    def first() -> str:
+        forget()
+        return text_of(CausalLM(config).client_data(Site(0, 1)).train_batch(0))
+
+    config.data = replace(config.data, source=str(tmp_path), domains=["a"], weights=[])
+    write(tmp_path / "a.jsonl", prose("old"))
+    assert "old" in first()
+    write(tmp_path / "a.jsonl", prose("new"))
+    assert "new" in first()
+
+
+def test_a_disk_that_is_full_is_named(config, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sequences, "save_file", full)
+    with pytest.raises(OSError, match=r"cannot write packed text to .* or name .* XDG_CACHE_HOME"):
+        CausalLM(config).client_data(Site(0, 1))
+
+
+# ------------------------------------------------------------------------------------- evaluation
+
+
+def test_held_out_text_is_bounded_and_of_the_clients_domains_in_their_weights(config):
+    task = CausalLM(config)
+    heldout = task.heldout()
+    assert [*heldout] == ["a", "b", "c"]
+    assert all(sum(len(batch.tokens) for batch in each) == 10 for each in heldout.values())
+    assert all("kept" in text_of(batch) for batch in task.heldout()["c"][:1])
+    config.data = replace(config.data, partition="by_domain")
+    mixture, _, only = (CausalLM(config).client_data(Site(i, 3)).heldout() for i in range(3))
+    assert sum(len(batch.tokens) for batch in mixture) == 10
+    assert sum(len(batch.tokens) for batch in only) == 10
+    assert torch.equal(next(iter(only)).tokens, task.heldout()["c"][0].tokens)
+
+
+def test_a_sites_private_files_are_one_stream(config, tmp_path):
+    for number in range(3):
+        write(tmp_path / f"part-{number}.parquet", prose(f"own{number}", 20 * (number + 1)))
+    data = CausalLM(config).client_data(Site(0, 1, tmp_path))
+    assert data.description.keys() == {tmp_path.name}
+    text = "".join(text_of(data.train_batch(step)) for step in range(BLOCK // 4))
+    assert all(f"own{number}" in text for number in range(3))
+    assert "own" in text_of(next(iter(data.heldout())))
+
+
+def test_the_builtin_text_can_be_read_so_too(config):
+    config.data = replace(config.data, source="builtin", domains=["reference"], weights=[])
+    data = CausalLM(config).client_data(Site(0, 2))
+    assert data.train_batch(BLOCK // 4).tokens.shape == (4, 16)
+
+
+def run(config: Config, output_dir: Path, *overrides: str) -> tuple[str, list[float]]:
+    data = config.data
+    words = [
+        f"data.source={data.source}", "data.domains=[a,b,c]", "data.weights=[5,3,2]",
+        "data.streaming=true", "data.max_bytes=0", "data.seq_len=15", "data.batch_size=128",
+        "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1",
+        "sync.params=3", "sync.exp_avg=6", "sync.exp_avg_sq=12", "run.eval_every=0",
+        "evaluation.sequences=10", "federation.num_clients=3", "run.steps=12", *overrides,
+    ]  # fmt: skip
+    run_config = {
+        "config": "quickstart", "overrides": " ".join(words), "output-dir": str(output_dir)
+    }  # fmt: skip
+    run_in_process(run_config, 3)
+    summary = json.loads((output_dir / "quickstart" / "summary.json").read_text())
+    return summary["weights_sha256"], summary["train_loss"]
+
+
+def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
+    config, tmp_path, cache, monkeypatch
+):
+    monkeypatch.setattr("flower_desloc.report.write_report", lambda *_, **__: None)
+    whole = run(config, tmp_path / "whole")
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    batch = sequences.Sequences.batch
+
+    def until(self: sequences.Sequences, start: int, stop: int) -> Any:
+        if start >= 9 * 128:  # in the second block
+            raise KeyboardInterrupt
+        return batch(self, start, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sequences.Sequences, "batch", until)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "cut")
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    forget()
+    assert run(config, tmp_path / "cut", "run.resume=auto") == whole
+
+
+# ---------------------------------------------------------------------------------------- network
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Any]:
+    """Serve a file over HTTP; while ``down`` is above 0, answer 503 and count it down."""
+
+    class Handler(BaseHTTPRequestHandler):
+        down = 0
+        content = "\n".join(json.dumps({"text": text}) for text in prose("web", 400)).encode()
+
+        def do_HEAD(self) -> None:
+            self.answer(b"")
+
+        def do_GET(self) -> None:
+            self.answer(self.content)
+
+        def answer(self, content: bytes) -> None:
+            if Handler.down > 0:
+                Handler.down -= 1
+                self.send_error(503)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        Handler.url = f"http://127.0.0.1:{httpd.server_port}/a.jsonl"  # type: ignore[attr-defined]
+        yield Handler
+        httpd.shutdown()
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypatch, caplog):
+    def units(_: Source) -> dict[str, Unit]:
+        web = partial(open_files, "json", [server.url])
+        return {"a": Unit(lambda: web()[0], None, lambda: Files([web()[0]], ""))}
+
+    monkeypatch.setattr(stream, "units", units)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    config.data = replace(config.data, domains=["a"], weights=[])
+    data = CausalLM(config).client_data(Site(0, 1))
+    wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
+
+    for file in sequences.cache_folder().rglob("*.safetensors"):
+        file.unlink()
+    forget()
+    data = CausalLM(config).client_data(Site(0, 1))
+    assert torch.equal(data.train_batch(300).tokens, wanted[0])
+    sequences._packers.clear()
+    server.down = 2
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(data.train_batch(600).tokens, wanted[1])
+    lines = [line for line in caplog.messages if "cannot be reached" in line]
+    assert lines
+    assert all(re.search(r"^data.source=.*; try [23] of 3 in 0 s$", line) for line in lines)
+
+    sequences._packers.clear()
+    server.down = 1000
+    with pytest.raises(ConnectionError, match=r"gave up after 3 tries. Check .* HF_HUB_OFFLINE=1"):
+        data.train_batch(900)
+    server.down = 0
+    assert torch.equal(data.train_batch(900).tokens, wanted[2])
+
+
+def failing(times: int, error: Exception) -> Any:
+    left = iter(range(times))
+
+    def act() -> str:
+        if next(left, None) is not None:
+            raise error
+        return "done"
+
+    return act
+
+
+def test_what_a_network_refuses_is_not_asked_again(caplog, monkeypatch):
+    with caplog.at_level(logging.WARNING):
+        assert patiently("it", failing(2, ConnectionError("gone"))) == "done"
+        assert caplog.messages == [
+            "it: cannot be reached (ConnectionError: gone); try 2 of 3 in 0 s",
+            "it: cannot be reached (ConnectionError: gone); try 3 of 3 in 0 s",
+        ]
+        refusal = aiohttp.ClientResponseError(None, (), status=404)  # type: ignore[arg-type]
+        for error in (FileNotFoundError("x"), refusal, ValueError("x")):
+            with pytest.raises(type(error)):
+                patiently("it", failing(1, error))
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ConnectionError, match=r"^gone$"):
+            patiently("it", failing(1, ConnectionError("gone")))
+    assert len(caplog.messages) == 2
+
+
+def test_a_hub_that_cannot_be_reached_at_first(tmp_path, monkeypatch, caplog):
+    names = datasets.get_dataset_config_names
+    fail = failing(2, ConnectionError("Couldn't reach the Hub"))
+    monkeypatch.setattr(named, "get_dataset_config_names", lambda name: fail() and names(name))
+    write(tmp_path / "one" / "train.jsonl", prose("one"))
+    write(tmp_path / "two" / "train.parquet", prose("two"))
+    first, second = tmp_path / "one", tmp_path / "two"
+    source = Source(f"{first}:default", ("default", f"{second}:default"), streaming=True)
+    assert stream.domain_names(source) == source.domains
+    assert len(caplog.messages) == 2
+    held = [epoch(part) for part in parts(source, [], "iid", Site(0, 1))]
+    assert [texts[0][:3] for texts in held] == ["one", "two"]
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partition": "dirichlet"}, "data.partition=dirichlet: text that is read as it is"),
+        ({"domain_field": "x"}, "data.domain_field=x: with data.streaming=true"),
+        ({"weights": [1.0]}, r"data.weights=\[1.0\]: needs one for each of data.domains"),
+        ({"weights": [1.0, 0.0, 1.0]}, "data.weights=.*: all must be above 0"),
+        ({"max_bytes": 9}, "data.weights=.*: needs data.streaming=true and data.max_bytes=0"),
+    ],
+)
+def test_settings_that_cannot_be(config, changes, message):
+    config.sync = {"params": 1}
+    check(config)
+    config.data = replace(config.data, **changes)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check(config)
+
+
+def test_the_seed_changes_what_the_domains_give_first(config):
+    rng = random.Random(0)
+    seeds = [rng.randrange(2**32) for _ in range(3)]
+    found = set()
+    for seed in seeds:
+        config.run.seed = seed
+        found.add(text_of(CausalLM(config).client_data(Site(0, 1)).train_batch(0)))
+    assert len(found) == 3
