@@ -14,6 +14,7 @@ from flower_desloc.cli.terminal import FAILED, USAGE, fail
 from flower_desloc.config import ConfigError, load
 from flower_desloc.outputs.partition import draw_partition, title, unlikeness_text
 from flower_desloc.outputs.units import TEXT, percent_text, size_text
+from flower_desloc.start import settled
 from flower_desloc.tasks import Site, build_task
 
 _SHOWN = 20
@@ -34,7 +35,7 @@ def partition(
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
     try:
-        config = load(preset, overrides or [], presets=app_folder() / "configs")
+        config = settled(load(preset, overrides or [], presets=app_folder() / "configs"))
         task, number = build_task(config), config.federation.num_clients
         data = {
             f"client-{i}": dict(task.client_data(Site(i, number)).description)

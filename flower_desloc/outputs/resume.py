@@ -1,4 +1,4 @@
-"""Finding the run to go on with, and seeing to it that it is the same run."""
+"""Finding a run and its checkpoints, and seeing to it that it is the same run that goes on."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from flower_desloc.outputs.folder import RunFolder
 AUTO = "auto"
 
 _MAY_DIFFER = {
-    *("run.name", "run.resume", "run.init_from", "run.checkpoint_every"),
+    *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
     *("federation.client_cpus", "federation.client_gpus"),
     *("federation.min_clients", "federation.on_failure"),
     *("federation.timeout", "federation.repeats"),
@@ -36,13 +36,13 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
     if path is None:
         return None
     try:
-        folder, file = _parts(path)
+        folder, file = last_checkpoint(path)
         if file.parent != folder.checkpoints:
             raise CheckpointError(
                 f"{file} does not lie in a run's folder, where the run goes on; give that folder, "
                 "or run.init_from for a new run with this model"
             )
-        if _completed(folder):
+        if completed(folder):
             raise CheckpointError(
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
             )
@@ -53,19 +53,11 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
     return folder, checkpoint
 
 
-def initial(config: Config) -> Checkpoint | None:
-    """Return the checkpoint whose model a new run begins with, if ``run.init_from`` names one."""
-    if not config.run.init_from:
-        return None
-    try:
-        _, file = _parts(Path(config.run.init_from).expanduser())
-        return Checkpoint.read(file)
-    except CheckpointError as error:
-        raise ConfigError(f"run.init_from={config.run.init_from}: {error}") from error
+def last_checkpoint(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run's folder and its last checkpoint, or the one named.
 
-
-def _parts(path: Path) -> tuple[RunFolder, Path]:
-    """Return the run's folder and its last checkpoint, or the one named."""
+    Raises :class:`CheckpointError` when ``path`` is neither.
+    """
     path = path.resolve()
     if path.suffix == ".safetensors":
         folder, files = RunFolder(path.parent.parent), [path] if path.is_file() else []
@@ -91,10 +83,11 @@ def resumable(output_dir: Path, name: str) -> Path | None:
         return None
     folder = RunFolder(found[max(found)])
     begun = Checkpoints(folder.checkpoints).all()
-    return folder.path if begun and not _completed(folder) else None
+    return folder.path if begun and not completed(folder) else None
 
 
-def _completed(folder: RunFolder) -> bool:
+def completed(folder: RunFolder) -> bool:
+    """Return whether the run went to its end."""
     try:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError):

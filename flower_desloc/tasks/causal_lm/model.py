@@ -30,13 +30,16 @@ def build_model(
     further settings do not go with those of ``model``.
     """
     _require_causal(model.type)
+    if model.config:
+        architecture = given_architecture(model, num_tokens=vocab_size, seq_len=seq_len)
     with quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would seed the accelerators' generators too.
         torch.default_generator.manual_seed(seed)
         try:
+            if not model.config:
+                architecture = _architecture(model, vocab_size, seq_len, eos_id)
             built: PreTrainedModel = AutoModelForCausalLM.from_config(
-                _architecture(model, vocab_size, seq_len, eos_id),
-                dtype=getattr(torch, model.dtype),
+                architecture, dtype=getattr(torch, model.dtype)
             )
         except Exception as error:
             raise ValueError(
@@ -44,6 +47,31 @@ def build_model(
                 f"model ({' '.join(str(error).split())})"
             ) from error
     return built
+
+
+def given_architecture(model: Model, *, num_tokens: int, seq_len: int) -> PretrainedConfig:
+    """Return the architecture that ``model.config`` states, without dropout.
+
+    Raises ``ValueError`` unless it takes ``seq_len`` of ``num_tokens`` different tokens.
+    """
+    try:
+        given: PretrainedConfig = AutoConfig.for_model(model.type, **model.config)
+    except Exception as error:
+        raise ValueError(
+            f"model.config: no configuration of {model.type} ({' '.join(str(error).split())})"
+        ) from error
+    if num_tokens > given.vocab_size:
+        raise ValueError(
+            f"data.tokenizer: it has {num_tokens} tokens, the model {given.vocab_size}; set it to "
+            "the one the model was trained with"
+        )
+    longest = getattr(given, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ValueError(f"data.seq_len={seq_len}: the model takes {longest} tokens at most")
+    for name, value in given.to_dict().items():
+        if _is_dropout(name, value):
+            setattr(given, name, 0.0)
+    return given
 
 
 def _require_causal(name: str) -> None:
@@ -66,7 +94,7 @@ def _architecture(
         "intermediate_size": model.intermediate_size,
         "num_hidden_layers": model.num_hidden_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads or model.num_attention_heads,
         "head_dim": model.hidden_size // model.num_attention_heads,
         "max_position_embeddings": seq_len,
         "tie_word_embeddings": model.tie_word_embeddings,

@@ -1,0 +1,103 @@
+"""`desloc evaluate`: zero-shot scores of a model, through lm-eval."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flower_desloc.cli.terminal import FAILED, USAGE, fail
+
+if TYPE_CHECKING:
+    from flower_desloc.trained.evaluate import Score
+
+
+def evaluate(
+    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
+    source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
+    tasks: Annotated[
+        str, typer.Option(help="Their names, with commas.")
+    ] = "arc_challenge,arc_easy,piqa,hellaswag",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the questions, TASK.jsonl; by default lm-eval fetches its own.",
+            file_okay=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Only the first so many questions of each task.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens the model is shown at most; by default, what it was trained on."
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers scored at a time.")] = 16,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the scores into this file.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Score a language model on multiple-choice questions, without an example.
+
+    MODEL is a run's folder, one of its checkpoints, an exported folder or any other of
+    transformers, or a name on the hub. Questions are asked and answers scored as lm-eval does,
+    which `pip install '.[eval]'` brings: acc takes the likeliest answer, acc_norm the likeliest
+    for its length.
+    """
+    # Imported when wanted: transformers takes seconds.
+    from flower_desloc.trained.evaluate import evaluate as score
+    from flower_desloc.trained.evaluate import require_lm_eval, to_json
+    from flower_desloc.trained.model import load
+
+    try:
+        require_lm_eval()
+        model, tokenizer = load(source)
+        scores = score(
+            model,
+            tokenizer,
+            [name for name in tasks.split(",") if name],
+            data=data,
+            limit=limit,
+            batch_size=batch_size,
+            window=window,
+        )
+    except ValueError as error:
+        fail(USAGE, str(error))
+    Console(highlight=False).print(_table(scores))
+    if cut := {name: score.cut for name, score in scores.items() if score.cut}:
+        typer.echo(
+            "too long for the model's window, so that the question lost its beginning: "
+            + ", ".join(f"{count} answers of {name}" for name, count in cut.items())
+        )
+    if json is not None:
+        try:
+            json.write_text(to_json(scores, source), encoding="utf-8")
+        except OSError as error:
+            fail(FAILED, f"--json {json}: {error.strerror}")
+
+
+def _table(scores: Mapping[str, "Score"]) -> Table:
+    page = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    page.add_column("task")
+    for heading in ("questions", "acc", "acc_norm", "chance"):
+        page.add_column(heading, justify="right")
+    for name, score in scores.items():
+        page.add_row(
+            name,
+            str(score.questions),
+            _percent(score.acc, score.acc_stderr),
+            _percent(score.acc_norm, score.acc_norm_stderr),
+            f"{100 * score.chance:.1f} %",
+        )
+    return page
+
+
+def _percent(share: float | None, error: float | None) -> str:
+    if share is None or error is None:
+        return "-"
+    return f"{100 * share:.1f} ± {100 * error:.1f} %"

@@ -1,0 +1,35 @@
+"""`desloc export`: a run's model in a folder that others can load."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_desloc.cli.terminal import FAILED, USAGE, fail
+
+
+def export(
+    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
+    folder: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", show_default=False)] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model exported there before.")
+    ] = False,
+) -> None:
+    """Write a run's model into FOLDER: weights, config, tokenizer and model card.
+
+    FOLDER is by default `export` in the run's folder. RUN is a run's folder or one of its
+    checkpoints; of a run that is not complete the model is that of its last checkpoint. The weights
+    are safetensors in the run's own type, for `AutoModelForCausalLM.from_pretrained`; the card
+    tells how they came about, and names no client, path or domain.
+    """
+    # Imported when wanted: it takes seconds.
+    from flower_desloc.trained.export import export as write
+
+    try:
+        written = write(run, folder, overwrite=overwrite)
+    except ValueError as error:
+        fail(USAGE, str(error))
+    except OSError as error:
+        fail(FAILED, f"the model was not exported: {error}")
+    typer.echo(f"model: {written}")

@@ -1,0 +1,132 @@
+"""A model that is there already: a folder of ``save_pretrained``, or a name on the hub."""
+
+import json
+import string
+from dataclasses import replace
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from flower_desloc.config import Config, ConfigError
+from flower_desloc.schedule import BUFFERS, PARAMS
+from flower_desloc.tasks.causal_lm.model import given_architecture
+from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from flower_desloc.tasks.quiet import quiet
+
+_OF_THE_FILE = ("_name_or_path", "architectures", "dtype", "model_type", "transformers_version")
+"""What a ``config.json`` says of the weights beside it, and not of the architecture."""
+
+_SAMPLE = (
+    string.printable + "In 1859 the naïve Zürcher wrote f(x) = x ** 2; 你好, мир 😀\n    end\n"
+)
+"""Text that different tokenizers cut differently."""
+
+
+def settled(config: Config) -> Config:
+    """Return ``config`` with the architecture and the tokenizer of the model in ``run.init_from``.
+
+    No weights are read. What comes back says all that a client needs to build the same model.
+
+    Raises :class:`ConfigError` where there is no such model, or it does not go with the data.
+    """
+    name = _where(config)
+    try:
+        with quiet():
+            found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise _wrong(
+            config, f"no model that transformers could load ({shorten(str(error), 200)})"
+        ) from error
+    if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise _wrong(config, f"{found.model_type} is no causal language model")
+    model = replace(config.model, type=found.model_type, config=_plain(found))
+    data = replace(config.data, tokenizer=_tokenizer(config, name, found.vocab_size))
+    try:
+        num_tokens = load_tokenizer(data.tokenizer).vocab_size
+        given_architecture(model, num_tokens=num_tokens, seq_len=data.seq_len)
+    except ValueError as error:
+        raise _wrong(config, str(error)) from error
+    return replace(config, model=model, data=data)
+
+
+def weights(config: Config) -> dict[str, dict[str, Tensor]]:
+    """Return the model's parameters and saved buffers, as streams, in ``model.dtype``.
+
+    ``config`` is :func:`settled`. Only safetensors are read, in one file or in several: a pickle
+    from elsewhere may run code.
+
+    Raises :class:`ConfigError` where they are missing, torn or incomplete.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    architecture = given_architecture(
+        config.model, num_tokens=tokenizer.vocab_size, seq_len=config.data.seq_len
+    )
+    try:
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                _where(config),
+                config=architecture,
+                dtype=getattr(torch, config.model.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise _wrong(
+            config, f"cannot read its weights, safetensors ({shorten(str(error), 200)})"
+        ) from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise _wrong(config, f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")
+    saved = model.state_dict().keys()
+    buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return {PARAMS: params, **({BUFFERS: buffers} if buffers else {})}
+
+
+def _where(config: Config) -> str:
+    path = Path(config.run.init_from).expanduser()
+    return str(path.resolve()) if path.is_dir() else config.run.init_from
+
+
+def _plain(found: PretrainedConfig) -> dict[str, Any]:
+    settings = json.loads(found.to_json_string(use_diff=True))
+    return {key: value for key, value in settings.items() if key not in _OF_THE_FILE}
+
+
+def _tokenizer(config: Config, name: str, vocab_size: int) -> str:
+    """Return the setting ``data.tokenizer``: the model's own tokenizer, or an equal one."""
+    stated = config.data.tokenizer
+    try:
+        own = load_tokenizer(name)
+    except ValueError as error:
+        if stated == BYTES and vocab_size != ByteTokenizer.vocab_size:
+            raise _wrong(
+                config,
+                "it has no tokenizer; set data.tokenizer to the one it was trained with",
+            ) from error
+        return stated
+    if _equal(own, ByteTokenizer()):
+        name = BYTES  # which every site has
+    if stated != BYTES and not _equal(own, load_tokenizer(stated)):
+        raise _wrong(
+            config,
+            f"data.tokenizer={stated} has other numbers for the same text than the model's own; "
+            "leave data.tokenizer out",
+        )
+    return name if stated == BYTES else stated
+
+
+def _equal(one: Tokenizer, other: Tokenizer) -> bool:
+    def ids(tokenizer: Tokenizer) -> list[int]:
+        return [i for i in tokenizer.encode([_SAMPLE]).ids.tolist() if i != tokenizer.eos_id]
+
+    return ids(one) == ids(other)
+
+
+def _wrong(config: Config, what: str) -> ConfigError:
+    return ConfigError(f"run.init_from={config.run.init_from}: {what}")
