@@ -1,6 +1,7 @@
 """From the configuration to the algorithm's objects."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -8,16 +9,30 @@ from torch.optim import Optimizer
 
 from flower_desloc import lr_schedule, optim
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.imports import imported, is_path
 from flower_desloc.local import Clipping
 from flower_desloc.outer import Outer
 from flower_desloc.schedule import GRADIENTS, RESET, SyncSchedule
-from flower_desloc.streams import BUFFERS, prime, starts_at_zero, stream_names, take
+from flower_desloc.streams import (
+    BUFFERS,
+    check_optimizer,
+    prime,
+    starts_at_zero,
+    stream_names,
+    take,
+)
+from flower_desloc.tasks import find_task
 
 
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the local optimizer."""
+    """Return the local optimizer of those of ``params`` that are trained.
+
+    Raises :class:`ConfigError` when one of somebody else's cannot be imported or made.
+    """
     o = config.optimizer
-    params = list(params)
+    params = [p for p in params if p.requires_grad]
+    if is_path(o.name):
+        return _own_optimizer(config, params)
     fused = all(p.device.type in ("cpu", "cuda") for p in params)
     match o.name:
         case "adopt":
@@ -39,11 +54,32 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     raise AssertionError(o.name)
 
 
+def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
+    o = config.optimizer
+    make = imported(o.name, "optimizer.name")
+    try:
+        optimizer = make(params, lr=o.lr, **o.options)
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer.name={o.name}: it cannot be made with optimizer.lr={o.lr} and "
+            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer.name={o.name}: makes a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer"
+        )
+    return optimizer
+
+
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the streams a run of ``model`` begins with; optimizer states as meta tensors.
 
     The model's own tensors, and for the states no more memory than it takes to find them.
+
+    Raises :class:`ConfigError` when the optimizer remembers more than can be kept.
     """
+    _known_streams(config)
     optimizer = build_optimizer(config, model.parameters())
     prime(optimizer)
     streams = take(model, optimizer, stream_names(model, optimizer))
@@ -54,8 +90,14 @@ def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tenso
 
 
 def check_streams(config: Config) -> None:
-    """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other."""
-    names = [*_streams_of_optimizer(config), *({BUFFERS} & config.sync.keys())]
+    """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other.
+
+    Or when what is named by an import path cannot be imported. No model is built: of an optimizer
+    whose states depend on the shape of a tensor, some streams are known in the run only.
+    """
+    find_task(config)
+    always, sometimes = _known_streams(config)
+    names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
     except ValueError as error:
@@ -67,15 +109,32 @@ def build_schedule(config: Config) -> SyncSchedule:
     coins = config.run.seed if config.sync_mode == "probabilistic" else None
     periods = config.sync
     if config.strategy != "desloc":
-        periods = dict.fromkeys(_streams_of_optimizer(config), RESET) | periods
+        periods = dict.fromkeys(_known_streams(config)[0], RESET) | periods
     return SyncSchedule(periods, coin_seed=coins, once_at=frozenset(config.sync_once_at))
 
 
-def _streams_of_optimizer(config: Config) -> tuple[str, ...]:
-    module = nn.Linear(1, 1)
-    optimizer = build_optimizer(config, module.parameters())
-    prime(optimizer)
-    return stream_names(module, optimizer)
+def _known_streams(config: Config) -> tuple[list[str], list[str]]:
+    """Return the streams that the optimizer has for any tensor, and those for some shapes only."""
+
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return build_optimizer(config, params)
+
+    if not is_path(config.optimizer.name):
+        module = nn.Linear(1, 1)
+        optimizer = make(list(module.parameters()))
+        prime(optimizer)
+        return list(stream_names(module, optimizer)), []
+    try:
+        found = [check_optimizer(make, 3, 2)]
+        with suppress(ConfigError):  # as of Muon, which is for matrices
+            found.append(check_optimizer(make, 3))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"optimizer.name={config.optimizer.name}: {error}") from error
+    names = list(dict.fromkeys(name for each in found for name in each))
+    always = [name for name in names if all(name in each for each in found)]
+    return always, [name for name in names if name not in always]
 
 
 def build_outer(config: Config) -> Outer | None:

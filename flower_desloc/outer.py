@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from flower_desloc.averaging import Stream
 from flower_desloc.local import Clipping, clip
 from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.streams import STEP, prime, set_step
 
 
 class Outer:
@@ -64,17 +65,25 @@ class Outer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by its own names, ``step`` included; not copied."""
         state: dict[str, dict[str, Tensor]] = {}
+        (group,) = self._optimizer.param_groups
+        count = {STEP: group[STEP]} if STEP in group else {}  # as other libraries count
         for key, parameter in self._params.items():
-            for name, value in self._optimizer.state.get(parameter, {}).items():
+            for name, value in {**count, **self._optimizer.state.get(parameter, {})}.items():
                 if value is not None:  # SGD without momentum
                     state.setdefault(name, {})[key] = torch.as_tensor(value)
         return state
 
     def restore(self, state: Mapping[str, Stream]) -> None:
         """Go on with what :attr:`state` was, after :meth:`begin` with the parameters of then."""
+        if not state:
+            return
+        prime(self._optimizer)
         for name, stream in state.items():
             for key, tensor in stream.items():
-                self._optimizer.state[self._params[key]][name] = tensor.clone()
+                if name == STEP:
+                    set_step(self._optimizer, int(tensor))
+                else:
+                    self._optimizer.state[self._params[key]][name] = tensor.clone()
 
     def towards(self, mean: Stream, step: int) -> dict[str, Tensor]:
         """Take a step along ``x - mean``, the pseudo-gradient; return the new parameters."""

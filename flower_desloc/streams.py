@@ -6,7 +6,8 @@ Tied weights go once. Parameters that the optimizer does not train belong to no 
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from flower_desloc.averaging import OneThread, Stream
 from flower_desloc.schedule import BUFFERS as BUFFERS
 from flower_desloc.schedule import PARAMS
 
-_STEP = "step"  # PyTorch's name of the step count; it is set, never averaged
+STEP: Final = "step"
+"""PyTorch's name of the step count; it is set, never averaged."""
+_TRIAL = 12  # steps; some optimizers do something else after ten
 
 
 def prime(optimizer: Optimizer) -> None:
@@ -48,17 +51,46 @@ def prime(optimizer: Optimizer) -> None:
                 value.zero_()
 
 
+def check_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], *shape: int
+) -> tuple[str, ...]:
+    """Return the streams of the optimizer that ``make`` makes for one tensor of that shape.
+
+    It is tried for some steps, once as it is, and once in windows of a single step, each taken by
+    a new optimizer that is given the streams and the step count of the one before, as by another
+    client. Both must end as the same, bit for bit.
+
+    Raises ``ValueError`` when they do not: it remembers something that would be lost, or mixed
+    up, between windows.
+    """
+    whole, expected = _steps(make, shape, range(_TRIAL))
+    streams: dict[str, dict[str, Tensor]] = {}
+    for step in range(_TRIAL):
+        module, optimizer = _steps(make, shape, [step], streams)
+        names = stream_names(module, optimizer)
+        streams = take(module, optimizer, names)
+    ends = [(m.state_dict(), o.state_dict()) for m, o in ((whole, expected), (module, optimizer))]
+    if not _equal(*ends):
+        raise ValueError(
+            f"{type(optimizer).__name__} remembers more than its step count and the states "
+            f"{', '.join(names[1:]) or '(none)'}, or does not begin with zeros; what is not a "
+            "floating-point tensor beside a parameter cannot be kept between windows"
+        )
+    return names
+
+
 def set_step(optimizer: Optimizer, step: int) -> None:
     """Set the number of completed steps of every parameter to the federation's ``step``.
 
     Bias correction and ADOPT's clip follow it, so a worker that joined late or was away takes
     the server's count, never its own.
     """
-    for state in optimizer.state.values():
-        if isinstance(state.get(_STEP), Tensor):
-            state[_STEP].fill_(step)
-        elif _STEP in state:
-            state[_STEP] = step
+    # PyTorch counts beside each parameter's states, other libraries once for a group.
+    for memory in (*optimizer.state.values(), *optimizer.param_groups):
+        if isinstance(memory.get(STEP), Tensor):
+            memory[STEP].fill_(step)
+        elif STEP in memory:
+            memory[STEP] = step
 
 
 def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
@@ -71,7 +103,7 @@ def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
         name
         for p in _trained(module, optimizer).values()
         for name, value in optimizer.state.get(p, {}).items()
-        if name != _STEP and isinstance(value, Tensor) and value.is_floating_point()
+        if name != STEP and isinstance(value, Tensor) and value.is_floating_point()
     )
     return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
 
@@ -150,6 +182,36 @@ def finite_ends(name: str, key: str, tensor: Tensor) -> tuple[float, float]:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
     return low, high
+
+
+def _steps(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    shape: tuple[int, ...],
+    steps: Iterable[int],
+    streams: Mapping[str, Stream] | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """Return a small module and its optimizer after ``steps``, begun with ``streams`` if given."""
+    numbers = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    module = nn.ParameterDict({"x": nn.Parameter(numbers.cos())})
+    optimizer = make(list(module.parameters()))
+    for number, step in enumerate(steps):
+        if number == 0 and streams is not None:
+            prime(optimizer)
+            put(module, optimizer, streams)
+            set_step(optimizer, step)
+        module["x"].grad = (numbers * (step + 1)).sin()
+        optimizer.step()
+    return module, optimizer
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
 
 
 def _tensors(

@@ -60,6 +60,7 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
         stop=stop,
         lr_schedule=worker.lr_schedule,
         clipping=worker.clipping,
+        origin=start,
     )
     require_finite({PARAMS: after})
     return Reply(

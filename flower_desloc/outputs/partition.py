@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from flower_desloc.config import Config
+from flower_desloc.imports import is_path
 from flower_desloc.outputs.units import TEXT, percent_text, size_text
 
 Holdings = Mapping[str, Mapping[str, int]]
@@ -66,6 +67,8 @@ def draw_partition(data: Holdings, path: Path, *, task: str, title: str) -> None
 def title(config: Config) -> str:
     """Return what stands above the picture: the run's name and how its data were dealt."""
     data = config.data
+    if is_path(config.task):  # it may deal its data as it likes
+        return config.run.name
     how = {
         "dirichlet": f"dirichlet, alpha {data.alpha:g}",
         "quantity": f"quantity, alpha {data.alpha:g}",
@@ -102,7 +105,7 @@ def unlikeness_text(data: Holdings, task: str) -> str:
     """Return a line about a partition: how large and how unlike its parts are."""
     totals = table(data).sum(axis=1)
     least, most = (size_text(int(end), task) for end in (totals.min(), totals.max()))
-    what = "" if task == TEXT else " images"
+    what = {TEXT: "", "image_classification": " images"}.get(task, " examples")
     return (
         f"{len(data)} clients of {least} to {most}{what}; for its mixture to be that of all, "
         f"{percent_text(unlikeness(data))} of a client's data would have to change"

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from flower_desloc.config import Config
+from flower_desloc.config import Config, ConfigError
+from flower_desloc.imports import imported, is_path
 
 Batch = Any
 """What a task's own ``loss`` takes; on the CPU until the task moves it."""
@@ -54,7 +55,10 @@ class Task(Protocol):
     """A model, its data and its loss."""
 
     def build_model(self) -> nn.Module:
-        """Return a new model on the CPU; its weights are a function of the seed."""
+        """Return a new model on the CPU; its weights are a function of the seed.
+
+        What needs no gradient is neither trained nor sent: every site has it from here, the same.
+        """
 
     def client_data(self, site: Site) -> ClientData:
         """Return the shard of one client.
@@ -79,8 +83,25 @@ class Task(Protocol):
 
 
 def build_task(config: Config) -> Task:
-    """Return the task that ``config.task`` names."""
-    return _TASKS[config.task](config)
+    """Return the task that ``config.task`` names.
+
+    Raises :class:`ConfigError` when it cannot be imported or is not a task.
+    """
+    task = find_task(config)(config)
+    methods = (name for name in vars(Task) if not name.startswith("_"))
+    if missing := [name for name in methods if not hasattr(task, name)]:
+        raise ConfigError(f"task={config.task}: it is not a task, it lacks {', '.join(missing)}")
+    return task
+
+
+def find_task(config: Config) -> Callable[[Config], Task]:
+    """Return what makes the task that ``config.task`` names.
+
+    Raises :class:`ConfigError` when it cannot be imported.
+    """
+    make: Callable[[Config], Task]
+    make = imported(config.task, "task") if is_path(config.task) else _TASKS[config.task]
+    return make
 
 
 def _causal_lm(config: Config) -> Task:

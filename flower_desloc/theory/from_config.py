@@ -7,10 +7,12 @@ import torch
 
 from flower_desloc.build import build_schedule, check_streams
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.imports import is_path
 from flower_desloc.optim.adopt import fourth_root
+from flower_desloc.preflight.sketch import offline_task
 from flower_desloc.schedule import PARAMS
+from flower_desloc.start import settled
 from flower_desloc.streams import BUFFERS
-from flower_desloc.tasks import build_task
 from flower_desloc.theory.setting import Stream
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
@@ -26,13 +28,13 @@ _DECAYED_IN_THE_GRADIENT: Final = ("adam", "amsgrad", "sgdm")
 
 
 def model_size(config: Config) -> int:
-    """Return the number of parameters of the configured model, without memory for them.
+    """Return the number of trained parameters of the configured model, without memory for them.
 
     Raises ``ValueError`` when the model cannot be built.
     """
     with torch.device("meta"):
-        model = build_task(config).build_model()
-    return sum(p.numel() for p in model.parameters())
+        model = offline_task(settled(config)).build_model()
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def streams(
@@ -86,7 +88,7 @@ def workers(config: Config) -> int:
 
 
 def _beta(config: Config, name: str) -> float | None:
-    if name == PARAMS:
+    if name == PARAMS or is_path(config.optimizer.name):
         return None
     if name in _MOMENTUM:
         return config.optimizer.momentum
@@ -95,7 +97,7 @@ def _beta(config: Config, name: str) -> float | None:
 
 def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
     optimizer = config.optimizer
-    if name == PARAMS:
+    if name == PARAMS or is_path(optimizer.name):
         return None
     if optimizer.name == "adopt" and name in _BETA1:
         # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) whatever g is.

@@ -1,0 +1,37 @@
+"""Tasks and optimizers of one's own, which a configuration names by ``module:name``."""
+
+import os
+import sys
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Final
+
+from flower_desloc.config.errors import ConfigError
+
+IMPORT_FROM: Final = "DESLOC_IMPORT_FROM"
+"""Environment variable: a folder that may be imported from as well, the one where `desloc` was
+called. It comes last, so that no file that lies there hides a library."""
+
+
+def is_path(name: str) -> bool:
+    """Return whether ``name`` is an import path; the names of this package's own have no colon."""
+    return ":" in name
+
+
+def imported(path: str, key: str) -> Any:
+    """Return what ``module:name``, the value of the setting ``key``, names.
+
+    Raises :class:`ConfigError` with the reason when it cannot be imported.
+    """
+    folder = os.environ.get(IMPORT_FROM)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(import_module(module))
+    except Exception as error:  # a module may do anything while it is imported
+        raise ConfigError(
+            f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error}); call "
+            f"desloc in the folder that holds {module.partition('.')[0]}, or install it, at every "
+            "site"
+        ) from error

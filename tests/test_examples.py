@@ -1,0 +1,389 @@
+"""Models, data and optimizers of one's own: the examples run, and only what is trained travels."""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+from flower_desloc.build import build_optimizer, check_streams
+from flower_desloc.cli import app
+from flower_desloc.config import Config, ConfigError, dump, load, parse
+from flower_desloc.flower.client import Worker
+from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
+from flower_desloc.flower.stock_client import train_round
+from flower_desloc.imports import IMPORT_FROM
+from flower_desloc.outer import Outer
+from flower_desloc.outputs import RunFolder
+from flower_desloc.streams import check_optimizer
+from flower_desloc.tasks import build_task
+from flower_desloc.tasks.causal_lm import CausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+# peft 0.21 asks transformers 5.23 by a name that goes.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+PAGE = (ROOT / "docs" / "train-your-own.md").read_text()
+COMMANDS = re.findall(r"^desloc run (\S+)\.yaml", PAGE, re.MULTILINE)
+SMALL = [
+    *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=3"),
+    *("federation.num_clients=2", "evaluation.sequences=4"),
+    *("data.batch_size=4", "data.max_bytes=60000", "data.seq_len=32"),
+    *("model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_the_examples() -> Iterator[None]:
+    """Be where a user is who types the commands of the page; leave out pictures and report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(EXAMPLES)
+        patch.setenv(IMPORT_FROM, str(EXAMPLES))
+        patch.setattr(sys, "path", [*sys.path])
+        pictures = ("outputs.picture.draw", "outputs.partition.draw_partition")
+        for name in ("report.write_report", *pictures):
+            patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model to be adapted."""
+    config = load("quickstart", SMALL)
+    folder = tmp_path_factory.mktemp("base")
+    CausalLM(config).save(CausalLM(config).build_model(), folder)
+    return folder
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Run:
+    """A function that runs an example in a folder and returns its summary."""
+
+    def run(name: str, output_dir: Path, *overrides: str) -> dict[str, Any]:
+        own = [f"task_options.base={base}"] if name == "lora" else []
+        text = " ".join([*SMALL, *own, *overrides])
+        config = {"config": f"{name}.yaml", "overrides": text, "output-dir": str(output_dir)}
+        run_in_process(config, 2)
+        return summary(output_dir / name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the folder of a run of an example that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def whole(name: str) -> Path:
+        if not (folder / name).exists():
+            run(name, folder)
+        return folder / name
+
+    return whole
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def cut_off(run: Run, name: str, folder: Path) -> None:
+    """Run an example whose server cannot write its third window's record."""
+    append = RunFolder.append_metrics
+
+    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
+        if line["round"] == 3:
+            raise OSError(28, "No space left on device")
+        append(self, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", until_full)
+        with pytest.raises(OSError, match="No space"):
+            run(name, folder)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_commands_of_the_page_train_and_send_what_the_formula_says(name, whole):
+    found = summary(whole(name))
+    assert found["status"] == "completed"
+    loss = found["evaluation"]["central"]["loss"]
+    assert loss["final"] < loss["first"]
+    for way in ("up", "down"):
+        assert found["bytes"]["measured"][way] == found["bytes"]["analytic"][way]
+    assert any((whole(name) / "final").glob("*.safetensors"))
+
+
+def test_the_page_names_every_example():
+    assert sorted(COMMANDS) == sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ["lion", "ademamix", "lora"])
+def test_a_run_cut_off_ends_as_one_that_was_not(name, whole, run, tmp_path):
+    cut_off(run, name, tmp_path)
+    if name == "lora":  # what clients keep, optimizer states included
+        (file, *_) = tmp_path.glob(".clients/*/*.safetensors")
+        with safe_open(file, "pt") as held:
+            assert all("lora_" in key for key in held.keys())  # noqa: SIM118
+            assert {key.partition("/")[0] for key in held.keys()} >= {"params"}  # noqa: SIM118
+    resumed = run(name, tmp_path, "run.resume=auto")
+    assert resumed["resumed"][0]["step"] == 3
+    assert resumed["weights_sha256"] == summary(whole(name))["weights_sha256"]
+
+
+# -------------------------------------------------------------------------------------------- LoRA
+
+
+def test_only_the_adapters_travel_with_their_moments(base, whole):
+    found = summary(whole("lora"))
+    adapters = load_file(whole("lora") / "final" / "adapter_model.safetensors")
+    size = sum(tensor.nbytes for tensor in adapters.values())
+    assert 0 < size < sum(t.nbytes for t in load_file(base / "model.safetensors").values())
+    assert found["stream_bytes"] == dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), size)
+    # Six steps: three averages of params, two of exp_avg; exp_avg_sq is due after 48.
+    sent = {"params": 3 * size, "exp_avg": 2 * size, "exp_avg_sq": 0, "total": 5 * size}
+    clients = 2
+    measured = found["bytes"]["measured"]["up"]
+    assert {name: measured[name] for name in sent} == {k: clients * n for k, n in sent.items()}
+
+
+def test_peft_loads_the_final_adapters_beside_their_base(base, whole):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = PeftModel.from_pretrained(model, whole("lora") / "final")
+    task = build_task(parse((whole("lora") / "config.yaml").read_text()))
+    sums: dict[str, float] = {}
+    for batches in task.heldout().values():
+        totals = task.evaluate(adapted, batches)
+        sums = {name: sums.get(name, 0.0) + value for name, value in totals.items()}
+    final = summary(whole("lora"))["evaluation"]["central"]["loss"]["final"]
+    assert task.metrics(sums)["loss"] == pytest.approx(final, abs=1e-6)
+
+
+def test_adapters_begin_with_those_of_another_run_and_not_with_another_model(whole, run, tmp_path):
+    second = run("lora", tmp_path, f"run.init_from={whole('lora')}", "run.steps=1")
+    losses = [s["evaluation"]["central"]["loss"] for s in (summary(whole("lora")), second)]
+    assert losses[1]["first"] == losses[0]["final"]
+    with pytest.raises(ConfigError, match=r"run\.init_from: it is of another model"):
+        run("lora", tmp_path, f"run.init_from={whole('cnn')}")
+
+
+# -------------------------------------------------------------------------------------- Optimizers
+
+
+def an_optimizer(name: str, *overrides: str) -> Config:
+    return load("cnn.yaml", [f"optimizer.name={name}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("pytorch_optimizer:Lion", ["exp_avg"]),
+        ("pytorch_optimizer:AdEMAMix", ["exp_avg", "exp_avg_sq", "exp_avg_slow"]),
+        ("torch.optim:Adagrad", ["sum"]),
+        ("torch.optim:Muon", ["momentum_buffer"]),  # for matrices only
+        ("torch.optim:Adafactor", []),  # others for matrices than for vectors
+    ],
+)
+def test_streams_of_any_optimizer_are_found_by_name(name, states):
+    config = an_optimizer(name)
+    config.sync = {"params": 2, **dict.fromkeys(states, 4)}
+    check_streams(config)
+    for wrong, message in (
+        ({"exp_avgg": 2}, rf"sync\.exp_avgg: {name} has no stream of that name; .*params"),
+        *(({state: None}, rf"sync\.{state} is not stated") for state in states),
+    ):
+        periods = {"params": 2, **dict.fromkeys(states, 4)} | wrong
+        config.sync = {key: period for key, period in periods.items() if period}
+        with pytest.raises(ConfigError, match=message):
+            check_streams(config)
+
+
+def test_a_shape_s_own_streams_may_be_stated():
+    config = an_optimizer("torch.optim:Adafactor")
+    config.sync = dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)
+    check_streams(config)
+
+
+class Forgetful(torch.optim.SGD):
+    """An optimizer that remembers in a list, of which no stream knows."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                seen = self.state[p].setdefault("seen", [])
+                seen.append(p.detach().clone())
+                p.data.add_(seen[0], alpha=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torch.optim:NAdam", "'mu_product' of NAdam is not zero before the first step"),
+        ("torch.optim:LBFGS", "closure"),
+        ("pytorch_optimizer:SimplifiedAdEMAMix", "remembers more than its step count"),
+        ("pytorch_optimizer:ScheduleFreeAdamW", "remembers more than its step count"),
+        ("pytorch_optimizer:SOAP", "remembers more than its step count"),
+        ("pytorch_optimizer:Prodigy", "remembers more than its step count"),
+        ("test_examples:Forgetful", "remembers more than its step count"),
+    ],
+)
+def test_an_optimizer_whose_memory_would_be_lost_is_refused(name, message):
+    with pytest.raises(ConfigError, match=f"optimizer.name={name}: .*{message}"):
+        check_streams(an_optimizer(name))
+
+
+def test_the_trial_takes_the_optimizers_of_this_project():
+    for name in ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam"):
+        config = an_optimizer(name)
+        states = check_optimizer(lambda params, c=config: build_optimizer(c, params), 3, 2)[1:]
+        assert states == (
+            ("momentum_buffer",)
+            if name == "sgdm"
+            else ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if name == "amsgrad" else []))
+        )
+
+
+def test_frozen_parameters_are_given_to_no_optimizer():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    for name in ("adam", "pytorch_optimizer:Lion"):
+        (group,) = build_optimizer(an_optimizer(name), module.parameters()).param_groups
+        assert [id(p) for p in group["params"]] == [id(p) for p in module[1].parameters()]
+
+
+def ademamix(params: Any) -> torch.optim.Optimizer:
+    return build_optimizer(an_optimizer("pytorch_optimizer:AdEMAMix"), params)
+
+
+def test_the_servers_optimizer_goes_on_where_it_was():
+    """Data parallelism, whose one optimizer counts its steps once for all parameters."""
+    grads = [{"x": torch.tensor([1.0, -2.0]) * (t + 1)} for t in range(6)]
+    whole, first, then = Outer(ademamix), Outer(ademamix), Outer(ademamix)
+    for outer in (whole, first):
+        outer.begin({"x": torch.ones(2)})
+    for step, grad in enumerate(grads):
+        expected = whole.step(grad, step)
+    for step, grad in enumerate(grads[:3]):
+        first.step(grad, step)
+    then.begin(first.params)
+    then.restore({name: dict(stream) for name, stream in first.state.items()})
+    for step, grad in enumerate(grads[3:], start=3):
+        got = then.step(grad, step)
+    assert torch.equal(got["x"], expected["x"])
+
+
+def test_a_round_of_flowers_own_strategies_begins_with_a_new_optimizer():
+    module = nn.Linear(2, 2)
+    worker = Worker(
+        module=module,
+        optimizer=ademamix(module.parameters()),
+        loss_at=lambda step: module(torch.ones(2) * (step + 1)).square().mean(),
+        num_examples=1,
+    )
+    params = {key: p.detach().clone() for key, p in module.named_parameters()}
+    replies = [train_round(worker, params, start=4, stop=8) for _ in range(2)]
+    first, again = (reply.metrics["losses"] for reply in replies)
+    assert first == again
+
+
+# ---------------------------------------------------------------------------------- Configuration
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=nowhere:Task"], r"task=nowhere:Task: it cannot be imported here \(ModuleNotFound"),
+        (["task=cnn:CMM"], r"task=cnn:CMM: it cannot be imported here \(AttributeError"),
+        (["task=cnn.CNN"], r"task=cnn\.CNN: must be one of causal_lm, .*module:name"),
+        (["optimizer.name=nowhere:Lion"], r"optimizer\.name=nowhere:Lion: it cannot be imported"),
+        (["optimizer.name=cnn:CNN"], r"optimizer\.name=cnn:CNN: it cannot be made"),
+        (["optimizer.name=lion"], r"optimizer\.name=lion: must be one of adopt, .*module:name"),
+        (["optimizer.options.betas=[0.9,0.9]"], r"set optimizer\.KEY=VALUE"),
+        (
+            ["optimizer.name=torch.optim:Adagrad", "optimizer.weight_decay=0.1"],
+            r"set optimizer\.options\.weight_decay for optimizer\.name=torch\.optim:Adagrad",
+        ),
+        (
+            ["optimizer.name=torch.optim:Adagrad", "optimizer.options.beta=1"],
+            r"cannot be made with .*options=\{'beta': 1\} \(TypeError.*'beta'",
+        ),
+        (["task=causal_lm"], r"task_options=\{'width': 8\}: they are for a task of your own"),
+        (["data.partition=by_hand"], r"data\.partition=by_hand: must be one of by_domain, dir"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence_that_names_the_setting(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_streams(load("cnn.yaml", overrides))
+
+
+def test_a_class_that_is_no_task_is_refused_before_anything_is_trained():
+    config = load("cnn.yaml", ["task=flower_desloc.config:dump"])
+    with pytest.raises(ConfigError, match=r"is not a task, it lacks build_model, client_data, "):
+        build_task(config)
+
+
+def test_options_keep_their_types_on_the_way_to_the_clients():
+    words = ["task_options.deep.list=[1,2.5,a]", "task_options.flag=true", "task_options.n=null"]
+    config = load("lion.yaml", words)
+    options = {"width": 8, "deep": {"list": [1, 2.5, "a"]}, "flag": True, "n": None}
+    assert config.task_options == options
+    assert parse(dump(config)) == config
+
+
+def test_the_command_imports_from_the_folder_where_it_is_called(tmp_path, monkeypatch):
+    shutil.copy(EXAMPLES / "cnn.py", tmp_path / "cnn_beside_me.py")
+    command = ["run", str(EXAMPLES / "cnn.yaml"), "task=cnn_beside_me:CNN", "--dry-run"]
+    monkeypatch.setenv(IMPORT_FROM, "")  # which the command changes
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "task=cnn_beside_me:CNN: it cannot be imported here (ModuleNotFound" in done.output
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "each client will send, in 96 steps" in done.output
+
+
+@pytest.mark.slow
+def test_a_task_beside_the_caller_is_found_in_the_simulation(whole, tmp_path):
+    """The same bits as in one process."""
+    for name in ("cnn.py", "cnn.yaml"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    command = [str(Path(sys.executable).parent / "desloc"), "run", "cnn.yaml", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    here, there = summary(whole("cnn")), summary(tmp_path / "runs" / "cnn")
+    assert there["weights_sha256"] == here["weights_sha256"]
+
+
+# ----------------------------------------------------------------------------------------- Library
+
+
+def test_a_flower_app_of_forty_lines_learns(monkeypatch, tmp_path, capsys):
+    source = EXAMPLES / "stock_app" / "stock_app.py"
+    assert len(source.read_text().splitlines()) < 40
+    monkeypatch.syspath_prepend(source.parent)
+    stock_app = importlib.import_module("stock_app")
+    nodes = [{"partition-id": i, "state-dir": str(tmp_path)} for i in range(3)]
+    context = Context(1, 0, {}, RecordDict(), {"lr": 0.1})
+    torch.manual_seed(0)
+    stock_app.server(InProcessGrid(stock_app.client, nodes), context)
+    slopes = re.findall(r"-?\d+\.\d+", capsys.readouterr().out.rpartition("slopes:")[2])
+    assert [float(slope) for slope in slopes] == pytest.approx([1, -2, 3], abs=0.1)
