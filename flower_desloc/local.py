@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from flower_desloc.lr_schedule import LRSchedule
@@ -24,6 +24,8 @@ class Clipping:
 
     norm: float | None = None
     value: float | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
+    """The norm of all gradients, from that of those here, where other processes have the rest."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,12 @@ class _Accumulated(torch.autograd.Function):
 def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
     """Clip the gradients of ``params`` in place; return their norm before that."""
     grads = [p.grad for p in params if p.grad is not None]
-    norm = _norm(grads) if clipping.norm is None else clip_grad_norm_(params, clipping.norm)
+    if clipping.whole is not None:
+        norm = clipping.whole(_norm(grads))
+        if clipping.norm is not None:
+            clip_grads_with_norm_(params, clipping.norm, norm)
+    else:
+        norm = _norm(grads) if clipping.norm is None else clip_grad_norm_(params, clipping.norm)
     if clipping.value is not None:
         torch._foreach_clamp_min_(grads, -clipping.value)
         torch._foreach_clamp_max_(grads, clipping.value)

@@ -7,13 +7,12 @@ state file to the records, is here.
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
@@ -74,6 +73,41 @@ class Worker:
     """Metrics from totals."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
+
+    def like(self, names: Iterable[str]) -> dict[str, Stream]:
+        """Return tensors of the shapes and types that the named streams have."""
+        return dict(take(self.module, self.optimizer, names))
+
+    def put(self, streams: Mapping[str, Stream]) -> None:
+        """Write ``streams`` into the module and the optimizer."""
+        put(self.module, self.optimizer, streams)
+
+    def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the named streams, to be read before anything else is done."""
+        return take(self.module, self.optimizer, names)
+
+    def seed(self, step: int) -> None:
+        """Give an ADOPT that starts with zeros at a later ``step`` its v."""
+        assert isinstance(self.optimizer, ADOPT)
+        self.module.train()
+        seed_adopt(self.optimizer, self.loss_at, step=step, clipping=self.clipping)
+
+    def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
+        """Take the local steps ``start + 1 .. stop``; the optimizer counts them from ``origin``."""
+        return local_steps(
+            self.module,
+            self.optimizer,
+            self.loss_at,
+            start=start,
+            stop=stop,
+            lr_schedule=self.lr_schedule,
+            clipping=self.clipping,
+            origin=origin,
+        )
+
+    def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
+        """Return the gradient of the step taken after ``step`` completed ones."""
+        return gradients(self.module, self.optimizer, self.loss_at, step=step)
 
 
 def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
@@ -140,27 +174,17 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     held = file.held()
     if held is not None and _has_done(held, request):
         return Reply(metrics=held.metrics, streams=sent_before(request, file))
-    module, optimizer = worker.module, worker.optimizer
     came = _received(worker, request, file, held)
     begin = _streams(worker, request, file, held, came)
     if begin is None:
         return _LOST
-    put(module, optimizer, begin)
-    module.train()
+    worker.put(begin)
     origin = _origin(request)
-    if isinstance(optimizer, ADOPT) and request.start > origin and _is_zero(begin["exp_avg_sq"]):
-        seed_adopt(optimizer, worker.loss_at, step=request.start, clipping=worker.clipping)
-    steps = local_steps(
-        module,
-        optimizer,
-        worker.loss_at,
-        start=request.start,
-        stop=request.stop,
-        lr_schedule=worker.lr_schedule,
-        clipping=worker.clipping,
-        origin=origin,
-    )
-    streams = take(module, optimizer, request.versions)
+    is_adopt = isinstance(worker.optimizer, ADOPT)
+    if is_adopt and request.start > origin and _is_zero(begin["exp_avg_sq"]):
+        worker.seed(request.start)
+    steps = worker.steps(request.start, request.stop, origin)
+    streams = worker.take(request.versions)
     metrics = {
         **trained(worker, steps, begin[PARAMS], streams[PARAMS]),
         "start-step": request.start,
@@ -195,8 +219,8 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
         params = file.read([PARAMS])[PARAMS]
     if not worker.optimizer.state:
         prime(worker.optimizer)
-    put(worker.module, worker.optimizer, {PARAMS: params})
-    grads, steps = gradients(worker.module, worker.optimizer, worker.loss_at, step=request.start)
+    worker.put({PARAMS: params})
+    grads, steps = worker.gradient(request.start)
     require_finite({GRADIENTS: grads})
     metrics: Metrics = {
         "num-examples": worker.num_examples,
@@ -222,7 +246,7 @@ def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply
         return _LOST
     if worker.evaluate is None:
         return Reply(metrics={"num-examples": 0})
-    put(worker.module, worker.optimizer, streams)
+    worker.put(streams)
     return evaluated(worker)
 
 
@@ -255,7 +279,7 @@ def _received(
         prime(worker.optimizer)
     known = stream_names(worker.module, worker.optimizer)
     names = [name for name in request.streams if name in request.formats and name in known]
-    return received(request, held, file, take(worker.module, worker.optimizer, names))
+    return received(request, held, file, worker.like(names))
 
 
 def _streams(
@@ -288,8 +312,9 @@ def _streams(
         if name in came:
             streams[name] = came[name]
         elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
-            like = take(worker.module, worker.optimizer, [name])[name]
-            streams[name] = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
+            like = worker.like([name])[name]
+            # A single zero each, as long as it is only read.
+            streams[name] = {k: t.new_zeros(()).expand_as(t) for k, t in like.items()}
         else:
             return None
     return streams
@@ -352,10 +377,11 @@ def _state_file(request: Request, context: Context) -> StateFile:
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
             )
-    return StateFile(_state_folder(context), request.run_key, client_name(context))
+    return StateFile(state_folder(context), request.run_key, client_name(context))
 
 
-def _state_folder(context: Context) -> Path:
+def state_folder(context: Context) -> Path:
+    """Return where the clients of a node keep their state."""
     home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
     default = os.environ.get(STATE_DIR, Path(home) / "desloc")
     return Path(str(context.node_config.get("state-dir", default))).expanduser()

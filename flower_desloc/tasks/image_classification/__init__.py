@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from flower_desloc.config import Config
 from flower_desloc.tasks import Site, Sums
-from flower_desloc.tasks.compute import TrainingLoss, autocast, to_device
+from flower_desloc.tasks.compute import TrainingLoss, autocast, share_rows, to_device
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
     Images,
@@ -71,6 +71,11 @@ class ImageClassification:
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Return the mean cross entropy in nats per image."""
         return self._loss(model, batch.images, batch.labels)
+
+    def share(self, batch: ImageBatch, rank: int, world: int) -> tuple[ImageBatch, float]:
+        """Return the images of one of several processes, and their weight in the loss."""
+        (images, labels), weight = share_rows(rank, world, batch.images, batch.labels)
+        return ImageBatch(images, labels), weight
 
     def evaluate(self, model: nn.Module, batches: Iterable[ImageBatch]) -> Sums:
         """Return the nats, the images recognised and the images of ``batches``."""

@@ -1,0 +1,325 @@
+"""Laws of a client of several processes: it is the client of one, and it fails as one.
+
+What is trained is a task of its own with shapes that break things: fewer rows than ranks, tied
+weights, a parameter that the loss does not know, a batch that does not divide.
+"""
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from client_app.worker import build_worker
+from flower_desloc.config import Config, dump
+from flower_desloc.flower.client import evaluate_average, train_window
+from flower_desloc.flower.records import Request
+from flower_desloc.flower.state import StateFile
+from flower_desloc.group.group import Group, GroupError
+from flower_desloc.tasks import Site
+from flower_desloc.tasks.compute import share_rows
+
+ROWS = 5
+BOUND = 1e-12
+"""Of the largest value: float64, sums in another order."""
+WINDOWS = [(0, 2, {"params"}), (2, 3, {"exp_avg"}), (3, 6, {"params", "exp_avg", "exp_avg_sq"})]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.back = nn.Linear(4, 3, bias=False)
+        self.out = nn.Linear(3, 1)  # of one row: the second rank has none
+        self.again = nn.Linear(4, 3, bias=False)
+        self.again.weight = self.back.weight
+        self.unknown = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.out(self.back(x) + self.again(x).square())
+
+
+@dataclass
+class Shard:
+    partition: int
+    num_examples: int = 100
+    description: dict[str, int] = field(default_factory=dict)
+
+    def train_batch(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.partition + step)
+        return torch.randn(ROWS, 4, dtype=torch.float64, generator=generator)
+
+    def heldout(self) -> list[torch.Tensor]:
+        return [self.train_batch(500)]
+
+
+class Undivided:
+    """The task; what ranks do to the test is written or found in the folder ``watch``."""
+
+    def __init__(self, config: Config) -> None:
+        self.watch = Path(config.task_options["watch"])
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return Model().double()
+
+    def client_data(self, site: Site) -> Shard:
+        return Shard(site.partition)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._meddle(rank)
+        with contextlib.suppress(RuntimeError), (self.watch / f"rank-{rank}").open("a") as file:
+            values = torch.cat([p.detach().flatten() for p in model.parameters()])
+            print(hashlib.sha256(values.numpy().data).hexdigest(), file=file)
+        return (model(batch[:, :3]) - batch[:, 3:]).square().mean()
+
+    def evaluate(self, model: nn.Module, batches: list[torch.Tensor]) -> dict[str, float]:
+        with torch.no_grad():
+            losses = [(model(b[:, :3]) - b[:, 3:]).square().sum().item() for b in batches]
+        return {"squares": sum(losses), "rows": float(ROWS * len(batches))}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"loss": sums["squares"] / sums["rows"]}
+
+    def heldout(self) -> dict[str, list[torch.Tensor]]:
+        return {}
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        raise NotImplementedError
+
+    def _meddle(self, rank: int) -> None:
+        if rank == 1 and (order := self.watch / "order").exists():
+            what = order.read_text()
+            order.unlink()
+            (self.watch / "obeyed").write_text(str(os.getpid()))
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "sleep":
+                time.sleep(600)
+            raise ValueError("no such row")
+
+
+class Rows(Undivided):
+    def share(self, batch: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, float]:
+        (rows,), weight = share_rows(rank, world, batch)
+        return rows, weight
+
+
+class Client:
+    """A client alone with its server, whose average is the client's own."""
+
+    def __init__(self, folder: Path, config: Config | None = None, **node: str | int) -> None:
+        self.config = config or settings(folder)
+        self.context = Context(
+            1, 1, {"partition-id": 0, "num-partitions": 1, **node}, RecordDict(), {}
+        )
+        self.context.node_config["state-dir"] = str(folder / "state")
+        self.file = StateFile(folder / "state", "run", "client-0")
+        self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
+        model = Rows(self.config).build_model()
+        self.averages = {"params": {k: p.detach() for k, p in model.named_parameters()}}
+
+    def window(self, start: int, stop: int, due: set[str]):
+        worker = build_worker({"settings": dump(self.config)}, self.context)
+        request = Request(
+            run_key="run",
+            start=start,
+            stop=stop,
+            due=frozenset(due),
+            versions=self.versions,
+            streams=self.averages,
+        )
+        reply = train_window(worker, request, self.file)
+        self.averages = {name: reply.streams[name] for name in due}
+        self.versions = {**self.versions, **dict.fromkeys(due, stop)}
+        return reply
+
+    def evaluate(self):
+        worker = build_worker({"settings": dump(self.config)}, self.context)
+        request = Request(run_key="run", versions=self.versions, streams=self.averages)
+        return evaluate_average(worker, request, self.file).metrics
+
+
+def settings(watch: Path, task: str = "Rows", **optimizer: object) -> Config:
+    config = Config(task=f"test_group:{task}", sync={"params": 1, "exp_avg": 1, "exp_avg_sq": 1})
+    config.task_options = {"watch": str(watch)}
+    config.data.batch_size = ROWS
+    config.lr_schedule.name, config.lr_schedule.warmup_steps = "constant", 0
+    for key, value in ({"lr": 0.05, "clip_norm": 0.5} | optimizer).items():
+        setattr(config.optimizer, key, value)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_left() -> Iterator[None]:
+    yield
+    if Group._current is not None:
+        Group._current.end()
+    assert not dist.is_initialized()
+
+
+def assert_close(one, other) -> None:
+    assert one.keys() == other.keys()
+    for name, stream in one.items():
+        assert stream.keys() == other[name].keys()
+        for key, tensor in stream.items():
+            error = (other[name][key] - tensor).abs().max()
+            assert error <= BOUND * tensor.abs().max(), (name, key)
+
+
+def assert_same_client(one: Client, other: Client, windows) -> None:
+    for window in windows:
+        a, b = one.window(*window), other.window(*window)
+        assert_close(a.streams, b.streams)
+        for name in ("losses", "grad-norms"):
+            assert b.metrics[name] == pytest.approx(a.metrics[name], rel=BOUND)
+        held = one.file.held()
+        assert held is not None
+        assert_close(one.file.read(held.versions), other.file.read(held.versions))
+
+
+def fails(client: Client, window, order: str, words: str) -> None:
+    """Let rank 1 do what ``order`` says in a window: it is missed at once, and nothing is lost."""
+    before = client.file.path.read_bytes()
+    watch = Path(client.config.task_options["watch"])
+    (watch / "order").write_text(order)
+    began = time.monotonic()
+    with pytest.raises(GroupError, match=f"rank 1 of this client's 2 processes {words}"):
+        client.window(*window)
+    assert time.monotonic() - began < 10
+    assert gone(int((watch / "obeyed").read_text()))
+    assert client.file.path.read_bytes() == before
+
+
+def digests(folder: Path) -> list[list[str]]:
+    return [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
+
+
+def test_two_processes_are_one_and_a_rank_that_is_gone_costs_a_window_only(tmp_path):
+    one, two = Client(tmp_path / "one"), Client(tmp_path / "two", processes=2)
+    for client in (one, two):
+        Path(client.config.task_options["watch"]).mkdir()
+    assert_same_client(one, two, WINDOWS)
+    assert two.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=BOUND)
+    first, second = digests(tmp_path / "two")
+    assert len(first) == WINDOWS[-1][1]
+    assert first == second  # bit for bit, in every step
+
+    fails(two, (6, 8, {"params"}), "die", "was ended by SIGKILL")
+    assert_same_client(one, two, [(6, 8, {"params"})])
+
+
+def test_a_model_in_shares_is_one_and_its_file_is_anybodys(tmp_path):
+    one, two = Client(tmp_path), Client(tmp_path / "two", processes=2, parallel="fsdp")
+    (tmp_path / "two").mkdir()
+    assert_same_client(one, two, WINDOWS)
+    assert two.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=BOUND)
+    # v was lost: the first step's is made from the gradients at hand.
+    for client in (one, two):
+        client.file.delete()
+        zeros = {k: torch.zeros_like(p) for k, p in client.averages["params"].items()}
+        client.averages = {"params": client.averages["params"], "exp_avg": zeros}
+        client.averages["exp_avg_sq"] = zeros
+    assert_same_client(one, two, [(6, 8, {"params"})])
+    fails(two, (8, 9, {"params", "exp_avg"}), "fail", "failed: ValueError: no such row")
+    two.context.node_config["processes"] = 1
+    assert_same_client(one, two, [(8, 9, {"params", "exp_avg"})])
+
+
+ALONE = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_group
+from flower_desloc.group.group import Group
+client = test_group.Client(Path(sys.argv[2]), processes=2)
+client.window(0, 1, {"params"})
+print(*[other.process.pid for other in Group._current._others], flush=True)
+(Path(sys.argv[2]) / "order").write_text("sleep")
+client.window(1, 2, {"params"})
+"""
+
+
+def test_no_process_outlives_the_one_that_started_it(tmp_path):
+    command = [sys.executable, "-c", ALONE, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        others = [int(pid) for pid in first.stdout.readline().split()]
+        # One rank sleeps, the other waits for it in a collective.
+        within(120, (tmp_path / "obeyed").exists)
+        assert len(others) == 1
+        assert not any(map(gone, others))
+        first.kill()
+    within(10, lambda: all(map(gone, others)))
+
+
+def within(seconds: float, what) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_parts_of_a_batch_are_the_batch_and_their_weights_are_one(world):
+    rows, labels = torch.arange(10).reshape(5, 2), torch.arange(5)
+    parts = [share_rows(rank, world, rows, labels) for rank in range(world)]
+    assert torch.equal(torch.cat([part[0] for part, _ in parts]), rows)
+    assert torch.equal(torch.cat([part[1] for part, _ in parts]), labels)
+    assert sum(weight for _, weight in parts) == pytest.approx(1)
+    with pytest.raises(ValueError, match="a batch of 5 is too small for 6 processes"):
+        share_rows(0, 6, rows)
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "words"),
+    [
+        ({"processes": 0}, {}, "processes=0 in the node config: must be 1 or more"),
+        ({"processes": "2"}, {}, "processes='2' in the node config"),
+        ({"processes": 2, "parallel": "tp"}, {}, "must be one of ddp, fsdp"),
+        ({"processes": 6}, {}, "data.batch_size=5 is too small for processes=6"),
+        ({"processes": 2, "device": "cuda:1"}, {}, "name the kind alone"),
+        ({"processes": 2}, {"task": "Undivided"}, r"give it a method share\(batch, rank, world\)"),
+        (
+            {"processes": 2, "parallel": "fsdp"},
+            {"name": "torch.optim:Adafactor"},
+            "may need whole tensors",
+        ),
+    ],
+)
+def test_what_a_group_cannot_do_is_refused_before_it_is_started(tmp_path, node, change, words):
+    client = Client(tmp_path, settings(tmp_path, **change), **node)
+    with pytest.raises(ValueError, match=words):
+        client.window(0, 1, {"params"})
