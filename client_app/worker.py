@@ -1,6 +1,6 @@
 """What a client trains: built from the server's settings and the site's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from flower_desloc.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.config import Config, parse
 from flower_desloc.flower.client import Worker
+from flower_desloc.group.settings import Node, Setting
+from flower_desloc.preflight.machine import about_device
+from flower_desloc.preflight.needs import about_micro_batch
 from flower_desloc.record import DATA
-from flower_desloc.tasks import ClientData, Site, Task, build_task
+from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 
 
 def build_worker(config: Mapping[str, str | int | float | bool], context: Context) -> Worker:
@@ -21,16 +24,35 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
 
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
-    settings = str(config["settings"])
-    typed = _config(settings)
-    device, site = _device(context), _site(context)
-    task, data = _task(settings), _data(settings, site)
-    module, optimizer = _model(settings, device)
+    settings, node = str(config["settings"]), context.node_config
+    device, setting = _device(node), Setting.of(node)
+    if setting.processes > 1:
+        from client_app.group import group_worker  # it takes a second, and most do without
+
+        return group_worker(settings, context, device, setting)
+    return worker_of(settings, node, device, *_model(settings, device))
+
+
+def worker_of(
+    settings: str,
+    node: Node,
+    device: torch.device,
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[nn.Module, Batch], Tensor] | None = None,
+) -> Worker:
+    """Return the worker of the client with that node config, over that model and optimizer.
+
+    ``loss`` takes the place of the task's.
+    """
+    typed, site = config_of(settings), _site(node)
+    task, data = task_of(settings), _data(settings, site)
+    loss = loss or task.loss
 
     def loss_at(step: int) -> Tensor:
         # Dropout and the like draw from the global generator.
         torch.manual_seed(_mix(typed.run.seed, site.partition, step))
-        return task.loss(module, data.train_batch(step))
+        return loss(module, data.train_batch(step))
 
     return Worker(
         module=module,
@@ -44,7 +66,8 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
         else None,
         metrics=task.metrics,
         about={
-            "device": str(device),
+            **about_device(device),
+            **about_micro_batch(typed, device),
             **{f"{DATA}{name}": str(size) for name, size in data.description.items()},
         },
     )
@@ -55,33 +78,34 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
 
 
 @lru_cache(maxsize=1)
-def _config(settings: str) -> Config:
+def config_of(settings: str) -> Config:
+    """Return the configuration that was sent."""
     return parse(settings)
 
 
 @lru_cache(maxsize=1)
-def _task(settings: str) -> Task:
-    return build_task(_config(settings))
+def task_of(settings: str) -> Task:
+    """Return the task of that configuration."""
+    return build_task(config_of(settings))
 
 
 @lru_cache(maxsize=1024)  # of hundreds of simulated clients, each has a part of one data set
 def _data(settings: str, site: Site) -> ClientData:
-    return _task(settings).client_data(site)
+    return task_of(settings).client_data(site)
 
 
 @lru_cache(maxsize=1)
 def _model(settings: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    module = _task(settings).build_model().to(device)
-    return module, build_optimizer(_config(settings), module.parameters())
+    module = task_of(settings).build_model().to(device)
+    return module, build_optimizer(config_of(settings), module.parameters())
 
 
-def _device(context: Context) -> torch.device:
+def _device(node: Node) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(str(context.node_config.get("device", default)))
+    return torch.device(str(node.get("device", default)))
 
 
-def _site(context: Context) -> Site:
-    node = context.node_config
+def _site(node: Node) -> Site:
     path = node.get("data-path")
     if path is None and not {"partition-id", "num-partitions"} <= node.keys():
         raise ValueError(

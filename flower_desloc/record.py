@@ -9,6 +9,12 @@ from flower_desloc.averaging import Drift
 DATA = "data/"
 """A client says it holds so much of a domain or label as ``data/NAME``."""
 
+MEMORY_TOTAL, MEMORY_FREE = "memory-total", "memory-free"
+"""A client says how many bytes of memory the device has that it computes on."""
+
+MICRO_BATCH = "micro-batch"
+"""A client says how many examples it computes on at once."""
+
 
 def holdings(about: Mapping[str, str]) -> dict[str, int]:
     """Return the size of every domain or label of a client's data, as far as it says."""
@@ -159,6 +165,15 @@ class Plan:
 def client_data(plan: Plan) -> dict[str, dict[str, int]]:
     """Return client -> domain or label -> size, of the clients that say what they hold."""
     return {name: data for name, about in plan.clients.items() if (data := holdings(about))}
+
+
+def devices(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return client -> what it said of where it computes, and in how large parts."""
+    told = ("device", "name", MEMORY_TOTAL, MICRO_BATCH)
+    return {
+        client: {key: about[key] for key in told if key in about}
+        for client, about in plan.clients.items()
+    }
 
 
 class Observer(Protocol):

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,17 +15,21 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
+from flower_desloc.averaging import Stream
 from flower_desloc.build import build_outer, build_schedule, build_streams
 from flower_desloc.config import Config, ConfigError, dump, load
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.outputs import RunFolder, RunRecorder
-from flower_desloc.outputs.resume import initial, to_resume
+from flower_desloc.outputs.resume import to_resume
+from flower_desloc.preflight.at_start import Checked
 from flower_desloc.robust import Average
 from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS
+from flower_desloc.start import OF_MODEL_CONFIG, initial, settled
 from flower_desloc.streams import BUFFERS, check_like, digest
 from flower_desloc.tasks import Task, build_task
 
@@ -36,7 +40,9 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
     run_config = context.run_config
-    config = load(str(run_config["config"]), str(run_config["overrides"]))
+    config = settled(load(str(run_config["config"]), str(run_config["overrides"])))
+    if config.model.config:
+        log(INFO, OF_MODEL_CONFIG)
     task = build_task(config)
     model = task.build_model()
     streams = build_streams(config, model)
@@ -69,7 +75,10 @@ def main(grid: Grid, context: Context) -> None:
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config)}),
             evaluate_fn=_evaluate_fn(task, model, strategy) if config.evaluation.central else None,
-            observer=recorder,
+            # In one process all is on this machine, and `desloc run` has looked at that.
+            observer=recorder
+            if isinstance(grid, InProcessGrid)
+            else Checked(config, folder.path, recorder),
         )
         _install(model, strategy)
         folder.write_final(lambda path: task.save(model, path))
@@ -90,14 +99,16 @@ def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Check
 
 
 def _begin_with(
-    other: Checkpoint | None, params: dict[str, Tensor], streams: Mapping[str, dict[str, Tensor]]
+    other: Mapping[str, Stream] | None,
+    params: dict[str, Tensor],
+    streams: Mapping[str, dict[str, Tensor]],
 ) -> None:
-    """Replace the model a run begins with by that of another run."""
+    """Replace the model a run begins with by another."""
     if other is None:
         return
     for name, ours in {PARAMS: params, **streams}.items():
-        if name in (PARAMS, BUFFERS) and name in other.averages:
-            theirs = other.averages[name]
+        if name in (PARAMS, BUFFERS) and name in other:
+            theirs = other[name]
             try:
                 check_like(name, theirs, ours)
             except ValueError as error:

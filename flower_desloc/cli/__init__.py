@@ -1,12 +1,26 @@
 """The command `desloc`: what Flower has no verb for, one file a verb."""
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from flower_desloc import __version__
-from flower_desloc.cli import federate, partition, plan, report, run, study, toy
+from flower_desloc.cli import (
+    evaluate,
+    export,
+    federate,
+    generate,
+    partition,
+    plan,
+    report,
+    run,
+    study,
+    supernode,
+    toy,
+)
+from flower_desloc.imports import IMPORT_FROM
 
 __all__ = ["app"]
 
@@ -36,6 +50,7 @@ def desloc(
     ] = False,
 ) -> None:
     """Train one model across organisations, every tensor family on a clock of its own."""
+    os.environ[IMPORT_FROM] = os.getcwd()  # noqa: PTH109  # for the processes of a run too
 
 
 app.command()(run.run)
@@ -45,3 +60,10 @@ app.command()(partition.partition)
 app.command()(plan.plan)
 app.command()(study.study)
 app.command()(toy.toy)
+app.command()(export.export)
+app.command()(evaluate.evaluate)
+app.command()(generate.generate)
+app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(supernode.supernode)

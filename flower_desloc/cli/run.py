@@ -14,7 +14,6 @@ import typer
 
 from flower_desloc.build import check_streams
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
-from flower_desloc.cli.prediction import prediction
 from flower_desloc.cli.simulation import federation, flwr_run, simulate
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import Config, ConfigError, dump, load
@@ -23,6 +22,10 @@ from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run_in_process
 from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.resume import AUTO, resumable
+from flower_desloc.preflight import page
+from flower_desloc.preflight.needs import Needs
+from flower_desloc.preflight.verdict import WAY_PAST, Place, on_this_machine
+from flower_desloc.start import OF_MODEL_CONFIG, settled
 
 
 class Engine(StrEnum):
@@ -58,7 +61,8 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the whole configuration, the command, and the bytes to be sent; stop.",
+            help="Print the whole configuration, the command, and what the run takes: memory, "
+            "disk, bytes, time; stop.",
         ),
     ] = False,
     verbose: Annotated[
@@ -85,6 +89,9 @@ def run(
         if seen_from_here := _words(_absolute_paths(config)):
             words += seen_from_here
             config = load(preset, words, presets=app / "configs")
+        config = settled(config)
+        if config.model.config:
+            typer.echo(OF_MODEL_CONFIG)
         check_streams(config)
     except (ConfigError, NotACheckoutError) as error:
         fail(USAGE, str(error))
@@ -98,11 +105,15 @@ def run(
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
         try:
-            typer.echo(prediction(config))
+            _look_ahead(config, engine, workers, output_dir, dry=True)
         except ValueError as error:
             fail(USAGE, str(error))
         return
     _require_writable(output_dir)
+    try:
+        _look_ahead(config, engine, workers, output_dir, dry=False)
+    except ValueError as error:  # what cannot be estimated may still run
+        typer.echo(f"whether this run fits is not known: {error}")
     began = time.time()
     with exit_on_signals():
         if engine is Engine.SIMULATION:
@@ -112,6 +123,22 @@ def run(
     if wrong:
         command = ["desloc", "run", preset, *words]
         fail(FAILED, wrong + how_to_go_on(command, config, output_dir, began))
+
+
+def _look_ahead(
+    config: Config, engine: Engine, workers: int | None, output_dir: Path, *, dry: bool
+) -> None:
+    """Print what the run takes, and stop where it clearly cannot fit; ``dry``: only say so."""
+    needs = Needs(config)
+    place = Place.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
+    lines = page.whole(needs, place) if dry else page.brief(needs, place)
+    for line in lines:
+        typer.echo(line)
+    for finding in on_this_machine(needs, place, output_dir.expanduser().resolve()):
+        stops = finding.stops and config.run.preflight == "stop"
+        if stops and not dry:
+            fail(USAGE, f"{finding.what} ({WAY_PAST})")
+        typer.echo(f"{'it would stop here' if stops else 'beware'}: {finding.what}")
 
 
 def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path, began: float) -> str:
@@ -189,6 +216,11 @@ def _absolute_paths(config: Config) -> list[str]:
         "data.tokenizer": config.data.tokenizer,
         "run.resume": config.run.resume,
         "run.init_from": config.run.init_from,
+        **{
+            f"task_options.{key}": value
+            for key, value in config.task_options.items()
+            if isinstance(value, str) and "/" in value
+        },
     }
     found = {
         key: str(Path(value).expanduser().resolve())

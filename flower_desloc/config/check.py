@@ -2,14 +2,17 @@
 
 import math
 import re
+from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.schema import Config
+from flower_desloc.config.schema import Config, Optimizer
 from flower_desloc.formats import lossy
 from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 
 _CHOICES = {
+    "run.preflight": ("stop", "warn"),
     "task": ("causal_lm", "image_classification"),
     "strategy": ("desloc", "fedavg", "fedadam"),
     "model.dtype": ("float32", "float64"),
@@ -22,6 +25,13 @@ _CHOICES = {
     "federation.average": ("mean", "median", "trimmed_mean"),
     "federation.on_failure": ("stop", "continue"),
 }
+
+AUTO = "auto"
+"""Value of ``data.micro_batch_size``: as many as fit."""
+
+_OWN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+"""An import path, ``module:name``."""
+_MAY_BE_OWN = ("task", "optimizer.name")
 
 _PARTITIONS = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
@@ -37,6 +47,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.intermediate_size": (1, math.inf),
     "model.num_hidden_layers": (1, math.inf),
     "model.num_attention_heads": (1, math.inf),
+    "model.num_key_value_heads": (1, math.inf),
+    "model.vocab_size": (1, math.inf),
     "model.rope_theta": (1e-3, math.inf),
     "model.initializer_range": (0, math.inf),
     "model.patch_size": (1, math.inf),
@@ -47,7 +59,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.image_size": (1, math.inf),
     "data.seq_len": (2, math.inf),
     "data.batch_size": (1, math.inf),
-    "data.micro_batch_size": (1, math.inf),
     "optimizer.lr": (0, math.inf),
     "optimizer.momentum": (0, 1 - 1e-12),
     "optimizer.eps": (0, math.inf),
@@ -79,13 +90,22 @@ _RANGES: dict[str, tuple[float, float]] = {
 def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first impossible value of ``config``."""
     for key, allowed in _CHOICES.items():
-        if (value := _value(config, key)) not in allowed:
+        if (value := _value(config, key)) in allowed:
+            continue
+        if key not in _MAY_BE_OWN:
             raise ConfigError(f"{key}={value}: must be one of {', '.join(allowed)}")
-    if config.data.partition not in _PARTITIONS[config.task]:
+        if not _OWN.fullmatch(value):
+            raise ConfigError(
+                f"{key}={value}: must be one of {', '.join(allowed)}, or the import path of one "
+                "of your own, module:name"
+            )
+    partitions = _PARTITIONS.get(config.task, sorted({*chain(*_PARTITIONS.values())}))
+    if config.data.partition not in partitions:
         raise ConfigError(
-            f"data.partition={config.data.partition}: must be one of "
-            f"{', '.join(_PARTITIONS[config.task])} where task={config.task}"
+            f"data.partition={config.data.partition}: must be one of {', '.join(partitions)} "
+            f"where task={config.task}"
         )
+    _check_own(config)
     for key, (least, most) in _RANGES.items():
         value = _value(config, key)
         if value is not None and not (least <= value <= most and math.isfinite(value)):
@@ -112,10 +132,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"model.precision=bf16: needs model.dtype=float32, got {config.model.dtype}"
         )
-    if (size := config.data.micro_batch_size) and config.data.batch_size % size:
+    if (kv := config.model.num_key_value_heads) and config.model.num_attention_heads % kv:
         raise ConfigError(
-            f"data.micro_batch_size={size}: must divide data.batch_size={config.data.batch_size}"
+            f"model.num_key_value_heads={kv}: must divide "
+            f"model.num_attention_heads={config.model.num_attention_heads}"
         )
+    _check_micro_batch_size(config)
     if config.federation.min_clients > config.federation.num_clients:
         raise ConfigError(
             f"federation.min_clients={config.federation.min_clients}: the quorum is larger than "
@@ -126,6 +148,7 @@ def check(config: Config) -> None:
             f"run.name={config.run.name}: it names folders; letters, digits, '_', '-' and '.', at "
             "most 80, and not '.' or '-' first"
         )
+    _check_stream(config)
     _check_attendance(config)
     _check_average(config)
     _check_outer(config)
@@ -138,6 +161,68 @@ def check(config: Config) -> None:
     _check_sync(config)
     _check_wire(config)
     _check_stock(config)
+
+
+def _check_own(config: Config) -> None:
+    if config.task_options and not _OWN.fullmatch(config.task):
+        raise ConfigError(
+            f"task_options={config.task_options}: they are for a task of your own, and "
+            f"task={config.task} is not; leave them out"
+        )
+    optimizer = config.optimizer
+    if not _OWN.fullmatch(optimizer.name):
+        if optimizer.options:
+            raise ConfigError(
+                f"optimizer.options={optimizer.options}: they are for an optimizer named by its "
+                f"import path; set optimizer.KEY=VALUE for optimizer.name={optimizer.name}"
+            )
+        return
+    given, default = asdict(optimizer), asdict(Optimizer())
+    for key in ("betas", "momentum", "eps", "weight_decay"):
+        if given[key] != default[key]:
+            raise ConfigError(
+                f"optimizer.{key}={given[key]}: is for this project's own optimizers; set "
+                f"optimizer.options.{key} for optimizer.name={optimizer.name}"
+            )
+
+
+def _check_micro_batch_size(config: Config) -> None:
+    size, whole = config.data.micro_batch_size, config.data.batch_size
+    if size is None or size == AUTO:
+        return
+    if isinstance(size, str):
+        raise ConfigError(f"data.micro_batch_size={size}: must be a number, {AUTO} or null")
+    if size < 1:
+        raise ConfigError(f"data.micro_batch_size={size}: must be at least 1")
+    if whole % size:
+        raise ConfigError(f"data.micro_batch_size={size}: must divide data.batch_size={whole}")
+
+
+def _check_stream(config: Config) -> None:
+    data = config.data
+    if not data.streaming or data.max_bytes or config.task == "image_classification":
+        if data.weights:
+            raise ConfigError(
+                f"data.weights={list(data.weights)}: needs data.streaming=true and data.max_bytes=0"
+            )
+        return
+    if data.partition not in ("iid", "by_domain"):
+        raise ConfigError(
+            f"data.partition={data.partition}: text that is read as it is trained on "
+            "(data.streaming=true, data.max_bytes=0) is not counted before; use iid or by_domain"
+        )
+    if data.domain_field:
+        raise ConfigError(
+            f"data.domain_field={data.domain_field}: with data.streaming=true and data.max_bytes=0 "
+            "domains are files or configs; leave it out"
+        )
+    if data.weights and len(data.weights) != len(data.domains):
+        raise ConfigError(
+            f"data.weights={list(data.weights)}: needs one for each of "
+            f"data.domains={list(data.domains)}"
+        )
+    if any(not 0 < weight < math.inf for weight in data.weights):
+        raise ConfigError(f"data.weights={list(data.weights)}: all must be above 0")
 
 
 def _check_attendance(config: Config) -> None:

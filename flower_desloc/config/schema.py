@@ -27,8 +27,12 @@ class Run:
     """Go on with a run that was cut off: its folder, one of its checkpoints, or `auto`: the last
     run of this name in the output folder, or a new one if that is complete."""
     init_from: str = ""
-    """Begin with the model of another run: its folder, or one of its checkpoints. Optimizer states
-    and steps begin anew."""
+    """Begin with the model of another run, its folder or one of its checkpoints; or with a model of
+    transformers, a folder of `save_pretrained` or a name on the hub, whose architecture takes the
+    place of the section model. Optimizer states and steps begin anew."""
+    preflight: str = "stop"
+    """What becomes of a run that clearly cannot fit, by the estimate made before it starts: `stop`
+    it, with the reason, or `warn` and go on."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +50,11 @@ class Model:
     """Number of transformer blocks."""
     num_attention_heads: int = 4
     """Attention heads; divides hidden_size."""
+    num_key_value_heads: int | None = None
+    """Heads of keys and values, each shared by as many attention heads; divides
+    num_attention_heads; null: as many as those."""
+    vocab_size: int | None = None
+    """Rows of the embeddings, at least as many as the tokenizer has tokens; null: as many."""
     tie_word_embeddings: bool = True
     """Use one matrix for input and output embeddings; it travels once."""
     rope_theta: float = 10000.0
@@ -55,6 +64,9 @@ class Model:
     image's, or the next smaller that divides it."""
     initializer_range: float | None = None
     """Standard deviation of the initial weights; null: 1 / sqrt(hidden_size), the paper's."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The architecture whole, as transformers' `config.json` states it, in place of all above but
+    type. A model in run.init_from fills it in."""
     dtype: str = "float32"
     """Type of weights and optimizer states: float32 or float64."""
     precision: str = "full"
@@ -77,7 +89,7 @@ class Data:
     label."""
     domains: list[str] = field(default_factory=list)
     """The domains to use, in this order; empty: all that the source has. For a named data set
-    these are its configs."""
+    these are its configs, and those of others, as `name:config`."""
     domain_field: str = ""
     """Column whose values are the domains; empty: files or configs are."""
     text_field: str = "text"
@@ -89,7 +101,12 @@ class Data:
     image_size: int | None = None
     """Side in pixels that every image is resized to; null: as they are, all of one size."""
     streaming: bool = False
-    """Read a named data set as a stream, up to max_bytes a domain, instead of downloading it."""
+    """Read a named data set as a stream, up to max_bytes a domain, instead of downloading it. With
+    max_bytes=0, and of any source: read the text as it is trained on, never the whole."""
+    weights: list[float] = field(default_factory=list)
+    """Share of every domain in the tokens of a client that trains on the mixture, one for each of
+    domains; empty: equal shares. Needs streaming with max_bytes=0; else documents mix as they are
+    many."""
     max_bytes: int = 4_000_000
     """Text read per domain, in UTF-8 bytes; 0: all."""
     partition: str = "by_domain"
@@ -106,14 +123,16 @@ class Data:
     """Share of each domain's documents, or each label's images, held out where the source has no
     validation part."""
     tokenizer: str = "bytes"
-    """`bytes`: one token a byte; else a `tokenizer.json`, or a name or folder for transformers."""
+    """`bytes`: one token a byte, or what the model in run.init_from was trained with; else a
+    `tokenizer.json`, or a name or folder for transformers."""
     seq_len: int = 128
     """Tokens a sequence."""
     batch_size: int = 8
     """Sequences or images a local step, per client."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | str | None = None
     """How many of them go through the model at once, which bounds the memory of a step; their
-    gradients add up to those of the batch; divides batch_size; null: all."""
+    gradients add up to those of the batch, in the last bits not the same; divides batch_size;
+    `auto`: each client as many as its memory holds; null: all."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +140,9 @@ class Optimizer:
     """The local optimizer of every client."""
 
     name: str = "adopt"
-    """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam)."""
+    """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
+    any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which is given
+    lr and options and nothing else of this section but clipping."""
     lr: float = 0.0021
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = (0.95, 0.9999)
@@ -137,6 +158,8 @@ class Optimizer:
     clip_value: float | None = None
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of an optimizer named by its import path."""
 
 
 @dataclass(kw_only=True)
@@ -243,7 +266,10 @@ class Config:
 
     run: Run = field(default_factory=Run)
     task: str = "causal_lm"
-    """What is learned: `causal_lm`, the next token of text, or `image_classification`."""
+    """What is learned: `causal_lm`, the next token of text, or `image_classification`; or a task of
+    your own by its import path, `module:Class`."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a task of your own, under names of its own."""
     strategy: str = "desloc"
     """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps, which is then
     all of sync, the parameters are averaged, and every client starts a new optimizer."""

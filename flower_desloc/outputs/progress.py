@@ -28,7 +28,16 @@ from flower_desloc.outputs.units import (
     percent_text,
     period_text,
 )
-from flower_desloc.record import DATA, EvaluationRecord, Plan, Traffic, WindowRecord, holdings
+from flower_desloc.record import (
+    DATA,
+    MEMORY_FREE,
+    MEMORY_TOTAL,
+    EvaluationRecord,
+    Plan,
+    Traffic,
+    WindowRecord,
+    holdings,
+)
 from flower_desloc.schedule import SyncSchedule
 
 _MANY_WINDOWS = 200
@@ -310,6 +319,8 @@ def _about(about: Mapping[str, str]) -> str:
     for key, value in about.items():
         if key.startswith(DATA) and data:
             told["data"] = data
+        elif key in (MEMORY_TOTAL, MEMORY_FREE):
+            told[key] = bytes_text(int(value))
         else:
             told[key] = value
     return f": {', '.join(f'{key} {value}' for key, value in told.items())}" if told else ""

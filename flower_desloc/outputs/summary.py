@@ -8,7 +8,7 @@ from flower_desloc.config import Config
 from flower_desloc.outputs.fairness import BETTER, fairness
 from flower_desloc.outputs.methods import Uploads
 from flower_desloc.outputs.metrics import Line
-from flower_desloc.record import Plan, client_data
+from flower_desloc.record import Plan, client_data, devices
 from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule
 
 Status = Literal["completed", "failed"]
@@ -98,6 +98,7 @@ def build(
         },
         "fairness": fairness(lines),
         "client_data": client_data(plan),
+        "devices": devices(plan),
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
         "wire_bytes": wire,

@@ -18,9 +18,10 @@ from flower_desloc.tasks.causal_lm.batches import TextBatch, heldout_batches
 from flower_desloc.tasks.causal_lm.model import build_model
 from flower_desloc.tasks.causal_lm.shard import Shard
 from flower_desloc.tasks.causal_lm.source import Source
+from flower_desloc.tasks.causal_lm.streamed import StreamedShard, streamed_heldout
 from flower_desloc.tasks.causal_lm.text import read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
-from flower_desloc.tasks.compute import TrainingLoss, autocast, to_device
+from flower_desloc.tasks.compute import TrainingLoss, autocast, share_rows, to_device
 from flower_desloc.tasks.quiet import quiet
 
 __all__ = ["CausalLM", "TextBatch"]
@@ -44,19 +45,33 @@ class CausalLM:
         """Return a new model on the CPU; its weights are a function of the seed."""
         return build_model(
             self._config.model,
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=self._vocab_size(),
             seq_len=self._config.data.seq_len,
             eos_id=self._tokenizer.eos_id,
             seed=self._config.run.seed,
         )
 
-    def client_data(self, site: Site) -> Shard:
+    def _vocab_size(self) -> int:
+        wanted, least = self._config.model.vocab_size, self._tokenizer.vocab_size
+        if self._config.model.config:
+            return least
+        if wanted is not None and wanted < least:
+            raise ValueError(
+                f"model.vocab_size={wanted}: data.tokenizer={self._config.data.tokenizer} has "
+                f"{least} tokens; set at least that, or null"
+            )
+        return wanted or least
+
+    def client_data(self, site: Site) -> Shard | StreamedShard:
         """Return the text of one client."""
-        return Shard(self._config, site)
+        endless = Source.of(self._config.data).endless
+        return StreamedShard(self._config, site) if endless else Shard(self._config, site)
 
     def heldout(self) -> Mapping[str, Iterable[TextBatch]]:
         """Return the held-out batches of every domain."""
         data = self._config.data
+        if Source.of(data).endless:
+            return streamed_heldout(self._config)
         return {
             domain: heldout_batches(
                 tokens,
@@ -70,6 +85,11 @@ class CausalLM:
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Return the mean cross entropy in nats per token."""
         return self._loss(model, batch.tokens)
+
+    def share(self, batch: TextBatch, rank: int, world: int) -> tuple[TextBatch, float]:
+        """Return the sequences of one of several processes, and their weight in the loss."""
+        (tokens,), weight = share_rows(rank, world, batch.tokens)
+        return TextBatch(tokens, num_bytes=0), weight  # in training nobody asks for the bytes
 
     def evaluate(self, model: nn.Module, batches: Iterable[TextBatch]) -> Sums:
         """Return the nats, tokens and UTF-8 bytes of what is predicted in ``batches``.

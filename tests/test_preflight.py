@@ -1,0 +1,305 @@
+"""What is said before a run: against what the run then takes, and when it stops one."""
+
+import ctypes
+import gc
+import logging
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from flower_desloc.build import build_lr_schedule, build_streams
+from flower_desloc.cli import app, run
+from flower_desloc.config import ConfigError, load
+from flower_desloc.flower.inprocess import run_in_process
+from flower_desloc.ledger import stream_bytes
+from flower_desloc.preflight import needs as needs_module
+from flower_desloc.preflight.at_start import Checked
+from flower_desloc.preflight.needs import Needs, micro_batch_size
+from flower_desloc.preflight.sketch import Sketch
+from flower_desloc.preflight.verdict import Place, on_the_server, on_this_machine
+from flower_desloc.record import Plan
+from flower_desloc.tasks import build_task
+from flower_desloc.tasks.compute import TrainingLoss
+
+CPU = torch.device("cpu")
+TINY = (
+    "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 "
+    "data.max_bytes=60000 data.seq_len=32 evaluation.sequences=2"
+)
+IMAGES = "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1"
+
+
+def desloc(*arguments):
+    return CliRunner().invoke(app, ["run", *map(str, arguments)], catch_exceptions=False)
+
+
+# --- The paper's sizes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    # SmolLM2-135M's own number; 24 blocks with a gated expansion of 4, two norms each, and one.
+    [
+        ("smollm2_135m", 134_515_008),
+        ("smollm2_1_7b", 49152 * 2048 + 24 * (16 * 2048**2 + 2 * 2048) + 2048),
+    ],
+)
+def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
+    config = load(preset)
+    sketch = Sketch(config)
+    assert sketch.num_params == parameters
+    assert sketch.num_embeddings == 49152 * config.model.hidden_size
+    assert stream_bytes(sketch.streams) == dict.fromkeys(config.sync, 4 * parameters)
+
+
+@pytest.mark.parametrize(
+    ("preset", "steps", "warmup", "decay"),
+    [
+        ("smollm2_135m", 3072, 512, 307),
+        ("smollm2_135m_niid", 1536, 512, 153),
+        ("smollm2_1_7b", 20480, 2048, 2048),
+    ],
+)
+def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay):
+    config = load(preset)
+    assert config.run.steps == steps
+    assert config.data.batch_size * config.federation.num_clients == 1024
+    assert (config.data.seq_len, config.optimizer.clip_norm) == (2048, 1.0)
+    assert config.sync == {"params": 256, "exp_avg": 768, "exp_avg_sq": 1536}
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adopt", 0.0021, (0.95, 0.9999))
+    rate = build_lr_schedule(config)
+    assert rate(warmup - 2) < rate(warmup - 1) == rate(steps - decay) == 1
+    assert rate(steps - decay + 1) < 1
+
+
+# --- Estimates, against what is so ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [("quickstart", TINY), ("desloc_sgdm", TINY), ("digits", IMAGES)],
+)
+def test_the_sketch_has_the_streams_of_the_run(preset, settings):
+    config = load(preset, settings)
+    sketch = Sketch(config)
+    model = build_task(config).build_model()
+    assert stream_bytes(sketch.streams) == stream_bytes(build_streams(config, model))
+    assert sketch.num_params == sum(p.numel() for p in model.parameters())
+
+
+def memory_since(act):
+    """Return by how many bytes at most this process grew while ``act`` ran."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what is there now
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
+
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def test_a_step_takes_the_memory_that_was_counted_without_it():
+    config = load(
+        "quickstart",
+        f"{TINY} model.hidden_size=128 model.num_hidden_layers=2 model.vocab_size=4096 "
+        "data.seq_len=512 data.batch_size=16",
+    )
+    task = build_task(config)
+    model = task.build_model()
+    tokens = torch.zeros(16, 513, dtype=torch.int64)
+    counted = Sketch(config).step_bytes(16)
+    taken = memory_since(lambda: task._loss(model, tokens).backward())
+    assert counted / 1.3 < taken < counted * 1.3
+
+
+def test_parts_of_a_batch_take_what_such_a_batch_takes_beside_the_gradients():
+    def counted(batch_size, micro_batch_size):
+        sketch = Sketch(load("quickstart", f"{TINY} data.batch_size={batch_size}"))
+        return sketch.step_bytes(micro_batch_size), sketch.gradients
+
+    (whole, _), (part, _), (parts, gradients) = counted(16, 16), counted(4, 4), counted(16, 4)
+    assert part + gradients / 2 < parts <= part + gradients + 1000 < whole
+
+
+def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path, monkeypatch):
+    for view in ("report.write_report", "outputs.picture.draw"):
+        monkeypatch.setattr(f"flower_desloc.{view}", lambda *_, **__: None)
+    settings = (
+        f"{TINY} model.hidden_size=512 model.intermediate_size=2048 model.num_hidden_layers=3 "
+        "data.batch_size=2 run.steps=2 run.eval_every=0 evaluation.federated=false "
+        "evaluation.central=false sync.params=1 sync.exp_avg=1 sync.exp_avg_sq=1 "
+        "federation.num_clients=2"
+    )
+    needs = Needs(load("quickstart", settings))
+    parts = {**needs.client(CPU, 2), **{f"server {k}": v for k, v in needs.server().items()}}
+    estimate = sum(size for what, size in parts.items() if "Python" not in what)
+    taken = memory_since(
+        lambda: run_in_process(
+            {"config": "quickstart", "overrides": settings, "output-dir": str(tmp_path)}, 2
+        )
+    )
+    assert taken / 1.5 < estimate < taken * 1.5
+    folder = tmp_path / "quickstart"
+    written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    assert written < needs.server_disk() < 2.5 * written
+
+
+# --- Micro-batches chosen from memory ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [0, 560e6, 700e6, 1.2e9, 1e12])
+def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(total, monkeypatch):
+    monkeypatch.setattr(needs_module, "device_memory", lambda _: (int(total / 0.7), 0))
+    needs_module._fitting.cache_clear()
+    config = load(
+        "quickstart",
+        f"{TINY} data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto "
+        "federation.num_clients=1",
+    )
+    chosen = micro_batch_size(config, CPU)
+    divisors = [n for n in range(1, 25) if 24 % n == 0]
+
+    def estimate(n):
+        return sum(Needs(config).client(CPU, n).values())
+
+    assert chosen in divisors
+    assert chosen == 1 or estimate(chosen) <= total
+    larger = divisors[divisors.index(chosen) + 1 :]
+    assert not larger or estimate(larger[0]) > total * 0.98  # a batch in one part is a little less
+    needs_module._fitting.cache_clear()
+
+
+class Small(nn.Module):
+    """A GPU that holds so many rows, on the CPU."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear = nn.Linear(4, 3, dtype=torch.float64)
+        self.rows = rows
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        if len(x) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.linear(x).square().mean()
+
+
+def test_parts_without_memory_are_halved_with_a_warning_and_the_gradient_is_the_same(caplog):
+    loss = TrainingLoss(lambda model, x: model(x), load("quickstart", "data.micro_batch_size=8"))
+    x = torch.arange(64, dtype=torch.float64).view(16, 4).cos()
+    model = Small(3)
+    with caplog.at_level(logging.WARNING):
+        loss(model, x).backward()
+    (gradient,) = torch.autograd.grad(model.linear(x).square().mean(), model.linear.weight)
+    torch.testing.assert_close(model.linear.weight.grad, gradient, rtol=1e-12, atol=0)
+    assert model.seen == [8, 4, *[2] * 8]
+    assert [r.message.rpartition(" ")[2] for r in caplog.records] == ["4", "2"]
+    model.seen.clear()
+    loss(model, x)
+    assert model.seen == [2] * 8  # the larger ones are not tried again
+    with pytest.raises(torch.OutOfMemoryError):
+        loss(Small(0), x)
+
+
+@pytest.mark.parametrize("value", ["all", "0", "3"])
+def test_a_micro_batch_is_a_divisor_or_auto(value):
+    with pytest.raises(ConfigError, match=f"data.micro_batch_size={value}: must"):
+        load("quickstart", f"data.micro_batch_size={value}")
+
+
+# --- When a run is stopped --------------------------------------------------------------------
+
+
+def clients(memory, **more):
+    return {"client-0": {"device": "cpu", "memory-total": str(int(memory)), **more}}
+
+
+def test_a_client_that_clearly_has_too_little_memory_ends_the_run_before_it_trains(tmp_path):
+    config = load("quickstart", TINY)
+    need = sum(Needs(config).client(CPU, 8).values())
+
+    class Told:
+        def started(self, plan):
+            self.plan = plan
+
+    def start(memory, *settings):
+        plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(memory))
+        told = Told()
+        Checked(load("quickstart", f"{TINY} {' '.join(settings)}"), tmp_path, told).started(plan)
+        return told.plan is plan
+
+    assert start(need)
+    assert start(need / 1.45)  # no estimate is exact
+    with pytest.raises(ConfigError, match=r"^client-0: .*micro_batch_size.*run.preflight=warn"):
+        start(need / 1.55)
+    assert start(need / 1.55, "run.preflight=warn")
+    assert start(need / 1.55, "federation.on_failure=continue")
+
+
+def test_a_client_that_takes_smaller_parts_needs_less(tmp_path):
+    config = load("quickstart", f"{TINY} data.micro_batch_size=auto data.seq_len=1024")
+    need = sum(Needs(config).client(CPU, 8).values())
+    found = [
+        list(on_the_server(Needs(config), clients(need / 1.55, **{"micro-batch": n}), tmp_path))
+        for n in ("8", "1")
+    ]
+    assert [bool(each) for each in found] == [True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_ends_the_run_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(run, "_run_simulation", None)
+    result = desloc(
+        "quickstart", *TINY.split(), "federation.client_gpus=1", "--output-dir", tmp_path
+    )
+    assert result.exit_code == 2
+    assert "set federation.client_gpus=0" in result.stderr
+    assert "run.preflight=warn" in result.stderr
+
+
+def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
+    config = load("quickstart", f"{TINY} data.batch_size=1048576 data.seq_len=1024")
+    place = Place(CPU, 1, 2**20)
+    (found,) = on_this_machine(Needs(config), place, tmp_path / "not" / "there")
+    assert found.stops
+    assert "data.micro_batch_size=auto" in found.what
+    fits = on_this_machine(Needs(load("quickstart", TINY)), Place(CPU, 1, 8), tmp_path)
+    assert not any(found.stops for found in fits)
+
+
+# --- What is printed --------------------------------------------------------------------------
+
+
+def test_a_preset_of_the_hub_is_looked_at_without_the_network(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    small = "model.hidden_size=18 model.num_hidden_layers=1 data.seq_len=32 data.batch_size=4"
+    result = desloc("smollm2_135m", *small.split(), "run.steps=1536", "--dry-run")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "in embeddings" in text
+    assert "not looked at" in text
+    assert "data.tokenizer=HuggingFaceTB/SmolLM2-135M" in text
+    for said in ("a client needs", "the server needs", "on disk", "will be sent", "a step takes"):
+        assert said in text
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fedavg"])
+def test_other_methods_are_looked_at_too(preset):
+    result = desloc(preset, *TINY.split(), "--dry-run")
+    assert result.exit_code == 0
+    assert "a step takes" in result.stdout
