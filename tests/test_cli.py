@@ -522,7 +522,7 @@ def place(tmp_path) -> Iterator[Place]:
 def test_a_run_that_completes_exits_by_0_and_ran_the_code_that_was_submitted(tiny, place):
     code, output, errors = place.run(tiny, "federation.num_clients=2", "--output-dir", "my runs")
     assert (code, errors) == (0, "")
-    command, _submitted, *said = output.splitlines()
+    _takes, command, _submitted, *said = output.splitlines()
     config = shlex.split(command)[shlex.split(command).index("--run-config") + 1]
     assert said[0] == f"server: run config {parse_config_args([config])}"
     assert parse_config_args([config])["output-dir"] == str(place.cwd / "my runs")
