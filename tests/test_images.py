@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -455,7 +456,7 @@ def test_a_run_leaves_a_model_that_transformers_loads(finished):
 def test_the_terminal_names_accuracy_and_how_unlike_it_is_for_the_clients(finished):
     right = f"{finished.summary['evaluation']['central']['accuracy']['final']:.1%}"
     assert f"({right[:-1]} % right), on clients" in finished.printed
-    assert "client client-0: device cpu, data 0 " in finished.printed
+    assert re.search(r"client client-0: device cpu, .*\bdata 0 ", finished.printed)
     worst = finished.summary["fairness"]["worst"]
     assert f"to {worst['client']} {worst['accuracy']:.1%}".replace("%", " %") in finished.printed
 

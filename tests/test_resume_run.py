@@ -106,9 +106,8 @@ def test_a_run_begins_with_the_model_of_another(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["inprocess", "simulation"])
-def test_kill_9_and_one_command_more(engine, whole, tmp_path):
-    command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--engine", engine]
+def test_kill_9_and_one_command_more(whole, tmp_path):
+    command = [str(BIN / "desloc"), "run", "quickstart", *SMALL]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
     with subprocess.Popen(

@@ -58,9 +58,8 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir / "quickstart"
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_simulation_and_one_process_give_the_same_bits(workers, in_process, tmp_path):
-    done = desloc(*SMALL, "--workers", workers, cwd=tmp_path)
+def test_simulation_and_one_process_give_the_same_bits(in_process, tmp_path):
+    done = desloc(*SMALL, "--workers", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flwr run" in done.stdout
     assert "completed after 12 steps" in done.stdout
