@@ -3,11 +3,14 @@
 Written with one copy of the values and read with none.
 """
 
+import copyreg
 import io
 import math
 import re
 import warnings
 from functools import lru_cache
+from pickle import PickleBuffer
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +70,7 @@ def values_bytes(array: Array) -> int:
     Counted from what is there, not from the shape that is claimed.
     """
     data, begin = array.data, _begin(array.data)
-    if not data.startswith(_MAGIC) or len(data) < begin:  # nothing that NumPy wrote
+    if data[: len(_MAGIC)] != _MAGIC or len(data) < begin:  # nothing that NumPy wrote
         return len(data)
     return len(data) - begin
 
@@ -80,7 +83,7 @@ def _header(description: str, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def _begin(data: bytes) -> int:
+def _begin(data: bytes | memoryview) -> int:
     """Return where the values begin: a header says its length, by version of the format."""
     width = 2 if data[6:7] == b"\x01" else 4
     return 8 + width + int.from_bytes(data[8 : 8 + width], "little")
@@ -88,7 +91,7 @@ def _begin(data: bytes) -> int:
 
 def _view(array: Array) -> Tensor | None:
     data = array.data
-    if array.stype != _NUMPY or not data.startswith(_MAGIC + b"\x01\x00"):
+    if array.stype != _NUMPY or data[: len(_MAGIC) + 2] != _MAGIC + b"\x01\x00":
         return None
     begin = _begin(data)
     said = _HEADER.fullmatch(data[10:begin])
@@ -100,3 +103,33 @@ def _view(array: Array) -> Tensor | None:
         return None
     with torch.inference_mode():
         return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+class _Bytes:
+    """An array's bytes on their way into a pickle, and out of it.
+
+    Ray copies bytes into the pickle, the pickle into its store in shared memory, and the bytes out
+    of it in the other process. A buffer it writes into the store, and hands out as a view of it.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data if isinstance(data, bytes) else memoryview(data)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        return _Bytes, (PickleBuffer(self.data) if protocol >= 5 else bytes(self.data),)
+
+    def __deepcopy__(self, memo: object) -> "_Bytes":
+        return self  # nobody changes them
+
+
+def _reduce(array: Array) -> tuple[object, ...]:
+    return _restored, (array.dtype, array.shape, array.stype, _Bytes(array.data))
+
+
+def _restored(dtype: str, shape: tuple[int, ...], stype: str, data: _Bytes) -> Array:
+    array = Array(dtype, shape, stype, b"")
+    array.data = data.data  # type: ignore[assignment]  # a view will do, wherever it is used
+    return array
+
+
+copyreg.pickle(Array, _reduce)  # type: ignore[arg-type]

@@ -138,7 +138,10 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         request = Request.from_content(message.content)
         worker = build(request.config, context)
+        # What came is let go before the reply is made, which is as large.
+        message.content.clear()
         reply = train_window(worker, request, _state_file(request, context))
+        del request
         return Message(reply.to_content(), reply_to=message)
 
     @app.evaluate()

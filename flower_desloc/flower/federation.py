@@ -11,6 +11,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.code import fingerprint
+from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import exchange, kind, time_to_live
 from flower_desloc.flower.members import Member, Policy, in_order
 from flower_desloc.flower.records import (
@@ -201,6 +202,7 @@ class Federation:
 def _about(reply: Message) -> ConfigRecord:
     if reply.has_error():
         raise ValueError(reply.error.reason)
-    if ABOUT not in reply.content.config_records:
+    found = records_of(ConfigRecord, reply.content)
+    if ABOUT not in found:
         raise ValueError(f"its reply has no ConfigRecord {ABOUT!r}")
-    return reply.content.config_records[ABOUT]
+    return found[ABOUT]

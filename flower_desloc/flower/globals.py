@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_desloc.averaging import Stream
+from flower_desloc.flower.arrays import to_array
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.formats import Format
 from flower_desloc.schedule import PARAMS
@@ -48,11 +49,13 @@ class Globals:
             return receive(name, stream, self.formats[name], self.like[name])
         return stream
 
-    def publish(self, name: str, stream: Stream, version: int) -> None:
-        """Make ``stream`` the average of all."""
+    def publish(self, name: str, stream: dict[str, Tensor], version: int) -> None:
+        """Make ``stream`` the average of all; what travels as it is is taken out of it."""
         format_ = self.formats.get(name)
         if format_ is None:
-            self.averages[name] = to_record(stream)
+            # One by one: a stream may be most of the memory there is.
+            keys = list(stream)
+            self.averages[name] = ArrayRecord({key: to_array(stream.pop(key)) for key in keys})
         else:
             before = self.average(PARAMS) if name == PARAMS else None
             residual = self.residuals.get(name)

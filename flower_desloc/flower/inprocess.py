@@ -1,5 +1,6 @@
 """The same two apps in one process: for tests, for debugging, for studies on one device."""
 
+import copy
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -78,7 +79,10 @@ class InProcessGrid(Grid):
         try:
             if context is None:
                 raise RuntimeError("the node is not there")
-            return self.client_app(message, context)
+            # As from every runtime of Flower's: a message of its own, to do with as it likes.
+            own = copy.copy(message)
+            own.content = RecordDict({**message.content})
+            return self.client_app(own, context)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)

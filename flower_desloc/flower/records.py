@@ -21,6 +21,7 @@ from flwr.app import (
 
 from flower_desloc.averaging import Stream
 from flower_desloc.flower.arrays import from_array, to_array, values_bytes
+from flower_desloc.flower.content import records_of
 from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
 from flower_desloc.streams import check_like, finite_ends
@@ -93,7 +94,7 @@ class Request:
     def from_content(cls, content: RecordDict) -> "Request":
         """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
         try:
-            config = dict(content.config_records[CONFIG])
+            config = dict(records_of(ConfigRecord, content)[CONFIG])
             names, versions = config.pop("streams"), config.pop("stream-versions")
             assert isinstance(names, list)
             assert isinstance(versions, list)
@@ -116,7 +117,7 @@ class Request:
                 formats=lossy({str(k): str(v) for k, v in zip(names, formats, strict=True)}),
                 differences=frozenset(str(name) for name in differences),
                 former=_integer(config.pop("former-version")),
-                streams={name: from_record(r) for name, r in content.array_records.items()},
+                streams=_streams(content),
                 config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
             )
         except (KeyError, AssertionError) as error:
@@ -140,15 +141,13 @@ class Reply:
     @classmethod
     def from_content(cls, content: RecordDict) -> "Reply":
         """Read a reply; raises ``ValueError``, saying what is wrong, for anything else."""
-        if METRICS not in content.metric_records:
+        metrics = records_of(MetricRecord, content).get(METRICS)
+        if metrics is None:
             raise ValueError(f"it has no MetricRecord {METRICS!r}")
-        for name, value in content.metric_records[METRICS].items():
+        for name, value in metrics.items():
             if not _travels(value):
                 raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
-        return cls(
-            metrics=dict(content.metric_records[METRICS]),
-            streams={name: from_record(r) for name, r in content.array_records.items()},
-        )
+        return cls(metrics=dict(metrics), streams=_streams(content))
 
     def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
         """Raise ``ValueError`` unless this holds values to average for exactly the due streams.
@@ -221,7 +220,7 @@ def payload_bytes(message: Message) -> dict[str, int]:
     """Return the bytes of tensor values a message carries, by stream."""
     if not message.has_content():
         return {}
-    records = message.content.array_records
+    records = records_of(ArrayRecord, message.content)
     return {name: sum(map(values_bytes, record.values())) for name, record in records.items()}
 
 
@@ -240,11 +239,11 @@ def framed_bytes(message: Message) -> int:
         if not isinstance(record, ArrayRecord):
             bare[name] = record
             continue
-        bare[name] = ArrayRecord()
+        bare[name] = stripped = ArrayRecord()
         for index, (key, array) in enumerate(record.items()):
             # Different one from another, or Flower would send equal ones once.
             data = f"{name}/{index}".encode()
-            bare.array_records[name][key] = Array(array.dtype, array.shape, array.stype, data)
+            stripped[key] = Array(array.dtype, array.shape, array.stype, data)
             payload += len(array.data) - len(data)
     skeleton = copy.copy(message)
     skeleton.content = bare
@@ -256,6 +255,10 @@ def framed_bytes(message: Message) -> int:
                 framing += len(array.deflate())
                 framing += sum(len(chunk.deflate()) for _, chunk in array.slice_array())
     return framing + payload
+
+
+def _streams(content: RecordDict) -> dict[str, Stream]:
+    return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
 
 
 def _check_values(name: str, stream: Stream) -> None:

@@ -7,11 +7,12 @@ is new in every round; data and learning rate follow the global step.
 import time
 from collections.abc import Callable
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_desloc.averaging import Stream
 from flower_desloc.flower.client import Config, Worker, evaluated, require_finite, trained
+from flower_desloc.flower.content import records_of
 from flower_desloc.flower.records import CONFIG, Reply, from_record
 from flower_desloc.local import local_steps
 from flower_desloc.schedule import PARAMS
@@ -84,8 +85,8 @@ def evaluate_params(worker: Worker, params: Stream) -> Reply:
 def _read(content: RecordDict) -> tuple[Config, Stream, int, int]:
     config = {
         key: value
-        for key, value in content.config_records[CONFIG].items()
+        for key, value in records_of(ConfigRecord, content)[CONFIG].items()
         if isinstance(value, (str, int, float, bool))
     }
-    params = from_record(content.array_records[PARAMS])
+    params = from_record(records_of(ArrayRecord, content)[PARAMS])
     return config, params, int(config.pop(START)), int(config.pop(STOP))

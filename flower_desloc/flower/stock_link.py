@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flower_desloc.averaging import Drift, Mean
+from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind, time_to_live
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
@@ -135,7 +136,7 @@ class Link(Grid):
             return []
         nodes = {message.metadata.dst_node_id for message in messages}
         asked = [member for member in self._members if member.node_id in nodes]
-        config = messages[0].content.config_records[CONFIG]  # everyone is sent the same
+        config = records_of(ConfigRecord, messages[0].content)[CONFIG]  # everyone is sent the same
         now = self.round
         usable: dict[str, Message] = {}
         for _ in range(1 + self._policy.repeats):

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.globals import Globals
@@ -207,6 +208,7 @@ class DesLoc(Strategy):
         if self._averages_gradients:
             self.globals.like[GRADIENTS] = self.globals.like[PARAMS]
         self.globals.averages[PARAMS] = initial_arrays
+        del initial_arrays  # or they would live as long as the run
         if self._resume is not None:
             self._go_back(self._resume)
         if self.outer is not None:
@@ -296,25 +298,28 @@ class DesLoc(Strategy):
         began = time.perf_counter()
         averages = mean.result()
         self._tally.drift = mean.drift(averages)
+        count = mean.count
+        del mean  # a stream's tensors are let go one by one when it is published
         for name, stream in averages.items():
             self._require_finite(name, stream)
         self._step_outer(averages)
-        for name, stream in averages.items():
-            self.globals.like.setdefault(name, _meta(stream))
-            self.globals.publish(name, stream, self._window.stop)
-        if self.outer is not None and PARAMS in averages and PARAMS in self.globals.formats:
+        averaged = list(averages)
+        for name in averaged:
+            self.globals.like.setdefault(name, _meta(averages[name]))
+            self.globals.publish(name, averages.pop(name), self._window.stop)
+        if self.outer is not None and PARAMS in averaged and PARAMS in self.globals.formats:
             self.outer.go_on_from(self.globals.average(PARAMS))
-        if PARAMS in averages:
+        if PARAMS in averaged:
             self.globals.versions |= dict.fromkeys(self.schedule.resets, self._window.stop)
         self.globals.step = self._window.stop
         self._tally.averaging += time.perf_counter() - began
         metrics = MetricRecord(
             {
                 "num-examples": sum(client.num_examples for client in clients.values()),
-                "train-loss": sum(client.train_loss for client in clients.values()) / mean.count,
+                "train-loss": sum(client.train_loss for client in clients.values()) / count,
             }
         )
-        return self.globals.averages[PARAMS] if PARAMS in averages else None, metrics
+        return self.globals.averages[PARAMS] if PARAMS in averaged else None, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -570,7 +575,7 @@ class DesLoc(Strategy):
 
 def _has_lost_state(reply: Message) -> bool:
     return reply.has_content() and any(
-        STATE_LOST in record for record in reply.content.metric_records.values()
+        STATE_LOST in record for record in records_of(MetricRecord, reply.content).values()
     )
 
 

@@ -83,7 +83,12 @@ class Door:
             context.state = read_context(stream).state
             if "raised" in head:
                 raise _raised(head)
-            return read_message(stream)
+            reply = read_message(stream)
+        # Flower holds on to the message while it sends the reply, and copies that: three times the
+        # memory. It wants no more of it than whom to reply to, and nobody will be asked again.
+        if message.has_content():
+            message.content.clear()
+        return reply
 
     @contextlib.contextmanager
     def _line(self) -> Iterator[Stream]:

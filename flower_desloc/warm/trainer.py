@@ -79,7 +79,7 @@ class Trainer:
         write_head(stream, head)
         write_context(stream, context)
         if reply is not None:
-            write_message(stream, reply)
+            write_message(stream, reply, release=True)
         stream.flush()
         # What raised may be this process itself: after a CUDA error, nothing works in it any more.
         return reply is not None and message.metadata.message_type != _GOODBYE

@@ -1,6 +1,7 @@
 """Flower's messages on a stream: its own serialised records, each array's bytes on their own.
 
-Not one protobuf for all: that would be a copy more on either side, and end at 2 GiB.
+Not one protobuf for all: that would be a copy more on either side, and end at 2 GiB. Array after
+array: whoever writes them can let them go one by one, so that a message is not there twice.
 """
 
 import copy
@@ -17,6 +18,8 @@ from flwr.common.serde import (
 )
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
+
+from flower_desloc.flower.content import records_of
 
 _LENGTH = 8  # bytes before every part, big-endian
 
@@ -45,16 +48,18 @@ def read_head(stream: Stream) -> dict[str, Any]:
     return head
 
 
-def write_message(stream: Stream, message: Message) -> None:
-    """Write a message, with its content or its error; it is not changed."""
-    skeleton = copy.copy(message)
-    if message.has_content():
-        skeleton.content = RecordDict({**message.content})
-        for name, record in message.content.array_records.items():
-            skeleton.content[name] = ArrayRecord({k: _with(a, b"") for k, a in record.items()})
-    _write(stream, message_to_proto(skeleton).SerializeToString())
-    for record, key in _arrays(message):
-        _write(stream, record[key].data)
+def write_message(stream: Stream, message: Message, *, release: bool = False) -> None:
+    """Write a message, with its content or its error.
+
+    It is not changed, unless it is to be released: then it is empty, and each array is let go once
+    it is written.
+    """
+    _write(stream, message_to_proto(_skeleton(message)).SerializeToString())
+    arrays = [record[key] for record, key in _arrays(message)]
+    if release and message.has_content():
+        message.content.clear()
+    while arrays:
+        _write(stream, arrays.pop(0).data)
 
 
 def read_message(stream: Stream) -> Message:
@@ -75,9 +80,19 @@ def read_context(stream: Stream) -> Context:
     return context_from_proto(ProtoContext.FromString(_read(stream)))
 
 
+def _skeleton(message: Message) -> Message:
+    """Return the message with arrays that have no bytes."""
+    skeleton = copy.copy(message)
+    if message.has_content():
+        skeleton.content = RecordDict({**message.content})
+        for name, record in records_of(ArrayRecord, message.content).items():
+            skeleton.content[name] = ArrayRecord({k: _with(a, b"") for k, a in record.items()})
+    return skeleton
+
+
 def _arrays(message: Message) -> Iterator[tuple[ArrayRecord, str]]:
     if message.has_content():
-        for record in message.content.array_records.values():
+        for record in records_of(ArrayRecord, message.content).values():
             for key in list(record):
                 yield record, key
 

@@ -1,0 +1,210 @@
+"""How much memory a payload of several gigabytes takes on its way down and up, process by process.
+
+    python benchmarks/large_payload.py [--gigabytes 3.2] [--tensors 16] [--json FILE]
+
+One window of DesLoc with one client, whose one stream goes down and, changed, up again: in
+Flower's simulation (`desloc run`'s private SuperLink, Ray) and in a deployment (`desloc federate`'s
+SuperLink and SuperNode, over TLS on loopback). The values are random, and checked in the end.
+
+Memory is anonymous memory, which only a process that ends or frees it gives back; taken five times
+a second from /proc. What is mapped from files, such as a client's state, the system takes back when
+it needs it. Ray's store in shared memory is counted by itself, once. ``payloads`` are peaks over
+the bytes of the stream, programs and libraries included: 1 is the least for who must hold it.
+
+It takes some 4 payloads of disk, and of memory 6 at the same time: 3.2 GB need a machine that is
+idle and has 24 GB. In the deployment glibc keeps much of what Flower frees, unless it is told
+otherwise: GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576 is set here where it is not.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flower_desloc.cli.federate import federation
+from flower_desloc.cli.superlink import SuperLink, private_superlink
+from flower_desloc.deployment.arguments import as_argument
+from flower_desloc.flower.client import STATE_DIR
+
+APP = Path(__file__).with_name("large_payload_app")
+ENGINES = ("simulation", "deployment")
+RAYLET = "raylet"
+ROLES = {  # words of a command line -> what it is
+    "warm.trainer": "trainer",
+    "flower-superlink": "SuperLink",
+    "flower-supernode": "SuperNode",
+    "deployment.node": "SuperNode",
+    "flwr-serverapp": "ServerApp",
+    "flwr-clientapp": "ClientApp",
+    "flwr-simulation": "ServerApp and Ray's driver",
+    "ray::ClientAppActor": "Ray's actor",
+    "raylet": RAYLET,
+}
+STORE = "Ray's store"
+
+
+@dataclass(eq=False)
+class Memory(threading.Thread):
+    """Takes the anonymous memory of all processes that inherited a variable's value from us."""
+
+    mark: str
+    peaks: dict[str, int] = field(default_factory=dict)
+    together: int = 0
+    """Peak of the sum, Ray's store included."""
+    then: dict[str, int] = field(default_factory=dict)
+    """Who had how much then."""
+
+    def __post_init__(self) -> None:
+        super().__init__(daemon=True)
+        self.over = threading.Event()
+        self._others: set[int] = set()
+
+    def run(self) -> None:
+        while not self.over.wait(0.2):
+            now: dict[str, int] = {}
+            for pid in psutil.pids():
+                if role := self._role(pid):
+                    now[role] = now.get(role, 0) + anonymous(pid)
+                if role == RAYLET:
+                    now[STORE] = now.get(STORE, 0) + shared(pid)
+            for role, size in now.items():
+                self.peaks[role] = max(self.peaks.get(role, 0), size)
+            if sum(now.values()) > self.together:
+                self.together, self.then = sum(now.values()), now
+
+    def _role(self, pid: int) -> str:
+        """Return what a process is; nothing if it is not ours, or a helper of a few megabytes."""
+        if pid in self._others:
+            return ""
+        try:
+            process = psutil.Process(pid)
+            if self.mark not in process.environ().values():
+                self._others.add(pid)
+                return ""
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            return ""
+        return next((role for words, role in ROLES.items() if words in command), "")
+
+
+def anonymous(pid: int) -> int:
+    """Return the bytes of a process that are its own, and of no file."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), 0)
+
+
+def shared(pid: int) -> int:
+    """Return the bytes of the files in shared memory that a process has open."""
+    size = 0
+    for handle in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            if str(handle.readlink()).startswith("/dev/shm/"):
+                size += handle.stat().st_blocks * 512
+        except OSError:
+            continue
+    return size
+
+
+@contextmanager
+def engine(name: str, folder: Path) -> Iterator[tuple[SuperLink, list[str]]]:
+    """Yield a SuperLink with one client, and what `flwr run` is to be told of it."""
+    with ExitStack() as stack:
+        if name == "simulation":
+            yield (
+                stack.enter_context(private_superlink()),
+                [*("--federation-config", "num-supernodes=1 client-resources-num-cpus=1")],
+            )
+            return
+        site = {"partition-id": 0, "num-partitions": 1, "state-dir": str(folder / "state")}
+        superlink, _ = stack.enter_context(federation([site], threads=1))
+        yield superlink, []
+
+
+def measure(name: str, values: int, tensors: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="desloc-bench-") as temporary:
+        folder = Path(temporary)
+        os.environ[STATE_DIR] = temporary
+        output = folder / "result.json"
+        settings = {"values": values, "tensors": tensors, "output": str(output)}
+        memory = Memory(temporary)
+        memory.start()
+        with engine(name, folder) as (superlink, options):
+            run = superlink.submit(
+                [
+                    *("flwr", "run", str(APP), "local", "--format", "json"),
+                    *("--run-config", as_argument(settings), *options),
+                ]
+            )
+            while not (status := superlink.status(run)).finished:
+                time.sleep(1)
+            log = "\n".join(superlink.log(run))
+        memory.over.set()
+        memory.join()
+        found = json.loads(output.read_text()) if output.exists() else {"error": log}
+    if "error" in found or not status.completed:
+        raise RuntimeError(f"{status}\n{found.get('error', log)}")
+    payload = 4 * values * tensors
+    peaks = {role: size / payload for role, size in memory.peaks.items()}
+    return {
+        "seconds": found["window"],
+        "peak_bytes": memory.peaks,
+        "payloads": peaks,
+        "together_bytes": memory.together,
+        "together_payloads": memory.together / payload,
+        "then_bytes": memory.then,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=3.2, help="of the stream")
+    parser.add_argument("--tensors", type=int, default=16, help="that it is in")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    args = parser.parse_args()
+    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so in good order
+    values = int(args.gigabytes * 1e9 / 4 / args.tensors)
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+        "glibc": os.environ["GLIBC_TUNABLES"],
+        "versions": {name: version(name) for name in ("flwr", "torch", "ray")},
+        "payload_bytes": 4 * values * args.tensors,
+        "tensors": args.tensors,
+    }
+    for name in args.engines:
+        result[name] = measure(name, values, args.tensors)
+        show(name, result[name])
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(f"{name}: {found['seconds']['total']:.1f} s")
+    for role, payloads in found["payloads"].items():
+        print(f"  {role:27} {payloads:5.2f} payloads  {found['peak_bytes'][role] / 1e9:6.2f} GB")
+    then = ", ".join(f"{role} {size / 1e9:.2f}" for role, size in found["then_bytes"].items())
+    print(f"  {'together':27} {found['together_payloads']:5.2f} payloads  ({then} GB)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

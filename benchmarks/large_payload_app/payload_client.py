@@ -1,0 +1,5 @@
+"""The ClientApp, by way of a trainer where processes live for one message."""
+
+from flower_desloc.warm import WarmClientApp
+
+app = WarmClientApp("payload_trainer:app")

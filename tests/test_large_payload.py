@@ -1,0 +1,158 @@
+"""Laws of payloads that are a good part of the memory there is: they are not held twice."""
+
+import contextlib
+import copy
+import gc
+import json
+import pickle
+import socket
+import threading
+import tracemalloc
+import weakref
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_desloc.flower import tensor_file
+from flower_desloc.flower.arrays import from_array, to_array, values_bytes
+from flower_desloc.flower.records import Reply, framed_bytes, payload_bytes, to_record
+from flower_desloc.flower.tensor_file import DamagedFileError
+from flower_desloc.warm.wire import read_message, write_message
+
+MB = 1 << 20
+
+
+def message(sizes):
+    """Return a message with an array of so many random bytes for each size."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+    random = np.random.default_rng(0)
+    arrays = {str(i): Array("uint8", (n,), "raw", random.bytes(n)) for i, n in enumerate(sizes)}
+    content = RecordDict({"params": ArrayRecord(arrays), "metrics": MetricRecord({"loss": 0.1})})
+    return Message(content, dst_node_id=5, message_type="train")
+
+
+def handed_over(sent, **options):
+    """Return what comes out of a line of small buffers."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
+    with contextlib.ExitStack() as stack:
+        here, there = (stack.enter_context(stack.enter_context(e).makefile("rwb")) for e in ends)
+
+        def write():
+            write_message(here, sent, **options)
+            here.flush()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        came = read_message(there)
+        writer.join()
+    return came
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 9), st.integers(8190, 8194), st.just(70_000)), max_size=5))
+def test_a_message_of_any_sizes_is_handed_over_whole(sizes):
+    sent, same = message(sizes), message(sizes)
+    came = handed_over(sent, release=True)
+    assert came.content == same.content
+    assert not sent.content
+
+
+def test_a_message_that_is_let_go_is_never_there_twice():
+    sizes = [MB] * 16
+    sent = message(sizes)  # NumPy's bytes are not traced, the copies are
+    sent.content["params"] = ArrayRecord()
+    tracemalloc.start()
+    try:
+        for i, size in enumerate(sizes):
+            sent.content["params"][str(i)] = Array("uint8", (size,), "raw", bytes(bytearray(size)))
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        came = handed_over(sent, release=True)
+        more = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert len(came.content["params"]) == 16
+    assert before > 16 * MB
+    assert more < 3 * MB
+
+
+def test_what_a_message_held_is_gone_with_it():
+    gc.disable()
+    try:
+        sent, stream = message([1, 2]), BytesIO()
+        write_message(stream, sent)
+        stream.seek(0)
+        came = read_message(stream)
+        arrays = [weakref.ref(m.content["params"]["1"]) for m in (sent, came)]
+        del sent, came
+        assert [array() for array in arrays] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_streams_behind_four_gigabytes_of_others_are_read_and_checked(tmp_path):
+    small, path = tmp_path / "small", tmp_path / "large"
+    tail = {"a": torch.arange(5.0), "b": torch.ones(2, 2)}
+    tensor_file.write(small, {"step": 3}, {"front": {"x": torch.zeros(1).double()}, "tail": tail})
+    data = small.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header, more = json.loads(data[8:begin]), 5 << 30
+    for name, about in header.items():
+        if name == "front/x":
+            about["data_offsets"][1] += more
+            about["shape"] = [1 + more // 8]
+        elif name != "__metadata__":
+            about["data_offsets"] = [offset + more for offset in about["data_offsets"]]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.seek(more, 1)  # a hole: no disk
+        file.write(data[begin:])
+    assert tensor_file.about(path) == {"step": 3}
+    read = tensor_file.read(path, ["tail"])["tail"]
+    assert all(torch.equal(read[key], tail[key]) for key in tail)
+    with path.open("rb+") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    with pytest.raises(DamagedFileError, match=r"tail in .*large is not what was written"):
+        tensor_file.read(path, ["tail"])
+
+
+@pytest.mark.parametrize(
+    "look", [lambda m: Reply.from_content(m.content), payload_bytes, framed_bytes]
+)
+def test_who_looks_at_a_message_does_not_keep_it(look):
+    tensor = torch.ones(3)
+    sent = message([])
+    sent.content["params"] = to_record({"x": tensor})
+    kept = weakref.ref(sent.content["params"]["x"])
+    gc.disable()
+    try:
+        look(sent)
+        del sent
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@given(st.sampled_from([torch.float32, torch.int64, torch.float16]), st.integers(0, 40))
+def test_a_pickle_hands_an_array_on_without_copying_it(dtype, size):
+    array = to_array(torch.arange(size).to(dtype))
+    buffers = []
+    data = pickle.dumps(array, protocol=5, buffer_callback=buffers.append)
+    came = pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])
+    assert len(data) < 300
+    assert came.data.obj is array.data
+    for other in (came, pickle.loads(pickle.dumps(array, protocol=4)), copy.deepcopy(array)):
+        assert torch.equal(from_array(other), from_array(array))
+        assert other.object_id == array.object_id
+        assert values_bytes(other) == values_bytes(array)
