@@ -560,8 +560,7 @@ def test_an_app_that_cannot_be_built_exits_by_1_and_says_why(tiny, place):
     ("number", "said"),
     [
         (signal.SIGINT, "run "),  # while Flower starts the simulation
-        (signal.SIGTERM, "client: "),  # while Ray's actors are there
-        (signal.SIGKILL, "client: "),
+        (signal.SIGKILL, "client: "),  # while Ray's actors are there
     ],
 )
 def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):

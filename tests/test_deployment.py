@@ -288,21 +288,6 @@ def place(tmp_path) -> Iterator[Place]:
 
 
 @pytest.mark.slow
-def test_a_federation_trains_and_leaves_the_runs_folder_and_nothing_else(place):
-    with place.federate(*SMALL, "run.steps=4", "--nodes", "2") as process:
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    assert place.summary()["status"] == "completed"
-    for direction, formula in place.summary()["bytes"]["analytic"].items():
-        assert place.summary()["bytes"]["measured"][direction] == formula
-    assert [sorted(window["clients"]) for window in place.windows()[1:]] == [
-        ["client-0", "client-1"]
-    ] * 2
-    assert load_file(place.output / "quickstart" / "final" / "model.safetensors")
-    assert place.left() == []
-
-
-@pytest.mark.slow
 def test_a_run_that_fails_shows_the_log_of_the_node_that_failed_it(place):
     too_long = [*SMALL, "data.max_bytes=300", "data.seq_len=2048"]
     with place.federate(*too_long, "run.steps=4", "--nodes", "1") as process:
@@ -356,4 +341,5 @@ def test_supernodes_that_are_killed_come_back_with_and_without_their_state(place
     lost = [e["client"] for w in place.windows() for e in w["events"] if e["kind"] == "state lost"]
     assert lost == ["client-2"]
     assert place.summary()["status"] == "completed"
+    assert load_file(place.output / "quickstart" / "final" / "model.safetensors")
     assert place.left() == []

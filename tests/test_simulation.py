@@ -87,14 +87,6 @@ def test_transformers_loads_the_final_weights(in_process):
     assert all(own[name].equal(tensor) for name, tensor in saved.items())
 
 
-def test_desloc_run_exits_by_1_when_a_client_raises(tmp_path):
-    too_little = [item for item in SMALL if not item.startswith("data.max_bytes")]
-    done = desloc(*too_little, "data.max_bytes=300", "data.seq_len=2048", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "data." in done.stdout + done.stderr
-    assert summary(tmp_path / "runs" / "quickstart")["status"] == "failed"
-
-
 def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     """As a newcomer types it: Flower starts a SuperLink of its own, which we must take down."""
     home = tmp_path / "home"
