@@ -23,6 +23,7 @@ from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run
 from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.resume import AUTO, resumable
 from flower_desloc.preflight import page
+from flower_desloc.preflight.machine import cores
 from flower_desloc.preflight.needs import Needs
 from flower_desloc.preflight.verdict import WAY_PAST, Place, on_this_machine
 from flower_desloc.start import OF_MODEL_CONFIG, settled
@@ -100,7 +101,7 @@ def run(
         "overrides": " ".join(words),
         "output-dir": str(output_dir.expanduser().resolve()),
     }
-    command = flwr_run(app, run_config, federation(config, workers=workers, cores=_cores()))
+    command = flwr_run(app, run_config, federation(config, workers=workers, cores=cores()))
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
@@ -228,12 +229,6 @@ def _absolute_paths(config: Config) -> list[str]:
         if value not in ("", "builtin", "bytes", AUTO) and Path(value).expanduser().exists()
     }
     return [f"{key}={path}" for key, path in found.items() if path != named[key]]
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _listing(presets: Mapping[str, str]) -> str:

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.preflight.machine import cores
 from flower_desloc.toy.problem import SPLITS
-from flower_desloc.toy.runs import NUM_PARTS, Size, cores, run_all
+from flower_desloc.toy.runs import NUM_PARTS, Size, run_all
 from flower_desloc.toy.search import (
     Grid,
     Row,

@@ -14,7 +14,6 @@ from flower_desloc.averaging import Stream
 from flower_desloc.flower.client import Config, Worker, evaluated, require_finite, trained
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.records import CONFIG, Reply, from_record
-from flower_desloc.local import local_steps
 from flower_desloc.schedule import PARAMS
 from flower_desloc.streams import put, take
 
@@ -53,16 +52,7 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
     optimizer.state.clear()
     after = take(module, optimizer, [PARAMS])[PARAMS]
     before = {key: tensor.clone() for key, tensor in after.items()}
-    steps = local_steps(
-        module,
-        optimizer,
-        worker.loss_at,
-        start=start,
-        stop=stop,
-        lr_schedule=worker.lr_schedule,
-        clipping=worker.clipping,
-        origin=start,
-    )
+    steps = worker.steps(start, stop, origin=start)
     require_finite({PARAMS: after})
     return Reply(
         metrics={

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from flower_desloc.preflight.machine import cores, memory
 from flower_desloc.study.store import Outcome
 from flower_desloc.study.worker import Job, prepare, run
 
@@ -92,13 +93,5 @@ class _Worker:
 
 def default_jobs(client_cpus: int) -> int:
     """Return as many runs at once as the machine has cores and memory for; at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min((cores or 1) // client_cpus, _available_bytes() // _WORKER_BYTES))
-
-
-def _available_bytes() -> int:
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _, free = memory()
+    return max(1, min(cores() // client_cpus, free // _WORKER_BYTES))

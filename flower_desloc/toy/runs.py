@@ -98,13 +98,6 @@ def processes(jobs: int) -> Iterator[Pool]:
         yield pool
 
 
-def cores() -> int:
-    """Return how many CPU cores are ours."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _prepare() -> None:
     torch.set_num_threads(1)
     np.seterr(over="ignore", invalid="ignore")  # a run that diverges is told of by its client
