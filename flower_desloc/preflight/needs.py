@@ -75,8 +75,8 @@ class Needs:
         """Return the machine's own memory that a client fills wherever it computes."""
         return {
             "Python": _CLIENT,
-            "streams as the window began": self._kept,
-            "streams to be sent": self._due(self.wire),
+            # What came is let go before what is sent is made.
+            "streams that came, or go": max(self._kept, self._due(self.wire)),
         }
 
     def server(self) -> Parts:
