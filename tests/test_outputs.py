@@ -230,6 +230,12 @@ def test_an_output_dir_that_cannot_be_written_is_one_clear_error() -> None:
         RunFolder.create("/proc/desloc", "a-run")
 
 
+def test_a_run_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written to"):
+        RunFolder(tmp_path).claimed().__enter__()
+
+
 def test_the_configuration_is_read_back_as_it_was(finished: tuple[RunFolder, str]) -> None:
     assert parse(finished[0].config.read_text()) == a_config()
 

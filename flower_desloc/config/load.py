@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -144,7 +145,7 @@ def _typed(values: Mapping[str, Any]) -> Config:
         try:
             OmegaConf.update(node, key, value, merge=False)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{key}={value}: {_one_line(error)}") from error
+            raise ConfigError(f"{key}={value}: {_wanted(node, key, value, error)}") from error
     assert isinstance(node, DictConfig)
     try:
         config = OmegaConf.to_object(node)
@@ -153,6 +154,18 @@ def _typed(values: Mapping[str, Any]) -> Config:
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def _wanted(node: Any, key: str, value: Any, error: Exception) -> str:
+    """Return what ``key`` takes, where OmegaConf speaks of its own classes."""
+    has = OmegaConf.select(node, key)
+    if isinstance(has, DictConfig) and not isinstance(value, dict):
+        return f"a section; set {key}.NAME=VALUE"
+    if isinstance(has, BaseContainer) and not isinstance(value, (dict, list)):
+        return f"a list; set {key}=[A,B]"
+    if value is None:
+        return "needs a value; leave it out for the default"
+    return _one_line(error)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

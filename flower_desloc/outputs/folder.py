@@ -115,14 +115,25 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out of the folder; raises :class:`ConfigError` if one is in it."""
+        """Keep other processes out of the folder.
+
+        Raises :class:`ConfigError` if one is in it, or if the folder cannot be written to.
+        """
+        lock = FileLock(self.path / ".lock")
         try:
-            with FileLock(self.path / ".lock", timeout=0):
-                yield
+            lock.acquire(timeout=0)
         except Timeout as error:
             raise ConfigError(
                 f"run.resume: the run in {self.path} is still going on, in another process"
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"run.resume: {self.path} cannot be written to ({error.strerror})"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, or leave the former one as it is."""

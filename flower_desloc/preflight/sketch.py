@@ -42,7 +42,7 @@ class Sketch:
             with torch.device("meta"):
                 self.model = offline_task(config).build_model()
         except Exception:  # one that must have values to be built
-            self.model = offline_task(config).build_model()
+            self.model = _built(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             _have_values(self.model)
@@ -101,6 +101,14 @@ class Sketch:
         finally:
             self.model.zero_grad(set_to_none=True)
         return self._steps.setdefault(micro_batch, living.most)
+
+
+def _built(config: Config) -> nn.Module:
+    try:
+        return offline_task(config).build_model()
+    except Exception as error:  # a task may be anybody's
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the model cannot be built ({what})") from error
 
 
 def offline_task(config: Config) -> Task:
