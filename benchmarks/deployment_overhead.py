@@ -11,9 +11,6 @@ than those that follow.
 
 Where a window's time goes is told from the clients' own clocks, the SuperNodes' logs and the
 server's grid, as the median over clients and windows.
-
-``--poll SECONDS`` sets FLWR_SUPEREXEC_TASK_POLL_INTERVAL for the SuperNodes, and so for all three;
-Flower's default is 1.
 """
 
 import argparse
@@ -76,7 +73,7 @@ class Mark(NamedTuple):
 class Federation:
     """A SuperLink and SuperNodes on loopback, in a folder of their own."""
 
-    def __init__(self, folder: Path, poll: float | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.marks: list[Mark] = []
         self._processes: list[subprocess.Popen[str]] = []
@@ -88,8 +85,6 @@ class Federation:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        if poll is not None:
-            self._environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = str(poll)
         self.port = free_port()
         address = f"127.0.0.1:{self.port}"
         self._start(
@@ -177,9 +172,9 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(poll: float | None) -> Iterator[Federation]:
+def federation() -> Iterator[Federation]:
     folder = Path(tempfile.mkdtemp(prefix="desloc-bench-"))
-    made = Federation(folder, poll)
+    made = Federation(folder)
     try:
         yield made
     finally:
@@ -223,13 +218,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--poll", type=float, help="the SuperExecs' poll, in seconds")
     parser.add_argument("--windows", type=int, default=4, help="of a block")
     parser.add_argument("--blocks", type=int, default=3, help="of each")
     parser.add_argument("--output", type=Path, help="write the result here as well, as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so in good order
-    with federation(args.poll) as made:
+    with federation() as made:
         output = made.folder / "result.json"
         config = (
             f'blocks={args.blocks} windows={args.windows} overrides="{SMALL}" output="{output}"'
@@ -242,7 +236,6 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
         "clients": CLIENTS,
-        "superexec_poll_seconds": args.poll or 1.0,
         "overhead_seconds": {},
         "parts_seconds": {},
     }
