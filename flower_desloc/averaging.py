@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flower_desloc.pages import copied
+
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 
@@ -172,7 +174,7 @@ def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
     with OneThread():
         return {
             name: {
-                key: t.detach().to(_wide(t.dtype), copy=True, memory_format=torch.contiguous_format)
+                key: copied(t.detach(), torch.empty(t.shape, dtype=_wide(t.dtype), device=t.device))
                 for key, t in stream.items()
             }
             for name, stream in streams.items()

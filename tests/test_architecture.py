@@ -22,8 +22,8 @@ CORE_MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in CORE
 }
-# Its one door to the machine: C for the optimizers, or nothing where there is no compiler.
-COMPILED = "flower_desloc.native"
+# Its doors to the machine: C, or nothing where there is no compiler; and large pages.
+DOORS = {"flower_desloc.native", "flower_desloc.pages"}
 # Pure Python that neither reads nor writes: no logging, os, pathlib, json, time, ...
 PURE = {
     "collections",
@@ -58,7 +58,7 @@ def names_in(path: Path) -> set[str]:
 def test_the_core_imports_pytorch_pure_python_and_itself(path):
     for name in imported(path):
         top = name.partition(".")[0]
-        allowed = top in PURE | {"torch"} or name in {*CORE_MODULES, COMPILED}
+        allowed = top in PURE | {"torch"} or name in {*CORE_MODULES, *DOORS}
         assert allowed, f"{path.name} imports {name}"
 
 

@@ -18,6 +18,8 @@ from flwr.app import Array
 from numpy.lib import format as npy
 from torch import Tensor
 
+from flower_desloc.pages import joined
+
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
 _ALIGNMENT = 16  # of the values in the bytes; NumPy's own is 64
@@ -44,7 +46,7 @@ def to_array(tensor: Tensor) -> Array:
     """
     values = tensor.detach().cpu().contiguous().numpy()
     header = _header(values.dtype.str, values.shape)
-    data = b"".join((header, values.reshape(-1).view(np.uint8).data))
+    data = joined(header, values.reshape(-1).view(np.uint8).data)
     return Array(str(values.dtype), values.shape, _NUMPY, data)
 
 
