@@ -8,11 +8,13 @@ settings.register_profile("laws", derandomize=True, deadline=None, max_examples=
 settings.load_profile("laws")
 torch.set_num_threads(1)
 
+_LONGEST = ("test_deployment.py", "test_resume_run.py", "test_study.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of slow tests first, or in the end one worker waits for the other."""
+    """Put the longest files first, and those of slow tests, or in the end workers wait."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.name not in _LONGEST, item.path not in slow))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -359,18 +358,6 @@ def test_the_command_imports_from_the_folder_where_it_is_called(tmp_path, monkey
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "each client will send, in 96 steps" in done.output
-
-
-@pytest.mark.slow
-def test_a_task_beside_the_caller_is_found_in_the_simulation(whole, tmp_path):
-    """The same bits as in one process."""
-    for name in ("cnn.py", "cnn.yaml"):
-        shutil.copy(EXAMPLES / name, tmp_path)
-    command = [str(Path(sys.executable).parent / "desloc"), "run", "cnn.yaml", *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    here, there = summary(whole("cnn")), summary(tmp_path / "runs" / "cnn")
-    assert there["weights_sha256"] == here["weights_sha256"]
 
 
 # ----------------------------------------------------------------------------------------- Library

@@ -107,6 +107,7 @@ def test_a_run_begins_with_the_model_of_another(whole, tmp_path):
 
 @pytest.mark.slow
 def test_kill_9_and_one_command_more(whole, tmp_path):
+    """In Flower's simulation, and to the bits of one process that was never killed."""
     command = [str(BIN / "desloc"), "run", "quickstart", *SMALL]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
@@ -127,5 +128,6 @@ def test_kill_9_and_one_command_more(whole, tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "flwr run" in done.stdout
     assert "gone on with after step" in done.stdout
     same(metrics.parent, whole)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from flower_desloc.schedule import PARAMS
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+EXAMPLES = ROOT / "examples"
 ADAM, SGDM = OPTIMIZERS["adam"], OPTIMIZERS["sgdm"]
 
 
@@ -438,11 +440,16 @@ def test_the_app_too_makes_of_fedavg_what_desloc_calls_favg_opt(tmp_path):
 
 
 @pytest.mark.slow
-def test_simulation_and_one_process_give_the_same_bits(tmp_path):
-    command = [str(BIN / "desloc"), "run", "fedadam", *SMALL.split(), "--workers", "2"]
+def test_simulation_and_one_process_give_the_same_bits(tmp_path, monkeypatch):
+    """Of a task that lies beside the caller."""
+    shutil.copy(EXAMPLES / "cnn.py", tmp_path)
+    own = "task=cnn:CNN task_options.width=4 data.partition=iid"
+    command = [str(BIN / "desloc"), "run", "fedadam", *SMALL.split(), *own.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    here, there = summary(tmp_path / "runs" / "fedadam"), run("fedadam", tmp_path / "inprocess")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    here = summary(tmp_path / "runs" / "fedadam")
+    there = run("fedadam", tmp_path / "inprocess", own)
     assert here["weights_sha256"] == there["weights_sha256"]
     for what in ("up", "down"):
         assert here["bytes"]["measured"][what] == there["bytes"]["measured"][what]

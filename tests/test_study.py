@@ -42,7 +42,7 @@ TINY = [
 ]  # fmt: skip
 
 LONG = [
-    "run.steps=400", "run.eval_every=0", "sync.params=1", "data.partition=iid",
+    "run.steps=200", "run.eval_every=0", "sync.params=1", "data.partition=iid",
     "federation.num_clients=2", "evaluation.federated=false",
 ]  # fmt: skip
 """Enough windows to be met in the middle."""
