@@ -2,7 +2,8 @@
 
     python benchmarks/large_window.py [--parameters 135000000] [--clients 2] [--json FILE]
 
-Three arms on the same nodes, a few rounds each, in turns:
+Three arms on the same nodes, a few rounds each, in turns. The first two of every turn do not count:
+in DesLoc a client's two files are new then, and written over from the third on.
 
 - echo: Flower's transport alone. Every client is sent the parameters and sends them back.
 - fedavg: Flower's FedAvg, its clients written as in Flower's examples.
@@ -50,7 +51,7 @@ from flower_desloc.optim import ADOPT
 
 TENSORS = 16
 PARAMETERS = "BENCHMARK_PARAMETERS"  # Ray's processes are told by the environment
-ROUNDS, WARM_UP = 4, 1
+ROUNDS, WARM_UP = 5, 2
 
 
 class Many(torch.nn.Module):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flower_desloc.pages import copied
+from flower_desloc.native.mean import approach_in_one_pass, squared_distance_in_one_pass
+from flower_desloc.native.pages import copied
 
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
@@ -140,6 +141,8 @@ def blocks(tensor: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
 
 def squared_distance(tensor: Tensor, origin: Tensor | None = None) -> float:
     """Return ``|tensor - origin|^2``, from zero unless there is an origin, of any finite values."""
+    if (square := squared_distance_in_one_pass(tensor, origin)) is not None:
+        return square
     room = _room(tensor)
     with OneThread():
         if origin is None:
@@ -183,6 +186,8 @@ def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
 
 def _approach(mean: Tensor, tensor: Tensor, share: float) -> float:
     """Move ``mean`` that share of the way to ``tensor``, in place; return the way's square."""
+    if (square := approach_in_one_pass(mean, tensor, share)) is not None:
+        return square
     room = _room(tensor)
     squares = 0.0
     for m, t in zip(blocks(mean), blocks(tensor), strict=True):

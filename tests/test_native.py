@@ -1,13 +1,17 @@
-"""ADOPT's step in C: PyTorch's operations to rounding, the same bits on any number of threads."""
+"""What is compiled in C: PyTorch's operations, to rounding."""
 
 import logging
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from federation import generator
 
-from flower_desloc import native
+from flower_desloc.averaging import Mean, squared_distance
+from flower_desloc.native import adopt as native
+from flower_desloc.native.compiled import compiled as library
+from flower_desloc.native.mean import approach_in_one_pass, squared_distance_in_one_pass
 from flower_desloc.optim import ADOPT
 from flower_desloc.optim.adopt import adopt_step
 
@@ -22,9 +26,9 @@ compiled = pytest.mark.skipif(
 
 @pytest.fixture
 def without_a_kept_library():
-    native._library.cache_clear()
+    library.cache_clear()
     yield
-    native._library.cache_clear()
+    library.cache_clear()
 
 
 def tensors(shapes, dtype):
@@ -113,9 +117,53 @@ def test_a_convolution_with_channels_last_takes_the_same_steps():
     torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-6)
 
 
+@compiled
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("scale", [1.0, 1e-40, 1e38])
+def test_the_mean_moves_as_numpy_moves_it_and_its_squares_are_those_of_double(size, scale):
+    mean, x = (scale * torch.rand(size, generator=generator(3, i)).sub(0.5) for i in range(2))
+    before, share = mean.clone(), 1 / 3
+    squares = approach_in_one_pass(mean, x, share)
+    step = x.numpy() - before.numpy()
+    assert mean.numpy().tobytes() == (before.numpy() + np.float32(share) * step).tobytes()
+    assert squares == pytest.approx(float((step.astype(np.float64) ** 2).sum()), rel=1e-14)
+    assert squared_distance_in_one_pass(x, before) == squares
+    zero = torch.zeros(size)
+    assert squared_distance_in_one_pass(x, None) == squared_distance_in_one_pass(x, zero)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(3, 5, dtype=torch.float64), torch.ones(5, 3).T, torch.ones(3, 6), torch.ones(3)],
+    ids=["fp64", "transposed", "larger", "smaller"],
+)
+def test_a_mean_that_it_cannot_take_it_leaves_alone(other):
+    mean = torch.zeros(3, 5)
+    assert approach_in_one_pass(mean, other, 0.5) is None
+    assert squared_distance_in_one_pass(mean, other) is None
+    assert not mean.any()
+
+
+def test_without_a_compiler_the_mean_is_pytorchs(without_a_kept_library, monkeypatch, caplog):
+    clients = [{"params": {"w": torch.randn(5000, generator=generator(9, i))}} for i in range(4)]
+    found = []
+    for compiler in ("", "/nowhere/cc"):
+        monkeypatch.setenv("CC", compiler)
+        library.cache_clear()
+        mean = Mean()
+        for client in clients:
+            mean.add(client)
+        drift = mean.drift(mean.result())["params"]
+        distance = squared_distance(*(client["params"]["w"] for client in clients[:2]))
+        found.append([mean.result()["params"]["w"], *vars(drift).values(), distance])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+    [line] = [r.message for r in caplog.records if "/nowhere/cc" in r.message]
+    assert line.startswith("the mean over clients runs as PyTorch's operations")
+
+
 @pytest.mark.parametrize(
     ("compiler", "said"),
-    [("/nowhere/cc", "No such file"), ("false", "false failed")],
+    [("/nowhere/cc", "No such file"), ("false", "'false'")],
     ids=["there is none", "it fails"],
 )
 def test_without_a_compiler_the_step_is_pytorchs_and_one_line_says_so(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flower_desloc.pages import _LEAST, copied, joined
+from flower_desloc.native.pages import _LEAST, copied, joined
 
 SIZES = [0, 1, _LEAST - 64, _LEAST - 63, _LEAST + 4095, 2 * _LEAST + 1]
 

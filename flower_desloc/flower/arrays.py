@@ -18,7 +18,7 @@ from flwr.app import Array
 from numpy.lib import format as npy
 from torch import Tensor
 
-from flower_desloc.pages import joined
+from flower_desloc.native.pages import joined
 
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.native import adopt_step as adopt_step_in_one_pass
+from flower_desloc.native.adopt import adopt_step as adopt_step_in_one_pass
 from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
 
 

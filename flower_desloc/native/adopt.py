@@ -1,28 +1,18 @@
-"""ADOPT's step as one pass over memory: a few lines of C, compiled when first needed.
+"""ADOPT's step as one pass over memory.
 
-On the CPU a step costs what its memory traffic costs. PyTorch's operations make eight passes where
-one would do, and its own fused kernels know Adam and SGD alone. With a C compiler on the machine
-(``CC``, or ``cc``, ``gcc``, ``clang``) a step is one pass; without, it is PyTorch's operations.
-
-Products and sums are rounded one by one (no fused multiply-add), so that the result is the same
-bits whatever the vector width and the number of threads.
+PyTorch's operations make eight passes where one would do, and its own fused kernels know Adam and
+SGD alone. The result is the same bits whatever the number of threads.
 """
 
 import ctypes
-import logging
 import math
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from functools import cache
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from flower_desloc.native.compiled import compiled
 
 _SOURCE = r"""
 #include <math.h>
@@ -83,11 +73,6 @@ STEP(adopt_float32, float, sqrtf)
 STEP(adopt_float64, double, sqrt)
 """
 
-_FLAGS = (
-    "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-shared", "-fPIC", "-pthread",
-)  # fmt: skip
-
 _ELEMENTS_A_THREAD = 1 << 18
 """Fewer are done before another thread has started."""
 
@@ -125,7 +110,7 @@ def adopt_step(
         if not (t.dtype is dtype and t.is_cpu and t.is_contiguous()):
             return False
         addresses.append(t.data_ptr())
-    library = _library()
+    library = compiled("ADOPT's step", _SOURCE)
     if library is None:
         return False
     count = len(xs)
@@ -138,37 +123,3 @@ def adopt_step(
         ctypes.c_int64(max(1, min(torch.get_num_threads(), sum(sizes) // _ELEMENTS_A_THREAD))),
     )
     return True
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    # For this process alone, as it takes a fraction of a second: a kept one could be another
-    # machine's, and would have to be trusted.
-    compiler = _compiler()
-    if compiler is None:
-        _warn("there is no C compiler; install gcc or clang, or name one in CC")
-        return None
-    with tempfile.TemporaryDirectory(prefix="desloc-") as folder:
-        source, library = Path(folder, "step.c"), Path(folder, "step.so")
-        source.write_text(_SOURCE, encoding="utf-8")
-        command = [*compiler, *_FLAGS, str(source), "-o", str(library), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)  # noqa: S603
-            return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
-            _warn(f"{compiler[0]} failed: {' '.join(str(said).split())[:200]}")
-            return None
-
-
-def _compiler() -> list[str] | None:
-    if named := shlex.split(os.environ.get("CC", "")):
-        return named
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    return [found] if found else None
-
-
-def _warn(why: str) -> None:
-    logging.getLogger(__name__).warning(
-        "ADOPT's step runs as PyTorch's operations, several times slower on the CPU: %s", why
-    )
