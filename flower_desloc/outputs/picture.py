@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,7 @@ from matplotlib.ticker import (
 )
 
 from flower_desloc.outputs.folder import RunFolder
+from flower_desloc.outputs.labels import Label, beside, named
 from flower_desloc.outputs.methods import Uploads
 from flower_desloc.outputs.metrics import Line, read_lines
 from flower_desloc.outputs.units import bytes_text, figures, percent_text, period_text
@@ -44,16 +44,6 @@ _GAP: Final = 0.062
 
 _WIDTH: Final = 1.02
 """Of a panel, in lengths of the run: what happens at the end is seen."""
-
-
-@dataclass(frozen=True)
-class _Label:
-    """Text beside a panel for what ends at ``end``, a point of its data."""
-
-    end: tuple[float, float]
-    text: str
-    colour: str
-    bold: bool = False
 
 
 def draw(folder: str | Path) -> Path:
@@ -86,26 +76,26 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
     metric, unit = ("nats_per_byte", "nats per byte") if by_byte else ("loss", "loss")
     of_images = any("accuracy" in e["overall"] for _, e in evaluations)
     parts = "client" if where == "federated" else "label" if of_images else "domain"
-    _name(panel, "Held-out loss", f"{unit} of the averaged model; thin lines by {parts}")
+    named(panel, "Held-out loss", f"{unit} of the averaged model; thin lines by {parts}")
     if not evaluations:
         _empty(panel, "not evaluated")
         return
     overall = _points((step, e["overall"].get(metric)) for step, e in evaluations)
     final = evaluations[-1][1]
     labels = []
-    named = len(final["parts"]) <= len(_PART_COLOURS)
-    for part, colour in zip(final["parts"], cycle(_PART_COLOURS if named else [_GREY])):
+    few = len(final["parts"]) <= len(_PART_COLOURS)
+    for part, colour in zip(final["parts"], cycle(_PART_COLOURS if few else [_GREY])):
         points = _points((step, e["parts"].get(part, {}).get(metric)) for step, e in evaluations)
         if points:
-            panel.plot(*zip(*points, strict=True), color=colour, lw=1.2 if named else 0.6)
-            labels += [_Label(points[-1], part, colour)] if named else []
+            panel.plot(*zip(*points, strict=True), color=colour, lw=1.2 if few else 0.6)
+            labels += [Label(points[-1], part, colour)] if few else []
     # The training loss is per token; here is what that makes per byte, on the held-out text.
     per_token = (final["overall"].get("loss"), final["overall"].get(metric))
     scale = per_token[1] / per_token[0] if all(per_token) else 1.0
     train = [(step, loss * scale) for step, loss in _mean_losses(lines)]
     if train:
         panel.plot(*zip(*train, strict=True), color=_FAINT, lw=1, zorder=0)
-        labels.append(_Label(train[-1], "training", _GREY))
+        labels.append(Label(train[-1], "training", _GREY))
     if overall:
         panel.plot(
             *zip(*overall, strict=True),
@@ -117,14 +107,14 @@ def _heldout(panel: Axes, lines: Sequence[Line]) -> None:
         )
         right = final["overall"].get("accuracy")
         behind = "" if right is None else f", {percent_text(right)} right"
-        labels.append(_Label(overall[-1], f"all {overall[-1][1]:.3f}{behind}", _INK, bold=True))
-    _labels(panel, labels)
+        labels.append(Label(overall[-1], f"all {overall[-1][1]:.3f}{behind}", _INK, bold=True))
+    beside(panel, labels, _GAP)
 
 
 def _sent(
     panel: Axes, lines: Sequence[Line], summary: dict[str, Any], colours: dict[str, str]
 ) -> None:
-    _name(panel, "Sent by all clients", "bytes to the server, since the start")
+    named(panel, "Sent by all clients", "bytes to the server, since the start")
     uploads = _uploads(summary)
     steps: list[float] = [0]
     local_adam, ddp = [0], [0]
@@ -147,7 +137,7 @@ def _sent(
         panel.fill_between(steps, below, top, step="post", color=colours[stream], alpha=0.85, lw=0)
         if course[-1]:
             middle = (steps[-1], (below[-1] + top[-1]) / 2)
-            labels.append(_Label(middle, f"{stream} {bytes_text(course[-1])}", colours[stream]))
+            labels.append(Label(middle, f"{stream} {bytes_text(course[-1])}", colours[stream]))
         below = top
     most = max(local_adam[-1], below[-1])
     if not most:
@@ -157,7 +147,7 @@ def _sent(
     if local_adam[-1]:  # data parallelism has no such counterpart
         panel.plot(steps, local_adam, color=_INK, lw=1.8, ls=(0, (5, 2)), drawstyle="steps-post")
         labels.append(
-            _Label((steps[-1], local_adam[-1]), f"Local Adam {bytes_text(local_adam[-1])}", _INK)
+            Label((steps[-1], local_adam[-1]), f"Local Adam {bytes_text(local_adam[-1])}", _INK)
         )
     # In proportion, or stacking says nothing; so DDP leaves at the top, with its number.
     panel.set_ylim(0, most * 1.15)
@@ -165,7 +155,7 @@ def _sent(
         FuncFormatter(lambda count, _: bytes_text(count).replace(".0 ", " "))
     )
     if ddp[-1] <= most * 1.15:
-        labels.append(_Label((steps[-1], ddp[-1]), f"DDP {bytes_text(ddp[-1])}", _INK))
+        labels.append(Label((steps[-1], ddp[-1]), f"DDP {bytes_text(ddp[-1])}", _INK))
     else:
         leaves = steps[-2] * most * 1.15 / ddp[-1]
         panel.annotate(
@@ -176,13 +166,13 @@ def _sent(
             fontsize=_TEXT,
             color=_INK,
         )
-    _labels(panel, labels)
+    beside(panel, labels, _GAP)
 
 
 def _timeline(
     panel: Axes, lines: Sequence[Line], summary: dict[str, Any], colours: dict[str, str]
 ) -> None:
-    _name(panel, "When each stream was averaged", "one mark a sync")
+    named(panel, "When each stream was averaged", "one mark a sync")
     rows = list(colours)
     width = min(4.0, max(0.8, 160 / max(1, *summary["syncs"].values())))
     for row, stream in enumerate(rows):
@@ -218,7 +208,7 @@ def _timeline(
 
 
 def _drift(panel: Axes, lines: Sequence[Line], colours: dict[str, str]) -> None:
-    _name(panel, "Drift between clients", "spread over clients / norm of the mean, at every sync")
+    named(panel, "Drift between clients", "spread over clients / norm of the mean, at every sync")
     labels = []
     for stream, colour in colours.items():
         points = _points(
@@ -231,7 +221,7 @@ def _drift(panel: Axes, lines: Sequence[Line], colours: dict[str, str]) -> None:
             panel.plot(
                 *zip(*points, strict=True), color=colour, lw=1.8, marker="o", ms=size, clip_on=False
             )
-            labels.append(_Label(points[-1], stream, colour))
+            labels.append(Label(points[-1], stream, colour))
     if not labels:
         _empty(panel, "no drift was seen")
         return
@@ -243,7 +233,7 @@ def _drift(panel: Axes, lines: Sequence[Line], colours: dict[str, str]) -> None:
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 3 else (1,)))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _labels(panel, labels)
+    beside(panel, labels, _GAP)
 
 
 def _title(figure: Figure, summary: dict[str, Any]) -> None:
@@ -287,68 +277,6 @@ def _ticks(num_steps: int, period: Period) -> Locator:
         if rounds % ticks == 0:
             return MultipleLocator(num_steps // ticks)
     return MaxNLocator(6, integer=True)
-
-
-def _name(panel: Axes, name: str, meaning: str) -> None:
-    panel.set_title(name, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=22)
-    panel.annotate(
-        meaning,
-        (0, 1),
-        xytext=(0, 8),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=_TEXT,
-        color="#666666",
-    )
-
-
-def _labels(panel: Axes, labels: Sequence[_Label]) -> None:
-    """Write the labels beside the panel, moved apart where they would overlap."""
-    if not labels:
-        return
-    panel.set_ylim(panel.get_ylim())  # or the scale would still move under the labels
-    to_axes = panel.transData + panel.transAxes.inverted()
-    labels = sorted(labels, key=lambda label: label.end[1])
-    heights = _apart([float(to_axes.transform(label.end)[1]) for label in labels])
-    for label, height in zip(labels, heights, strict=True):
-        panel.annotate(
-            label.text,
-            label.end,
-            xytext=(1.035, height),
-            xycoords="data",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=_TEXT,
-            fontweight="bold" if label.bold else "normal",
-            color=label.colour,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": label.colour,
-                "lw": 0.7,
-                "shrinkA": 1,
-                "shrinkB": 2,
-                "relpos": (0, 0.5),
-            },
-            annotation_clip=False,
-        )
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """Return rising ``heights`` at least a gap apart: each crowd about its middle, above 0."""
-    crowds: list[list[float]] = []
-    for height in heights:
-        crowds.append([height])
-        while len(crowds) > 1 and _top(crowds[-2]) + _GAP > _bottom(crowds[-1]):
-            crowds[-2:] = [crowds[-2] + crowds[-1]]
-    return [_bottom(crowd) + _GAP * i for crowd in crowds for i in range(len(crowd))]
-
-
-def _bottom(crowd: Sequence[float]) -> float:
-    return max(0.02, sum(crowd) / len(crowd) - _GAP * (len(crowd) - 1) / 2)
-
-
-def _top(crowd: Sequence[float]) -> float:
-    return _bottom(crowd) + _GAP * (len(crowd) - 1)
 
 
 def _size(points: Sequence[object]) -> float:

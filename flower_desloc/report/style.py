@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final
 
@@ -21,6 +20,8 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from flower_desloc.outputs.labels import Label
+from flower_desloc.outputs.labels import beside as labels_beside
 from flower_desloc.outputs.units import bytes_text
 from flower_desloc.report.runs import Group, Run
 from flower_desloc.report.series import Array, Band, Curve, mean
@@ -58,16 +59,6 @@ NAMED: Final = 30
 """So many rows have all their names."""
 _MANY: Final = 12
 """More lines than this cannot be told apart."""
-
-
-@dataclass(frozen=True)
-class Label:
-    """Text beside a panel for what ends at ``end``, a point of its data."""
-
-    end: tuple[float, float]
-    text: str
-    colour: str
-    bold: bool = False
 
 
 def stream_colours(streams: Iterable[str]) -> dict[str, str]:
@@ -258,54 +249,8 @@ def rows_axis(panel: Axes, names: Sequence[str]) -> None:
 
 
 def beside(panel: Axes, labels: Sequence[Label]) -> None:
-    """Write the labels beside the panel, moved apart where they would overlap."""
-    if not labels:
-        return
-    panel.set_ylim(panel.get_ylim())  # or the scale would still move under the labels
-    panel.set_xlim(panel.get_xlim())
-    gap = _TEXT * 1.35 / 72 / _height(panel)
-    to_axes = panel.transData + panel.transAxes.inverted()
-    labels = sorted(labels, key=lambda label: label.end[1])
-    heights = apart([float(to_axes.transform(label.end)[1]) for label in labels], gap)
-    for label, height in zip(labels, heights, strict=True):
-        panel.annotate(
-            label.text,
-            label.end,
-            xytext=(1.04, height),
-            xycoords="data",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=_TEXT,
-            fontweight="bold" if label.bold else "normal",
-            color=label.colour,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": label.colour,
-                "lw": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 2,
-                "relpos": (0, 0.5),
-            },
-            annotation_clip=False,
-        )
-
-
-def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Return rising ``heights`` at least a gap apart: each crowd about its middle, above 0.
-
-    >>> apart([0.5, 0.5, 0.9], 0.25)
-    [0.375, 0.625, 0.9]
-    """
-    crowds: list[list[float]] = []
-
-    def bottom(crowd: Sequence[float]) -> float:
-        return max(0.02, sum(crowd) / len(crowd) - gap * (len(crowd) - 1) / 2)
-
-    for height in heights:
-        crowds.append([height])
-        while len(crowds) > 1 and bottom(crowds[-2]) + gap * len(crowds[-2]) > bottom(crowds[-1]):
-            crowds[-2:] = [crowds[-2] + crowds[-1]]
-    return [bottom(crowd) + gap * i for crowd in crowds for i in range(len(crowd))]
+    """Write the labels beside the panel, a line apart where they would overlap."""
+    labels_beside(panel, labels, gap=_TEXT * 1.35 / 72 / _height(panel))
 
 
 def _height(panel: Axes) -> float:

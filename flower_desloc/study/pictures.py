@@ -17,13 +17,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from flower_desloc.outputs.labels import Label
 from flower_desloc.report import Run, load
 from flower_desloc.report.series import Array, Band, Curve, at, heldout, sent
 from flower_desloc.report.style import (
     GREY,
     INK,
     PARTS,
-    Label,
     beside,
     bytes_axis,
     figure,

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from flower_desloc.outputs.labels import named
 from flower_desloc.toy.problem import OPTIMUM, SPLITS, START, Reals, distance, value
 from flower_desloc.toy.runs import PATH_EVERY, Ways
 from flower_desloc.toy.search import Row
@@ -68,7 +69,7 @@ def draw_map(rows: Iterable[Row], folder: Path, *, like: Setting) -> Path:
             _tidy(panel)
             if split == SPLITS[0]:
                 half = np.log(0.5) / np.log(beta1)
-                _name(panel, f"β₁ = {beta1:g}", f"half-life {half:.0f} steps")
+                named(panel, f"β₁ = {beta1:g}", f"half-life {half:.0f} steps")
             for method in METHODS:
                 there = sorted(
                     (row.lr, row.distance, row.spread)
@@ -111,7 +112,7 @@ def _draw(ways: Ways, split: str, path: Path) -> Path:
 def _distances(panel: Axes, ways: Ways, split: int) -> None:
     _tidy(panel)
     size = ways.size
-    _name(
+    named(
         panel,
         "Distance to the optimum",
         f"of the averages: median and quartiles of {size.seeds} seeds; "
@@ -136,7 +137,7 @@ def _distances(panel: Axes, ways: Ways, split: int) -> None:
 
 def _contour(panel: Axes, ways: Ways, split: int) -> None:
     _tidy(panel)
-    _name(panel, "The way there", f"mean of the workers every {PATH_EVERY} steps; one seed")
+    named(panel, "The way there", f"mean of the workers every {PATH_EVERY} steps; one seed")
     panel.grid(visible=False)
     _levels(panel, (-1.6, 1.9), (-0.5, 2.6))
     for method in _BACK_TO_FRONT:
@@ -215,19 +216,6 @@ def _tidy(panel: Axes) -> None:
     panel.tick_params(which="both", labelsize=_TEXT, color=_GREY, labelcolor=_INK)
     panel.grid(visible=True, axis="y", color="#EDEDED", lw=0.8)
     panel.set_axisbelow(True)
-
-
-def _name(panel: Axes, name: str, meaning: str) -> None:
-    panel.set_title(name, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=22)
-    panel.annotate(
-        meaning,
-        (0, 1),
-        xytext=(0, 8),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=_TEXT,
-        color="#666666",
-    ).set_in_layout(False)  # or it would take its width from the panels
 
 
 def _save(figure: Figure, path: Path) -> Path:

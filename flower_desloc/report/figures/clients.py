@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.outputs.labels import Label
 from flower_desloc.outputs.units import size_text
 from flower_desloc.report.runs import Group, Run, Spread, grouped
 from flower_desloc.report.series import Curve, by_step, heldout, heldout_parts, mean, measure, told
@@ -15,7 +16,6 @@ from flower_desloc.report.style import (
     INK,
     NAMED,
     PARTS,
-    Label,
     beside,
     by_client,
     by_group,

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.outputs.labels import Label
 from flower_desloc.report.runs import Group, Run, grouped
 from flower_desloc.report.series import Curve, drift, rate_of_change
 from flower_desloc.report.style import (
     INK,
-    Label,
     beside,
     by_group,
     dots,
