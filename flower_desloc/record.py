@@ -16,13 +16,24 @@ MICRO_BATCH = "micro-batch"
 """A client says how many examples it computes on at once."""
 
 
+_DIGITS = 15  # beyond them a float does not count
+
+
 def holdings(about: Mapping[str, str]) -> dict[str, int]:
-    """Return the size of every domain or label of a client's data, as far as it says."""
+    """Return the size of every domain or label of a client's data, as far as it says.
+
+    A client may say anything: what is not a number, or is beyond any data, is left out.
+    """
     return {
-        key.removeprefix(DATA): int(size)
-        for key, size in about.items()
-        if key.startswith(DATA) and size.isdecimal()
+        key.removeprefix(DATA): size
+        for key, text in about.items()
+        if key.startswith(DATA) and (size := count(text)) is not None
     }
+
+
+def count(text: str) -> int | None:
+    """Return the number that a client writes of something that can be counted; None: it is not."""
+    return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
 
 @dataclass(frozen=True, kw_only=True)

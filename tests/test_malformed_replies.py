@@ -4,6 +4,7 @@ Run it alone as ``python -m pytest tests/test_malformed_replies.py``.
 """
 
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 
@@ -447,3 +448,46 @@ def test_of_a_stream_that_nobody_described_only_numbers_that_have_a_mean_are_tak
     x0 = to_record({key: torch.zeros(s, dtype=torch.float64) for key, s in SHAPES.items()})
     with pytest.raises(FederationError, match="which has no mean"):
         strategy.start(grid, x0)
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"seconds": np.inf, "train-loss": np.nan, "losses": [np.nan], "grad-norms": [np.inf]},
+    {"seconds": np.nan, "update-norm": np.inf, "param-norm": np.nan, "learning-rates": [-1e308]},
+    {"seconds": [1.0], "update-norm": [1], "losses": 2**63, "grad-norms": [], "more": []},
+    {"seconds": -1.7e308, "losses": [1e308, 1e308], "learning-rates": [], "": 1.0, "a/b": 1.0},
+    {"seconds": 1.7e308, "losses": [1.0] * 1000, "grad-norms": 0},
+]
+
+
+class Nonsense(InProcessGrid):
+    """Of three clients, the second tells nonsense of every window, and greets with some."""
+
+    def _answer(self, message: Message) -> Message:
+        reply = super()._answer(message)
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
+            window = int(message.content["config"]["server-round"])  # type: ignore[index, arg-type]
+            reply.content.metric_records["metrics"].update(NONSENSE[window % len(NONSENSE)])
+        if message.metadata.dst_node_id == 2 and message.metadata.message_type == "query.hello":
+            reply.content.config_records["about"].update(
+                {"data/x": "9" * 5000, "data/y": "9" * 40, "memory-free": "?"}
+            )
+        return reply
+
+
+@pytest.mark.filterwarnings("ignore:constrained_layout:UserWarning")  # of 1e308 beside 6
+def test_a_run_ends_well_whatever_a_client_tells_of_its_windows(tmp_path, monkeypatch):
+    monkeypatch.setattr("flower_desloc.flower.inprocess.InProcessGrid", Nonsense)
+    small = (
+        "run.steps=5 run.eval_every=5 sync.params=1 sync.exp_avg=2 sync.exp_avg_sq=4 "
+        "model.hidden_size=16 model.intermediate_size=16 model.num_hidden_layers=1 "
+        "data.max_bytes=20000 data.seq_len=16 data.batch_size=2 evaluation.sequences=2 "
+        "federation.on_failure=continue federation.min_clients=1"
+    )
+    run_in_process({"config": "quickstart", "overrides": small, "output-dir": str(tmp_path)}, 3)
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["weights_sha256"]
+    split = summary["seconds"]
+    assert 0 <= split["clients"] <= split["total"]
+    assert (tmp_path / "quickstart" / "overview.png").exists()
+    assert (tmp_path / "quickstart" / "report.html").exists()

@@ -247,6 +247,22 @@ def test_a_client_that_clearly_has_too_little_memory_ends_the_run_before_it_trai
     assert start(need / 1.55, "federation.on_failure=continue")
 
 
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"memory-total": "1"},
+        {"memory-total": "much", "device": "cpu"},
+        {"memory-total": "1", "device": "quantum:7"},
+        {"memory-total": "1", "device": "cpu", "micro-batch": "0"},
+        {"memory-total": "1", "device": "cpu", "micro-batch": "9" * 30},
+        {"memory-total": "1", "device": "cpu", "micro-batch": "some"},
+    ],
+)
+def test_what_a_client_says_of_itself_that_cannot_be_ends_nothing(about, tmp_path):
+    needs = Needs(load("quickstart", TINY))
+    assert list(on_the_server(needs, {"client-0": about}, tmp_path)) == []
+
+
 def test_a_client_that_takes_smaller_parts_needs_less(tmp_path):
     config = load("quickstart", f"{TINY} data.micro_batch_size=auto data.seq_len=1024")
     need = sum(Needs(config).client(CPU, 8).values())

@@ -22,6 +22,12 @@ def numbers(value: MetricRecordValues) -> list[float]:
     return [float(each) for each in (value if isinstance(value, list) else [value])]
 
 
+def _duration(value: MetricRecordValues) -> float:
+    """Return seconds as a client tells them; 0, as if it did not, where they cannot be."""
+    seconds = number(value)
+    return seconds if 0 <= seconds < math.inf else 0.0
+
+
 def client_record(reply: Reply) -> ClientRecord:
     """Read what a client tells of its window; an app of one's own may tell only the first two."""
     told = reply.metrics
@@ -33,7 +39,7 @@ def client_record(reply: Reply) -> ClientRecord:
         learning_rates=numbers(told.get("learning-rates", [])),
         update_norm=number(told.get("update-norm", 0.0)),
         param_norm=number(told.get("param-norm", 0.0)),
-        seconds=number(told.get("seconds", 0.0)),
+        seconds=_duration(told.get("seconds", 0.0)),
     )
 
 

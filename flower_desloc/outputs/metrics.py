@@ -50,5 +50,6 @@ def read_lines(path: Path) -> Iterator[Line]:
 def _split(record: WindowRecord) -> dict[str, float]:
     known = {part: record.seconds.get(part, 0.0) for part in ("clients", "averaging", "evaluation")}
     total = record.seconds.get("total", 0.0)
-    # The parts come from different clocks, so the rest can come out a little below zero.
+    # The parts come from different clocks, and the clients' from whatever these tell.
+    known["clients"] = min(known["clients"], total)
     return {"total": total, **known, "exchange": max(0.0, total - sum(known.values()))}

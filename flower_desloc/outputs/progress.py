@@ -36,6 +36,7 @@ from flower_desloc.record import (
     Plan,
     Traffic,
     WindowRecord,
+    count,
     holdings,
 )
 from flower_desloc.schedule import SyncSchedule
@@ -319,8 +320,8 @@ def _about(about: Mapping[str, str]) -> str:
     for key, value in about.items():
         if key.startswith(DATA) and data:
             told["data"] = data
-        elif key in (MEMORY_TOTAL, MEMORY_FREE):
-            told[key] = bytes_text(int(value))
+        elif key in (MEMORY_TOTAL, MEMORY_FREE) and (size := count(value)) is not None:
+            told[key] = bytes_text(size)
         else:
             told[key] = value
     return f": {', '.join(f'{key} {value}' for key, value in told.items())}" if told else ""

@@ -100,22 +100,30 @@ def on_the_server(
     """
     wanted: dict[tuple[str, int], int] = {}
     for name, about in clients.items():
-        if MEMORY_TOTAL not in about:
-            continue
-        device = torch.device(about["device"])
-        micro_batch = int(about.get(MICRO_BATCH, needs.config.data.batch_size))
+        try:
+            device, total, micro_batch = _told(about, needs.config.data.batch_size)
+        except (KeyError, ValueError, RuntimeError):
+            continue  # nothing that one could go by, and no reason to end a run
         key = device.type, micro_batch
         try:
             if key not in wanted:
                 wanted[key] = sum(needs.client(device, micro_batch).values())
         except ValueError:
             break
-        for found in _memory(name, wanted[key], int(about[MEMORY_TOTAL]), _SMALLER):
+        for found in _memory(name, wanted[key], total, _SMALLER):
             # If the run goes on without those that fail, it may go on without this one.
             yield replace(found, stops=needs.config.federation.on_failure == "stop")
     total, _ = memory()
     yield from _memory("the server", sum(needs.server().values()), total, "use a larger machine")
     yield from _disk(needs.server_disk(), folder)
+
+
+def _told(about: Mapping[str, str], batch_size: int) -> tuple[torch.device, int, int]:
+    """Return a client's device, the bytes of its memory, and the size of its micro-batches."""
+    micro_batch = int(about.get(MICRO_BATCH, batch_size))
+    if not 1 <= micro_batch <= batch_size:
+        raise ValueError(f"micro-batches of {micro_batch}")
+    return torch.device(about["device"]), int(about[MEMORY_TOTAL]), micro_batch
 
 
 def _memory(
