@@ -128,6 +128,13 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     (mine / "README.md").write_text("# My thesis")
     with pytest.raises(ValueError, match="is no model that was exported"):
         export(run, mine, overwrite=True)
+    (model / "LICENSE").write_text("mine")
+    with pytest.raises(ValueError, match="holds LICENSE, which this export does not write"):
+        export(run, model, overwrite=True)
+    (model / "LICENSE").unlink()
+    assert {oct(path.stat().st_mode & 0o777) for path in model.iterdir()} == {
+        oct(model.stat().st_mode & 0o666)
+    }
     export(run, tmp_path / "clone")
     (tmp_path / "clone" / ".git").mkdir()
     with pytest.raises(ValueError, match="is no model that was exported"):
@@ -289,8 +296,28 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
     shutil.copy(questions / "arc_easy.jsonl", tmp_path / "piqa.jsonl")
     columns = "needs choices, gold, query or goal, label, sol1, sol2"
     assert columns in said("--data", tmp_path, "--tasks", "piqa")
-    (tmp_path / "piqa.jsonl").write_text("goal\n")
-    assert "its first line is no JSON" in said("--data", tmp_path, "--tasks", "piqa")
+    whole = {"query": "one", "choices": ["a", "b"], "gold": 1}
+    wrong: list[tuple[object, str]] = [
+        ("goal", "is no JSON object"),
+        ({**whole, "gold": "1"}, "the right answer is number '1', of 2 from 0"),
+        ({**whole, "gold": -1}, "number -1"),
+        ({**whole, "gold": True}, "number True"),
+        ({**whole, "choices": ["a", ""]}, "an answer is empty, or no text"),
+        ({**whole, "choices": ["a"]}, "two answers or more"),
+        ({"query": "one", "choices": ["a", "b"]}, "KeyError: 'gold'"),
+        ({**whole, "query": None}, "query is no text"),
+    ]
+    for question, why in wrong:
+        (tmp_path / "mine.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(question)}\n")
+        told = said("--data", tmp_path, "--tasks", "mine")
+        assert f"{tmp_path}/mine.jsonl, line 2: " in told
+        assert why in told
+    (tmp_path / "mine.jsonl").write_text('{"query": "torn')
+    assert "mine.jsonl, line 1: is no JSON (" in said("--data", tmp_path, "--tasks", "mine")
+    (tmp_path / "mine.jsonl").write_text("")
+    assert "holds no question" in said("--data", tmp_path, "--tasks", "mine")
+    assert "'../mine' names no file" in said("--data", tmp_path, "--tasks", "../mine")
+    assert "there is no folder" in said("--json", tmp_path / "no" / "scores.json")
     short = said("--data", questions, "--tasks", "piqa", "--window", 8)
     assert "an answer is longer than the 8 tokens that the model is shown" in short
     monkeypatch.setitem(sys.modules, "lm_eval", None)

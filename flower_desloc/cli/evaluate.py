@@ -1,5 +1,6 @@
 """`desloc evaluate`: zero-shot scores of a model, through lm-eval."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,8 @@ def evaluate(
     from flower_desloc.trained.evaluate import require_lm_eval, to_json
     from flower_desloc.trained.model import load
 
+    if json is not None and not (json.parent.is_dir() and os.access(json.parent, os.W_OK)):
+        fail(USAGE, f"--json {json}: there is no folder {json.parent} that may be written to")
     try:
         require_lm_eval()
         model, tokenizer = load(source)
@@ -98,6 +101,8 @@ def _table(scores: Mapping[str, "Score"]) -> Table:
 
 
 def _percent(share: float | None, error: float | None) -> str:
-    if share is None or error is None:
+    if share is None:
         return "-"
+    if error is None:
+        return f"{100 * share:.1f} %"
     return f"{100 * share:.1f} ± {100 * error:.1f} %"

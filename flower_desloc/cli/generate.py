@@ -1,5 +1,6 @@
 """`desloc generate`: what a model has learned, in its own words."""
 
+import math
 from typing import Annotated
 
 import typer
@@ -12,10 +13,8 @@ def generate(
     source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", show_default=False)],
     tokens: Annotated[int, typer.Option(min=1, help="At most so many new ones.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0: the likeliest token every time.")
-    ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
 ) -> None:
     """Let a language model go on with PROMPT.
 
@@ -27,6 +26,8 @@ def generate(
     from flower_desloc.trained.generate import generate as go_on
     from flower_desloc.trained.model import load
 
+    if not 0 <= temperature < math.inf:
+        fail(USAGE, f"--temperature {temperature}: must be a number at least 0")
     try:
         model, tokenizer = load(source)
         given = go_on(

@@ -146,12 +146,21 @@ class RunFolder:
         partial.mkdir()
         try:
             write(partial)
+            readable(partial)
             shutil.rmtree(self.final, ignore_errors=True)
             partial.rename(self.final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return self.final
+
+
+def readable(folder: Path) -> None:
+    """Let whoever may look into ``folder`` read its files: safetensors makes them the owner's."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _claim(path: Path) -> bool:

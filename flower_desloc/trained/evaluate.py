@@ -2,14 +2,16 @@
 
 import json
 import logging
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
@@ -18,16 +20,31 @@ from flower_desloc.tasks.quiet import quiet
 PAPER = ("arc_challenge", "arc_easy", "piqa", "hellaswag")
 """The tasks of the paper's table, under lm-eval's names."""
 
-_YAML = {
-    "arc_challenge": ("arc/arc_challenge.yaml", {"question", "choices", "answerKey"}),
-    "arc_easy": ("arc/arc_easy.yaml", {"question", "choices", "answerKey"}),
-    "piqa": ("piqa/piqa.yaml", {"goal", "sol1", "sol2", "label"}),
+Question = Mapping[str, Any]
+
+
+def _of_arc(question: Question) -> tuple[Any, Any]:
+    texts, labels = (question["choices"][key] for key in ("text", "label"))
+    return texts, labels.index(question["answerKey"])
+
+
+_ARC = {"question", "choices", "answerKey"}
+_YAML: dict[str, tuple[str, set[str], Callable[[Question], tuple[Any, Any]]]] = {
+    "arc_challenge": ("arc/arc_challenge.yaml", _ARC, _of_arc),
+    "arc_easy": ("arc/arc_easy.yaml", _ARC, _of_arc),
+    "piqa": (
+        "piqa/piqa.yaml",
+        {"goal", "sol1", "sol2", "label"},
+        lambda question: ([question["sol1"], question["sol2"]], question["label"]),
+    ),
     "hellaswag": (
         "hellaswag/hellaswag.yaml",
         {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
+        lambda question: (question["endings"], int(question["label"])),
     ),
 }
-"""Where lm-eval says how to ask and to score, and the columns that this reads."""
+"""Where lm-eval says how to ask and to score, the columns that this reads, and what they hold: the
+answers, and the number of the right one."""
 
 _OWN = {
     "output_type": "multiple_choice",
@@ -41,6 +58,8 @@ _OWN = {
 }
 """A set of one's own: a text, what may follow it, and which of that does."""
 _OWN_COLUMNS = {"query", "choices", "gold"}
+_GIT = "lm_eval.evaluator.get_git_commit_hash"  # which complains outside a repository
+_A_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +68,8 @@ class Score:
 
     questions: int
     acc: float
-    acc_stderr: float
+    acc_stderr: float | None
+    """None for a single question."""
     acc_norm: float | None
     """By likelihood per character of the answer; None where the task does without."""
     acc_norm_stderr: float | None
@@ -76,8 +96,9 @@ def evaluate(
     ``query``, ``choices`` and ``gold``, the number of the right one. Otherwise lm-eval fetches its
     own. ``window`` is how many tokens the model is shown at most; by default, what it takes.
 
-    Raises ``ValueError`` when lm-eval is missing or has no such task, when there is no such file or
-    column, when an answer does not fit the window, or for a task that is not multiple choice.
+    Raises ``ValueError`` when lm-eval is missing or has no such task, when there is no such file,
+    column or right answer, when an answer does not fit the window, or for a task that is not
+    multiple choice.
     """
     lm_eval = require_lm_eval()
     with _silence(), _manager(tasks, data) as manager:
@@ -136,7 +157,7 @@ def _silence() -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), quiet():
+        with warnings.catch_warnings(), quiet(), patch(_GIT, lambda: None):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -156,6 +177,8 @@ def _manager(tasks: Sequence[str], data: Path | None) -> Iterator[Any]:
         return
     with TemporaryDirectory() as folder:
         for name in tasks:
+            if not _A_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} names no file in {data}; tasks are letters and digits")
             task = _local_task(name, data.expanduser().resolve() / f"{name}.jsonl", theirs)
             task["dataset_kwargs"]["cache_dir"] = folder
             Path(folder, f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
@@ -163,17 +186,31 @@ def _manager(tasks: Sequence[str], data: Path | None) -> Iterator[Any]:
 
 
 def _local_task(name: str, file: Path, theirs: Path) -> dict[str, Any]:
-    columns = _columns(file)
+    questions = list(_questions(file))
+    if not questions:
+        raise ValueError(f"{file}: holds no question")
+    columns = {*questions[0]}
+    answers: Callable[[Question], tuple[Any, Any]]
     if columns >= _OWN_COLUMNS:
         how: dict[str, Any] = _OWN
+        answers = _own_answers
     elif name in _YAML and columns >= _YAML[name][1]:
         how = {"include": str(theirs / _YAML[name][0])}
+        answers = _YAML[name][2]
     else:
         wanted = [_OWN_COLUMNS, *([_YAML[name][1]] if name in _YAML else [])]
         raise ValueError(
             f"{file}: has the columns {', '.join(sorted(columns))}; for the task {name} it needs "
             f"{' or '.join(', '.join(sorted(each)) for each in wanted)}"
         )
+    for number, question in enumerate(questions, start=1):
+        try:
+            _check_answers(*answers(question))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{file}, line {number}: cannot be asked as {', '.join(sorted(columns))} "
+                f"({type(error).__name__}: {error})"
+            ) from error
     return {
         **how,
         "task": name,
@@ -186,15 +223,34 @@ def _local_task(name: str, file: Path, theirs: Path) -> dict[str, Any]:
     }
 
 
-def _columns(file: Path) -> set[str]:
+def _questions(file: Path) -> Iterator[Question]:
     try:
-        with file.open(encoding="utf-8") as lines:
-            first = json.loads(lines.readline())
+        lines = file.read_bytes().splitlines()
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; it holds one question a line") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: its first line is no JSON object ({error})") from error
-    return {*first} if isinstance(first, dict) else set()
+    for number, line in enumerate(lines, start=1):
+        try:
+            question = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: is no JSON ({error})") from error
+        if not isinstance(question, dict):
+            raise ValueError(f"{file}, line {number}: is no JSON object")
+        yield question
+
+
+def _own_answers(question: Question) -> tuple[Any, Any]:
+    if not isinstance(question["query"], str):
+        raise TypeError("query is no text")
+    return question["choices"], question["gold"]
+
+
+def _check_answers(answers: Any, right: Any) -> None:
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise TypeError("needs a list of two answers or more")
+    if not all(isinstance(answer, str) and answer for answer in answers):
+        raise TypeError("an answer is empty, or no text")
+    if type(right) is not int or not 0 <= right < len(answers):
+        raise ValueError(f"the right answer is number {right!r}, of {len(answers)} from 0")
 
 
 def _separator(tokenizer: Any) -> int:
@@ -214,9 +270,13 @@ def _score(result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], scor
     return Score(
         questions=len(samples),
         acc=value["acc"],
-        acc_stderr=value["acc_stderr"],
+        acc_stderr=_number(value["acc_stderr"]),
         acc_norm=value.get("acc_norm"),
-        acc_norm_stderr=value.get("acc_norm_stderr"),
+        acc_norm_stderr=_number(value.get("acc_norm_stderr")),
         chance=sum(1 / len(sample["resps"]) for sample in samples) / len(samples),
         cut=sum(len(scorer.tok_encode(text)) > scorer.max_length + 1 for text in texts),
     )
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, float) else None  # lm-eval writes N/A
