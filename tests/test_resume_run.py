@@ -80,6 +80,12 @@ def test_other_settings_another_process_and_no_checkpoint_are_refused(cut_off, t
         run(cut_off.parent, "run.resume=auto", "optimizer.lr=0.5")
     with pytest.raises(ConfigError, match="has no checkpoint"):
         run(cut_off.parent, f"run.resume={tmp_path / 'nowhere'}")
+    before, last = sorted(cut_off.glob("checkpoints/*"))
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=rf"{last} is no whole .* run\.resume={before}$"):
+        run(cut_off.parent, "run.resume=auto")
+    last.write_bytes(whole)
     with RunFolder(cut_off).claimed(), pytest.raises(ConfigError, match="still going on"):
         run(cut_off.parent, "run.resume=auto")
     with pytest.raises(ConfigError, match="Flower's own"):

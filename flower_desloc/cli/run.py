@@ -136,9 +136,9 @@ def _look_ahead(
     for line in lines:
         typer.echo(line)
     for finding in on_this_machine(needs, place, output_dir.expanduser().resolve()):
-        stops = finding.stops and config.run.preflight == "stop"
+        stops = finding.stops and (config.run.preflight == "stop" or not finding.estimated)
         if stops and not dry:
-            fail(USAGE, f"{finding.what} ({WAY_PAST})")
+            fail(USAGE, finding.what + (f" ({WAY_PAST})" if finding.estimated else ""))
         typer.echo(f"{'it would stop here' if stops else 'beware'}: {finding.what}")
 
 

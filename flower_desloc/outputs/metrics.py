@@ -42,9 +42,13 @@ def read_lines(path: Path) -> Iterator[Line]:
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
-        for text in file:
+        for number, text in enumerate(file, start=1):
             if text.endswith("\n"):  # the last line of a run that is going on may be half there
-                yield json.loads(text)
+                try:
+                    line = json.loads(text)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: is damaged ({error})") from error
+                yield line
 
 
 def _split(record: WindowRecord) -> dict[str, float]:

@@ -46,7 +46,7 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
             raise CheckpointError(
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
             )
-        checkpoint = Checkpoint.read(file)
+        checkpoint = _read(file)
         _require_same(config, checkpoint, file)
     except CheckpointError as error:
         raise ConfigError(f"run.resume={wanted}: {error}") from error
@@ -93,6 +93,15 @@ def completed(folder: RunFolder) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(summary, dict) and summary.get("status") == "completed"
+
+
+def _read(file: Path) -> Checkpoint:
+    try:
+        return Checkpoint.read(file)
+    except CheckpointError as error:
+        before = [other for other in Checkpoints(file.parent).all() if other < file]
+        which = f"run.resume={before[-1]}" if before else "there is none, so start anew"
+        raise CheckpointError(f"{error}: {which}") from error
 
 
 def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:

@@ -28,6 +28,8 @@ class Finding:
     what: str
     stops: bool = False
     """Whether it cannot be that the run fits."""
+    estimated: bool = True
+    """Whether that may be wrong all the same."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def on_this_machine(needs: Needs, place: Place, folder: Path) -> Iterator[Findin
             f"federation.client_gpus={gpus:g}, and this machine has no GPU that PyTorch can use; "
             "set federation.client_gpus=0 to train on the CPU",
             stops=True,
+            estimated=False,
         )
     elif place.device.type == "cpu" and torch.cuda.is_available():
         yield Finding(
@@ -88,7 +91,13 @@ def on_this_machine(needs: Needs, place: Place, folder: Path) -> Iterator[Findin
         who = f"the server and {clients} at a time"
         yield from _memory(who, wanted, total, fewer, free=free)
     number = config.federation.num_clients
-    yield from _disk(needs.server_disk() + number * needs.client_disk(), folder)
+    states = number * needs.client_disk()
+    yield from _disk(
+        needs.server_disk() + states,
+        folder,
+        f"give another --output-dir, or fewer clients: the state of {number} is "
+        f"{bytes_text(states)} of it",
+    )
 
 
 def on_the_server(
@@ -115,7 +124,8 @@ def on_the_server(
             yield replace(found, stops=needs.config.federation.on_failure == "stop")
     total, _ = memory()
     yield from _memory("the server", sum(needs.server().values()), total, "use a larger machine")
-    yield from _disk(needs.server_disk(), folder)
+    checkpoints = "give another --output-dir, or set run.checkpoint_every=0"
+    yield from _disk(needs.server_disk(), folder, checkpoints)
 
 
 def _told(about: Mapping[str, str], batch_size: int) -> tuple[torch.device, int, int]:
@@ -136,13 +146,13 @@ def _memory(
         yield Finding(f"{who}: {has} {bytes_text(free)} free; {change}")
 
 
-def _disk(wanted: int, folder: Path) -> Iterator[Finding]:
+def _disk(wanted: int, folder: Path, change: str) -> Iterator[Finding]:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if wanted > free:
         yield Finding(
             f"files take up to {bytes_text(wanted)}, and the disk of {folder} has "
-            f"{bytes_text(free)} free; give another --output-dir, or set run.checkpoint_every=0",
+            f"{bytes_text(free)} free; {change}",
             stops=wanted > MARGIN * free,
         )
