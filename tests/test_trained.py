@@ -393,6 +393,17 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"its weights lack model\.\S+, .* in all"):
         initial(config)
     index.write_text(json.dumps(kept))
+    (tmp_path / "nan").mkdir()
+    own = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    own["model.norm.weight"][3] = float("nan")
+    theirs.save_pretrained(tmp_path / "nan", state_dict=own)
+    ByteTokenizer().save(tmp_path / "nan")
+    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights are not to be"):
+        initial(settled(config_for(tmp_path / "nan")))
+    other = json.loads((tmp_path / "nan" / "config.json").read_text())
+    (tmp_path / "nan" / "config.json").write_text(json.dumps(other | {"intermediate_size": 48}))
+    with pytest.raises(ConfigError, match=r"of other shapes than its config\.json states"):
+        initial(settled(config_for(tmp_path / "nan")))
     shards[0].write_bytes(shards[0].read_bytes()[:100])
     with pytest.raises(ConfigError, match="cannot read its weights, safetensors"):
         initial(config)
@@ -407,6 +418,9 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
     a_model(tmp_path / "bare", "llama", tokenizer=False)
     with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
         settled(config_for(tmp_path / "bare"))
+    a_model(tmp_path / "empty", "gpt2", tokenizer=False)
+    with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
+        settled(config_for(tmp_path / "empty"))
     a_model(tmp_path / "model", "gpt2")
     with pytest.raises(ConfigError, match=r"data\.seq_len=65: the model takes 64 tokens at most"):
         settled(config_for(tmp_path / "model", "data.seq_len=65"))
@@ -421,6 +435,11 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
         settled(config_for(tmp_path / "few"))
     with pytest.raises(ConfigError, match="a model of transformers is for task=causal_lm"):
         settled(load("digits", [f"run.init_from={tmp_path / 'model'}"]))
+    config = json.loads((tmp_path / "few" / "config.json").read_text())
+    masked = config | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    (tmp_path / "few" / "config.json").write_text(json.dumps(masked))
+    with pytest.raises(ConfigError, match="BertForMaskedLM is no causal language model"):
+        settled(config_for(tmp_path / "few"))
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="vit is no causal language model"):
         settled(config_for(tmp_path / "model"))

@@ -200,7 +200,7 @@ def _words(overrides: Sequence[str]) -> list[str]:
         if "=" not in word and word not in overrides:
             raise ConfigError(
                 f"override {word!r} is not of the form key=value; blanks separate overrides, so a "
-                "value has none (a list is [a,b])"
+                "value has none (a list is [a,b]); a path that has some goes into a .yaml file"
             )
     return words
 

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.schedule import BUFFERS, PARAMS
+from flower_desloc.streams import check_finite
 from flower_desloc.tasks.causal_lm.model import given_architecture
 from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from flower_desloc.tasks.quiet import quiet
@@ -44,6 +45,9 @@ def settled(config: Config) -> Config:
         ) from error
     if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise _wrong(config, f"{found.model_type} is no causal language model")
+    of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
+    if found.architectures and of_kind not in found.architectures:
+        raise _wrong(config, f"{found.architectures[0]} is no causal language model")
     model = replace(config.model, type=found.model_type, config=_plain(found))
     data = replace(config.data, tokenizer=_tokenizer(config, name, found.vocab_size))
     try:
@@ -76,15 +80,20 @@ def weights(config: Config) -> dict[str, dict[str, Tensor]]:
                 output_loading_info=True,
             )
     except Exception as error:
-        raise _wrong(
-            config, f"cannot read its weights, safetensors ({shorten(str(error), 200)})"
-        ) from error
+        why = shorten(str(error), 200)
+        if "ignore_mismatched_sizes" in why:  # transformers' advice, in place of a reason
+            why = "of other shapes than its config.json states"
+        raise _wrong(config, f"cannot read its weights, safetensors ({why})") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise _wrong(config, f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")
     saved = model.state_dict().keys()
     buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
     params = {name: p.detach() for name, p in model.named_parameters()}
+    try:
+        check_finite(PARAMS, params)
+    except ValueError as error:
+        raise _wrong(config, f"its weights are not to be trained ({error})") from error
     return {PARAMS: params, **({BUFFERS: buffers} if buffers else {})}
 
 

@@ -83,6 +83,9 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer={name}: transformers has no fast tokenizer of that name, and without "
             "one the bytes a token stands for are unknown"
         )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Where the files are missing, transformers makes some an empty one.
+        raise ValueError(f"data.tokenizer={name}: knows no token; its files are not there")
     return Subwords(tokenizer)
 
 
