@@ -59,7 +59,7 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
     make = imported(o.name, "optimizer.name")
     try:
         optimizer = make(params, lr=o.lr, **o.options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"optimizer.name={o.name}: it cannot be made with optimizer.lr={o.lr} and "
             f"optimizer.options={o.options} ({type(error).__name__}: {error})"

@@ -29,7 +29,7 @@ def imported(path: str, key: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return attrgetter(name)(import_module(module))
-    except Exception as error:  # a module may do anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         raise ConfigError(
             f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error}); call "
             f"desloc in the folder that holds {module.partition('.')[0]}, or install it, at every "

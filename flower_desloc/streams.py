@@ -211,7 +211,10 @@ def _equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
+    try:
+        return bool(a == b)
+    except Exception:  # an array, or whatever else an optimizer may keep: it is refused
+        return False
 
 
 def _tensors(

@@ -72,7 +72,10 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.steps=many"], "run.steps=many"),
         (["quickstart", "run.steps=0"], "run.steps=0: must be at least 1"),
         (["quickstart", "run.steps"], "not of the form key=value"),
-        (["quickstart", "run.name=two words"], "blanks separate overrides"),
+        (["quickstart", "run.name=two words"], "run.name=two words: it names folders"),
+        (["quickstart", "data.domains=[a, b]"], "a list is written without blanks"),
+        (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
+        (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
         (["quickstart", "--engine", "inprocess", "--workers", "2"], "--workers is for --engine"),
     ],
 )
@@ -158,6 +161,28 @@ def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
     assert f'overrides="data.source={tmp_path}/corpus"' in command
     assert f'output-dir="{tmp_path}/runs"' in command
     assert "data.source" not in printed_command("quickstart")
+
+
+def test_paths_with_blanks_are_told_to_the_app_as_they_are(nothing_starts, tmp_path, monkeypatch):
+    here = tmp_path / "my own folder\u00a0"
+    (here / "two words").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for arguments in (["data.source=two words", "run.steps=7 run.seed=8"], ["data.source=."]):
+        result = desloc("quickstart", *arguments, "--dry-run")
+        (command,) = [line for line in result.stdout.splitlines() if line.startswith("flwr run")]
+        words = shlex.split(command)
+        told = parse_config_args([words[words.index("--run-config") + 1]])
+        config = load(told["config"], told["overrides"])
+        assert config.data.source == str((here / arguments[0].partition("=")[2]).resolve())
+        assert told["output-dir"] == str(here / "runs")
+    said = run.how_to_go_on([], Config(), here, 0.0)
+    assert said == ""
+    checkpoint = here / "desloc" / "checkpoints" / "step-1.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    *_, resume, _, folder = shlex.split(run.how_to_go_on([], Config(), here, 0.0))
+    assert load("quickstart", resume).run.resume == str(here / "desloc")
+    assert folder == str(here)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +463,9 @@ DESLOC = f"""\
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from flower_desloc.cli import app, run
+from flower_desloc.cli import app, request
 folder = Path(sys.argv.pop(1))
-run.app_folder = lambda: folder
+request.app_folder = lambda: folder
 app()
 """
 

@@ -1,5 +1,6 @@
 """Laws of text that is read as it is trained on: who reads what, and how it is packed and kept."""
 
+import gzip
 import json
 import logging
 import random
@@ -100,6 +101,29 @@ def text_of(batch: Any) -> str:
 
 
 # --------------------------------------------------------------------------------- who reads what
+
+
+LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(500))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("b.jsonl", b"", "it is empty"),
+        ("b.jsonl", LINES[:-9], "JSON"),
+        ("b.jsonl", LINES.replace(b'document 9"', b'document \xe9"'), "UnicodeDecodeError"),
+        ("b.jsonl.gz", LINES, "BadGzipFile"),
+        ("b.jsonl.gz", gzip.compress(LINES)[:-20], "EOFError"),
+        ("b.parquet", LINES, "Parquet"),
+    ],
+    ids=["empty", "torn", "latin-1", "no gzip", "cut gzip", "no parquet"],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, said):
+    write(tmp_path / "text" / "a.jsonl", prose("a", 40))
+    (tmp_path / "text" / name).write_bytes(data)
+    source = Source(str(tmp_path / "text"), streaming=True)
+    with pytest.raises(ValueError, match=rf"data\.source=.*/text.*\bb\b.*\(.*{said}"):
+        [epoch(part) for part in parts(source, [], "iid", Site(0, 1))]
 
 
 @pytest.mark.parametrize("partition", ["iid", "by_domain"])

@@ -9,20 +9,12 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.build import check_streams
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
-from flower_desloc.cli.run import (
-    _absolute,
-    _absolute_paths,
-    _listing,
-    _require_writable,
-    _words,
-    how_to_go_on,
-)
+from flower_desloc.cli.request import Request, require_writable
+from flower_desloc.cli.run import how_to_go_on
 from flower_desloc.cli.simulation import flwr_run, follow
 from flower_desloc.cli.superlink import SuperLink, private_superlink
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
-from flower_desloc.config import ConfigError, load
+from flower_desloc.config import ConfigError
 from flower_desloc.deployment.keys import make_key
 from flower_desloc.deployment.processes import ProcessError, last_words, private_home
 from flower_desloc.deployment.supernode import KEY, SuperNode, supernode
@@ -61,33 +53,20 @@ def federate(
     federation.min_clients unless it is set. A SuperNode that dies is started again. No process is
     left behind; the exit code is that of `desloc run`.
     """
+    request = Request.of(preset, overrides or [], lambda given: _quorum(given, nodes))
     try:
-        app = app_folder()
-        if not preset:
-            fail(USAGE, f"which preset? There are\n{_listing(presets(app))}")
-        preset, given = _absolute(preset), _words(overrides or [])
-        words = [*given, *_quorum(given, nodes)]
-        config = load(preset, words, presets=app / "configs")
-        if seen_from_here := _words(_absolute_paths(config)):
-            words += seen_from_here
-            config = load(preset, words, presets=app / "configs")
-        check_streams(config)
         sites = _sites(nodes, data_path or [], device or [], clients_folder(output_dir))
-    except (ConfigError, NotACheckoutError) as error:
+    except ConfigError as error:
         fail(USAGE, str(error))
-    _require_writable(output_dir)
-    run_config = {
-        "config": preset,
-        "overrides": " ".join(words),
-        "output-dir": str(output_dir.expanduser().resolve()),
-    }
-    command = flwr_run(app, run_config)
+    require_writable(output_dir)
+    config = request.config
+    command = flwr_run(request.app, request.run_config(output_dir))
     typer.echo(shlex.join(command))
     began = time.time()
     with exit_on_signals(), removed_if_empty(clients_folder(output_dir)):
         wrong = _run(command, sites, config.federation.client_cpus, verbose=verbose)
     if wrong:
-        again = ["desloc", "federate", preset, *given, "--nodes", str(nodes)]
+        again = ["desloc", "federate", request.preset, *request.given, "--nodes", str(nodes)]
         again += [part for path in data_path or [] for part in ("--data-path", str(path))]
         again += [part for name in device or [] for part in ("--device", name)]
         fail(FAILED, wrong + how_to_go_on(again, config, output_dir, began))

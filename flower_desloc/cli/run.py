@@ -12,21 +12,19 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.build import check_streams
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
+from flower_desloc.cli.request import Request, override, require_writable
 from flower_desloc.cli.simulation import federation, flwr_run, simulate
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
-from flower_desloc.config import Config, ConfigError, dump, load
+from flower_desloc.config import Config, dump
 from flower_desloc.deployment.processes import ProcessError
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run_in_process
 from flower_desloc.outputs import RunFolder
-from flower_desloc.outputs.resume import AUTO, resumable
+from flower_desloc.outputs.resume import resumable
 from flower_desloc.preflight import page
 from flower_desloc.preflight.machine import cores
 from flower_desloc.preflight.needs import Needs
 from flower_desloc.preflight.verdict import WAY_PAST, Place, on_this_machine
-from flower_desloc.start import OF_MODEL_CONFIG, settled
 
 
 class Engine(StrEnum):
@@ -79,29 +77,12 @@ def run(
     SuperLink, shows the app's output as it comes, and leaves no process behind. Exits by 0 only if
     the run completed, by 1 if it failed, by 2 if the configuration is wrong.
     """
-    try:
-        app = app_folder()
-        if not preset:
-            fail(USAGE, f"which preset? There are\n{_listing(presets(app))}")
-        if workers is not None and engine is not Engine.SIMULATION:
-            fail(USAGE, "--workers is for --engine simulation")
-        preset, words = _absolute(preset), _words(overrides or [])
-        config = load(preset, words, presets=app / "configs")
-        if seen_from_here := _words(_absolute_paths(config)):
-            words += seen_from_here
-            config = load(preset, words, presets=app / "configs")
-        config = settled(config)
-        if config.model.config:
-            typer.echo(OF_MODEL_CONFIG)
-        check_streams(config)
-    except (ConfigError, NotACheckoutError) as error:
-        fail(USAGE, str(error))
-    run_config = {
-        "config": preset,
-        "overrides": " ".join(words),
-        "output-dir": str(output_dir.expanduser().resolve()),
-    }
-    command = flwr_run(app, run_config, federation(config, workers=workers, cores=cores()))
+    if preset and workers is not None and engine is not Engine.SIMULATION:
+        fail(USAGE, "--workers is for --engine simulation")
+    request = Request.of(preset, overrides or [])
+    config = request.config
+    run_config = request.run_config(output_dir)
+    command = flwr_run(request.app, run_config, federation(config, workers=workers, cores=cores()))
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
@@ -110,7 +91,7 @@ def run(
         except ValueError as error:
             fail(USAGE, str(error))
         return
-    _require_writable(output_dir)
+    require_writable(output_dir)
     try:
         _look_ahead(config, engine, workers, output_dir, dry=False)
     except ValueError as error:  # what cannot be estimated may still run
@@ -120,10 +101,12 @@ def run(
         if engine is Engine.SIMULATION:
             wrong = _run_simulation(command, output_dir, verbose=verbose)
         else:
-            wrong = _run_in_process(app, run_config, config.federation.num_clients, verbose=verbose)
+            wrong = _run_in_process(request, run_config, verbose=verbose)
     if wrong:
-        command = ["desloc", "run", preset, *words]
-        fail(FAILED, wrong + how_to_go_on(command, config, output_dir, began))
+        again = ["desloc", "run", request.preset, *request.words]
+        again += ["--engine", engine] if engine is not Engine.SIMULATION else []
+        again += ["--workers", str(workers)] if workers is not None else []
+        fail(FAILED, wrong + how_to_go_on(again, config, output_dir, began))
 
 
 def _look_ahead(
@@ -151,18 +134,9 @@ def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path, began
     if folder is None or RunFolder(folder).checkpoints.stat().st_mtime < began:
         return ""
     words = [word for word in command if not word.startswith("run.resume=")]
-    again = shlex.join([*words, f"run.resume={folder}", "--output-dir", str(output_dir)])
+    resume = override("run.resume", str(folder))
+    again = shlex.join([*words, resume, "--output-dir", str(output_dir)])
     return f"\ngo on from its last checkpoint: {again}"
-
-
-def _require_writable(folder: Path) -> None:
-    path = folder.expanduser().resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
-    if not os.access(path, os.W_OK):
-        fail(USAGE, f"--output-dir {folder}: may not be written to; give another folder")
 
 
 def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> str:
@@ -178,59 +152,14 @@ def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) 
     return "" if status.completed else f"the run is {status.state}: {status.details}"
 
 
-def _run_in_process(
-    app: Path, run_config: Mapping[str, str], num_clients: int, *, verbose: bool
-) -> str:
+def _run_in_process(request: Request, run_config: Mapping[str, str], *, verbose: bool) -> str:
     """Run to the end; return what went wrong, if anything did."""
-    sys.path.insert(0, str(app))  # where server_app and client_app are
+    sys.path.insert(0, str(request.app))  # where server_app and client_app are
 
     try:
-        run_in_process(dict(run_config), num_clients)
+        run_in_process(dict(run_config), request.config.federation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()
         return f"the run failed: {type(error).__name__}: {error}"
     return ""
-
-
-def _words(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides as the app will see them, cut at blanks."""
-    words = [word for item in overrides for word in item.split()]
-    for word in words:
-        if "=" not in word and word not in overrides:
-            raise ConfigError(
-                f"override {word!r} is not of the form key=value; blanks separate overrides, so a "
-                "value has none (a list is [a,b]); a path that has some goes into a .yaml file"
-            )
-    return words
-
-
-def _absolute(preset: str) -> str:
-    is_file = preset.endswith((".yaml", ".yml"))
-    return str(Path(preset).expanduser().resolve()) if is_file else preset
-
-
-def _absolute_paths(config: Config) -> list[str]:
-    """Return overrides for what names a file seen from here; the app runs in another folder."""
-    named = {
-        "data.source": config.data.source,
-        "data.tokenizer": config.data.tokenizer,
-        "run.resume": config.run.resume,
-        "run.init_from": config.run.init_from,
-        **{
-            f"task_options.{key}": value
-            for key, value in config.task_options.items()
-            if isinstance(value, str) and "/" in value
-        },
-    }
-    found = {
-        key: str(Path(value).expanduser().resolve())
-        for key, value in named.items()
-        if value not in ("", "builtin", "bytes", AUTO) and Path(value).expanduser().exists()
-    }
-    return [f"{key}={path}" for key, path in found.items() if path != named[key]]
-
-
-def _listing(presets: Mapping[str, str]) -> str:
-    width = max(map(len, presets), default=0)
-    return "\n".join(f"  {name:<{width}}  {what}" for name, what in presets.items())

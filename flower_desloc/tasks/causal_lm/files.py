@@ -9,7 +9,7 @@ from typing import Any
 from datasets import IterableDataset, load_dataset_builder
 
 from flower_desloc.tasks.causal_lm.documents import cut
-from flower_desloc.tasks.causal_lm.source import PRIVATE, Files, Row, Source, Unit
+from flower_desloc.tasks.causal_lm.source import PRIVATE, Files, Row, Source, Unit, why
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _ALLOWED = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
@@ -61,9 +61,11 @@ def _unit(source: Source, files: list[Path]) -> Unit:
     heldout = [file for file in files if _is_heldout(file)]
     train = [file for file in files if file not in heldout]
     if not train or not heldout:  # Without the other, the name says nothing.
-        return Unit(partial(_rows, source, files), None, partial(_files, files))
+        return Unit(partial(_rows, source, files), None, partial(_files, source, files))
     return Unit(
-        partial(_rows, source, train), partial(_rows, source, heldout), partial(_files, train)
+        partial(_rows, source, train),
+        partial(_rows, source, heldout),
+        partial(_files, source, train),
     )
 
 
@@ -74,12 +76,16 @@ def _rows(source: Source, files: list[Path]) -> Iterator[Row]:
             rows: Iterable[Row] = open_files(builder, paths)[0]
             yield from _documents(rows) if builder == "text" else rows
         except Exception as error:
-            what = paths[0] if len(paths) == 1 else f"{paths[0]} or {len(paths) - 1} others"
-            raise ValueError(f"{source}: cannot read {what} as {builder} ({error})") from error
+            raise _unreadable(source, builder, paths, error) from error
 
 
-def _files(files: list[Path]) -> Files:
-    opened = [(builder, *open_files(builder, paths)) for builder, paths in _by_builder(files)]
+def _files(source: Source, files: list[Path]) -> Files:
+    opened = []
+    for builder, paths in _by_builder(files):
+        try:
+            opened.append((builder, *open_files(builder, paths)))
+        except Exception as error:
+            raise _unreadable(source, builder, paths, error) from error
     return Files(
         [
             rows.map(_recut, batched=True) if builder == "text" else rows
@@ -87,6 +93,11 @@ def _files(files: list[Path]) -> Files:
         ],
         " ".join(version for *_, version in opened),
     )
+
+
+def _unreadable(source: Source, builder: str, paths: list[str], error: Exception) -> ValueError:
+    what = paths[0] if len(paths) == 1 else f"{paths[0]} or {len(paths) - 1} others"
+    return ValueError(f"{source}: cannot read {what} as {builder} ({why(error)})")
 
 
 def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:

@@ -77,3 +77,10 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"
+
+
+def why(error: Exception) -> str:
+    """Return why text cannot be read, in one line."""
+    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
+        return "it is empty"  # which is all that `datasets` says of it
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
-from flower_desloc.tasks.causal_lm.source import Files, Row, Source
+from flower_desloc.tasks.causal_lm.source import Files, Row, Source, why
 from flower_desloc.tasks.causal_lm.text import chosen, document, units
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Domain:
         unit = units(source)[name]
         files = unit.files() if unit.files else Files([_generated(unit.train)], "")
         self.version = files.version
-        self._source = source
+        self._source, self._name = source, name
         self._shards = [(rows, i) for rows in files.datasets for i in range(rows.num_shards)]
         self._own = unit.heldout
         if self._own is not None and not any(True for _ in self._own()):
@@ -75,10 +75,18 @@ class Domain:
         on one side, wherever they stand.
         """
         heldout = self._source.validation_fraction if self._own is None else 0.0
-        for row in rows:
+        for row in self._read(rows):
             text = document(self._source, row)
             if text and (_hashed(text, "held out") >= heldout) == train:
                 yield text
+
+    def _read(self, rows: Iterable[Row]) -> Iterator[Row]:
+        try:
+            yield from rows
+        except Exception as error:
+            raise ValueError(
+                f"{self._source}: cannot read domain {self._name!r} ({why(error)})"
+            ) from error
 
     def heldout(self) -> Iterator[str]:
         """Return the held-out documents, which nobody trains on."""
