@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -232,6 +233,18 @@ class Forgetful(torch.optim.SGD):
                 p.data.add_(seen[0], alpha=0.01)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps an array, which neither is a tensor nor has a truth."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].get("count", np.zeros(2))
+                self.state[p]["count"] = count + 1
+                p.data.mul_(1 - 0.01 * float(count[0]))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -242,6 +255,7 @@ class Forgetful(torch.optim.SGD):
         ("pytorch_optimizer:SOAP", "remembers more than its step count"),
         ("pytorch_optimizer:Prodigy", "remembers more than its step count"),
         ("test_examples:Forgetful", "remembers more than its step count"),
+        ("test_examples:Counting", "remembers more than its step count"),
     ],
 )
 def test_an_optimizer_whose_memory_would_be_lost_is_refused(name, message):
@@ -345,6 +359,15 @@ def test_options_keep_their_types_on_the_way_to_the_clients():
     options = {"width": 8, "deep": {"list": [1, 2.5, "a"]}, "flag": True, "n": None}
     assert config.task_options == options
     assert parse(dump(config)) == config
+
+
+def test_a_module_that_exits_while_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    command = ["run", str(EXAMPLES / "cnn.yaml"), "task=leaves:Task", "--dry-run"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "task=leaves:Task: it cannot be imported here (SystemExit: 3)" in done.output
 
 
 def test_the_command_imports_from_the_folder_where_it_is_called(tmp_path, monkeypatch):

@@ -435,6 +435,20 @@ def test_where_the_policy_is_to_stop_it_is_the_defined_error_that_stops(wrong):
         clients.start(on_failure="stop")
 
 
+def test_nobody_answers_in_the_place_of_another(monkeypatch):
+    class Masked(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            reply = super()._answer(message)
+            if message.metadata.message_type == "train" and message.metadata.dst_node_id == 2:
+                reply.metadata.__dict__["_src_node_id"] = 3
+            return reply
+
+    monkeypatch.setitem(globals(), "InProcessGrid", Masked)
+    strategy = Clients(3).start()
+    assert list(strategy._tally.clients) == ["client-0", "client-2"]
+    assert strategy._tally.left_out == {"client-1": "node 3 answered in its place"}
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128, torch.uint16])
 def test_of_a_stream_that_nobody_described_only_numbers_that_have_a_mean_are_taken(dtype):
     clients = Clients(2)
