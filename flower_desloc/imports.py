@@ -30,8 +30,8 @@ def imported(path: str, key: str) -> Any:
     try:
         return attrgetter(name)(import_module(module))
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
-        raise ConfigError(
-            f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error}); call "
-            f"desloc in the folder that holds {module.partition('.')[0]}, or install it, at every "
-            "site"
-        ) from error
+        top = module.partition(".")[0]
+        what = f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error})"
+        if isinstance(error, ModuleNotFoundError) and error.name == top:
+            what += f"; call desloc in the folder that holds {top}, or install it, at every site"
+        raise ConfigError(" ".join(what.split())) from error

@@ -323,8 +323,8 @@ def test_a_round_of_flowers_own_strategies_begins_with_a_new_optimizer():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task=nowhere:Task"], r"task=nowhere:Task: it cannot be imported here \(ModuleNotFound"),
-        (["task=cnn:CMM"], r"task=cnn:CMM: it cannot be imported here \(AttributeError"),
+        (["task=nowhere:Task"], r"task=nowhere:Task: .*\(ModuleNotFound.*\); call desloc in"),
+        (["task=cnn:CMM"], r"task=cnn:CMM: it cannot be imported here \(AttributeError.*\)$"),
         (["task=cnn.CNN"], r"task=cnn\.CNN: must be one of causal_lm, .*module:name"),
         (["optimizer.name=nowhere:Lion"], r"optimizer\.name=nowhere:Lion: it cannot be imported"),
         (["optimizer.name=cnn:CNN"], r"optimizer\.name=cnn:CNN: it cannot be made"),
