@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
+from flower_desloc.outputs.labels import named
 from flower_desloc.outputs.units import period_text
 from flower_desloc.theory.moments import drift_bound, half_life
 from flower_desloc.theory.setting import Setting, Stream
@@ -61,7 +62,7 @@ def draw(setting: Setting, path: Path) -> None:
 def _times(panel: Axes, setting: Setting, topology: Topology) -> None:
     compute = setting.steps * setting.compute
     size, unit = unit_of(compute)
-    _name(
+    named(
         panel,
         f"Time of the run on a {topology}",
         f"in {unit}, by bandwidth; dot: half of it waiting; cross: two as fast",
@@ -105,7 +106,7 @@ def _times(panel: Axes, setting: Setting, topology: Topology) -> None:
 
 
 def _drift(panel: Axes, setting: Setting) -> None:
-    _name(
+    named(
         panel,
         "Drift bound of a moment",
         "in shares of its ceiling, by period; dot: as stated; bar: half-life",
@@ -160,17 +161,4 @@ def _subtitle(setting: Setting) -> str:
     return (
         f"{setting.optimizer} on {setting.workers} workers, averaged: {periods} steps; dashed: the "
         f"link, {bandwidth_text(setting.link.bandwidth)}"
-    )
-
-
-def _name(panel: Axes, title: str, what: str) -> None:
-    panel.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=22)
-    panel.annotate(
-        what,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 8),
-        textcoords="offset points",
-        fontsize=9,
-        color=_GREY,
     )
