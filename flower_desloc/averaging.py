@@ -1,13 +1,13 @@
 """E_m[.]: the mean over clients of the streams that are due."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flower_desloc.native.mean import approach_in_one_pass, squared_distance_in_one_pass
+from flower_desloc.native import passes
 from flower_desloc.native.pages import copied
 
 Stream = Mapping[str, Tensor]
@@ -64,11 +64,9 @@ class Mean:
             self._take_back()
             self._weight += weight
             share = weight / self._weight
-            with OneThread():
-                for name, stream in streams.items():
-                    means = self._means[name]
-                    squares = sum(_approach(means[key], t, share) for key, t in stream.items())
-                    self._squares[name] += weight * (1 - share) * squares
+            for name, stream in streams.items():
+                squares = _approach(self._means[name], stream, share)
+                self._squares[name] += weight * (1 - share) * squares
         self.count += 1
 
     def result(self) -> dict[str, dict[str, Tensor]]:
@@ -88,11 +86,11 @@ class Mean:
         """Return how far the clients were apart, given the ``mean`` that :meth:`result` gave."""
         drifts = {}
         for name, stream in mean.items():
-            reference = self._reference.get(name, {})
-            moved = sum(squared_distance(t, reference.get(key)) for key, t in stream.items())
-            norm = math.sqrt(sum(squared_distance(t) for t in stream.values()))
-            spread = math.sqrt(self._squares[name] / self._weight)
-            drifts[name] = Drift(spread=spread, moved=math.sqrt(moved), norm=norm)
+            drifts[name] = Drift(
+                spread=math.sqrt(self._squares[name] / self._weight),
+                moved=distance(stream, self._reference.get(name)),
+                norm=distance(stream),
+            )
         return drifts
 
     def _take_back(self) -> None:
@@ -139,16 +137,15 @@ def blocks(tensor: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
     return parts
 
 
-def squared_distance(tensor: Tensor, origin: Tensor | None = None) -> float:
-    """Return ``|tensor - origin|^2``, from zero unless there is an origin, of any finite values."""
-    if (square := squared_distance_in_one_pass(tensor, origin)) is not None:
-        return square
-    room = _room(tensor)
-    with OneThread():
-        if origin is None:
-            return sum(_square(room[: len(part)].copy_(part), room) for part in blocks(tensor))
-        pairs = zip(blocks(tensor), blocks(origin), strict=True)
-        return sum(_square(torch.sub(a, b, out=room[: len(a)]), room) for a, b in pairs)
+def distance(stream: Stream, origin: Stream | None = None) -> float:
+    """Return ``|stream - origin|``, from zero unless there is an origin, of any finite values."""
+    tensors = list(stream.values())
+    origins = [origin[key].to(t.device) for key, t in stream.items()] if origin else None
+    squares = passes.squared_distance(tensors, origins)
+    if squares is None:
+        each: Sequence[Tensor | None] = origins or [None] * len(tensors)
+        squares = sum(_squared_distance(*pair) for pair in zip(tensors, each, strict=True))
+    return math.sqrt(squares)
 
 
 def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
@@ -184,10 +181,17 @@ def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
         }
 
 
-def _approach(mean: Tensor, tensor: Tensor, share: float) -> float:
-    """Move ``mean`` that share of the way to ``tensor``, in place; return the way's square."""
-    if (square := approach_in_one_pass(mean, tensor, share)) is not None:
-        return square
+def _approach(means: Stream, stream: Stream, share: float) -> float:
+    """Move ``means`` that share of the way to ``stream``, in place; return the way's square."""
+    pairs = [(means[key], t) for key, t in stream.items()]
+    squares = passes.approach([m for m, _ in pairs], [t for _, t in pairs], share)
+    if squares is None:
+        with OneThread():
+            squares = sum(_approach_one(m, t, share) for m, t in pairs)
+    return squares
+
+
+def _approach_one(mean: Tensor, tensor: Tensor, share: float) -> float:
     room = _room(tensor)
     squares = 0.0
     for m, t in zip(blocks(mean), blocks(tensor), strict=True):
@@ -195,6 +199,15 @@ def _approach(mean: Tensor, tensor: Tensor, share: float) -> float:
         m.add_(step, alpha=share)
         squares += _square(step, room)
     return squares
+
+
+def _squared_distance(tensor: Tensor, origin: Tensor | None) -> float:
+    room = _room(tensor)
+    with OneThread():
+        if origin is None:
+            return sum(_square(room[: len(part)].copy_(part), room) for part in blocks(tensor))
+        pairs = zip(blocks(tensor), blocks(origin), strict=True)
+        return sum(_square(torch.sub(a, b, out=room[: len(a)]), room) for a, b in pairs)
 
 
 def _room(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_desloc.averaging import Drift, Mean, Stream, blocks, require_same, squared_distance
+from flower_desloc.averaging import Drift, Mean, Stream, blocks, distance, require_same
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -96,7 +96,7 @@ class Gathered:
         found: dict[int, str] = {}
         for name in self._held[0][0] if self._held else ():
             norms = [
-                _distance(streams[name], self._reference.get(name)) for streams, _ in self._held
+                distance(streams[name], self._reference.get(name)) for streams, _ in self._held
             ]
             for index in beyond(norms, bound):
                 why = f"its update of {name} has the norm {norms[index]:.4g}, the median is "
@@ -128,18 +128,10 @@ class Gathered:
         total = sum(weight for _, weight in self._held)
         drifts = {}
         for name, stream in average.items():
-            apart = (math.sqrt(w) * _distance(streams[name], stream) for streams, w in self._held)
+            apart = (math.sqrt(w) * distance(streams[name], stream) for streams, w in self._held)
             drifts[name] = Drift(
                 spread=math.hypot(*apart) / math.sqrt(total),
-                moved=_distance(stream, self._reference.get(name)),
-                norm=_distance(stream, None),
+                moved=distance(stream, self._reference.get(name)),
+                norm=distance(stream),
             )
         return drifts
-
-
-def _distance(stream: Stream, reference: Stream | None) -> float:
-    squares = (
-        squared_distance(tensor, None if reference is None else reference[key])
-        for key, tensor in stream.items()
-    )
-    return math.sqrt(sum(squares))

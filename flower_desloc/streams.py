@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.averaging import OneThread, Stream
+from flower_desloc.native import passes
 from flower_desloc.schedule import BUFFERS as BUFFERS
 from flower_desloc.schedule import PARAMS
 
@@ -166,22 +167,29 @@ def check_like(name: str, stream: Stream, like: Stream) -> None:
 
 def check_finite(name: str, stream: Stream) -> None:
     """Raise ``ValueError`` when a tensor of ``stream`` holds NaN or infinity."""
-    for key, tensor in stream.items():
-        if tensor.numel() > 0:
-            finite_ends(name, key, tensor)
+    finite_ends(name, stream)
 
 
-def finite_ends(name: str, key: str, tensor: Tensor) -> tuple[float, float]:
-    """Return the least and the greatest value of a tensor of stream ``name``, in one pass.
+def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
+    """Return the least and the greatest value of every tensor that has any, in one pass.
 
-    Raises ``ValueError`` when it holds NaN or infinity, which are then its ends.
+    Raises ``ValueError`` when one holds NaN or infinity. The ends of complex values are those of
+    their parts.
     """
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    with OneThread():
-        low, high = (float(end) for end in real.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
-    return low, high
+    full = {key: _real(tensor) for key, tensor in stream.items() if tensor.numel() > 0}
+    found = passes.ends(list(full.values()))
+    if found is None:
+        with OneThread():
+            found = [(float(low), float(high)) for low, high in map(torch.aminmax, full.values())]
+    ends = dict(zip(full, found, strict=True))
+    for key, (low, high) in ends.items():
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+    return ends
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _steps(

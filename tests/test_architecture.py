@@ -23,7 +23,7 @@ CORE_MODULES = {
     for path in CORE
 }
 # Its doors to the machine: C, or nothing where there is no compiler; and large pages.
-DOORS = "flower_desloc.native."
+DOORS = "flower_desloc.native"
 # Pure Python that neither reads nor writes: no logging, os, pathlib, json, time, ...
 PURE = {
     "collections",

@@ -1,6 +1,7 @@
 """What is compiled in C: PyTorch's operations, to rounding."""
 
 import logging
+import math
 import shutil
 
 import numpy as np
@@ -8,15 +9,16 @@ import pytest
 import torch
 from federation import generator
 
-from flower_desloc.averaging import Mean, squared_distance
+from flower_desloc.averaging import Mean, distance
 from flower_desloc.native import adopt as native
+from flower_desloc.native import passes
 from flower_desloc.native.compiled import compiled as library
-from flower_desloc.native.mean import approach_in_one_pass, squared_distance_in_one_pass
 from flower_desloc.optim import ADOPT
 from flower_desloc.optim.adopt import adopt_step
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "clip": 1.5}
 LARGE = [(2**20 + 5,), (7, 9), (), (0,), (2**18 - 1,), (1,)]
+SIZES = [[], [0], [1, 31, 0, 32, 33], [65536, 65537, 1, 200_000]]
 SMALL = [(33, 5), (), (0,), (129,)]
 
 compiled = pytest.mark.skipif(
@@ -117,19 +119,67 @@ def test_a_convolution_with_channels_last_takes_the_same_steps():
     torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @compiled
-@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e38])
-def test_the_mean_moves_as_numpy_moves_it_and_its_squares_are_those_of_double(size, scale):
-    mean, x = (scale * torch.rand(size, generator=generator(3, i)).sub(0.5) for i in range(2))
-    before, share = mean.clone(), 1 / 3
-    squares = approach_in_one_pass(mean, x, share)
-    step = x.numpy() - before.numpy()
-    assert mean.numpy().tobytes() == (before.numpy() + np.float32(share) * step).tobytes()
-    assert squares == pytest.approx(float((step.astype(np.float64) ** 2).sum()), rel=1e-14)
-    assert squared_distance_in_one_pass(x, before) == squares
-    zero = torch.zeros(size)
-    assert squared_distance_in_one_pass(x, None) == squared_distance_in_one_pass(x, zero)
+def test_the_mean_moves_as_numpy_moves_it_and_its_squares_are_those_of_double(
+    sizes, scale, two_threads
+):
+    means, xs = (
+        [scale * torch.rand(n, generator=generator(3, i, n)).sub(0.5) for n in sizes]
+        for i in range(2)
+    )
+    before, share = [mean.clone() for mean in means], 1 / 3
+    squares = passes.approach(means, xs, share)
+    total = 0.0
+    for mean, was, x in zip(means, before, xs, strict=True):
+        step = x.numpy() - was.numpy()
+        assert mean.numpy().tobytes() == (was.numpy() + np.float32(share) * step).tobytes()
+        total += float((step.astype(np.float64) ** 2).sum())
+    assert squares == pytest.approx(total, rel=1e-14)
+    assert passes.squared_distance(xs, before) == squares
+    zeros = [torch.zeros(n) for n in sizes]
+    assert passes.squared_distance(xs, None) == passes.squared_distance(xs, zeros)
+
+
+@compiled
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 65536, 65537, 200_000])
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf, -math.inf])
+def test_the_ends_of_values_are_numpys_and_one_that_is_not_finite_is_noticed_anywhere(
+    size, odd, two_threads
+):
+    values = torch.randn(size, generator=generator(5, size))
+    places = [None] if odd is None else {0, size // 2, size - 1}
+    for place in places:
+        x = values.clone()
+        if place is not None:
+            x[place] = odd
+        [first, (low, high)] = passes.ends([torch.tensor([-0.5, 2.0]), x])
+        assert first == (-0.5, 2.0)
+        if odd is None:
+            assert (low, high) == (float(x.numpy().min()), float(x.numpy().max()))
+        else:
+            assert math.isnan(low)
+            assert math.isnan(high)
+
+
+@compiled
+def test_a_pass_returns_the_same_bits_whatever_the_number_of_threads(two_threads):
+    xs = [torch.randn(n, generator=generator(7, n)) for n in (300_000, 7, 100_000)]
+    found = []
+    for number in (1, 2, 5):
+        torch.set_num_threads(number)
+        means = [x.flip(0) for x in xs]
+        found.append((passes.approach(means, xs, 0.3), passes.squared_distance(means, None)))
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,10 +188,11 @@ def test_the_mean_moves_as_numpy_moves_it_and_its_squares_are_those_of_double(si
     ids=["fp64", "transposed", "larger", "smaller"],
 )
 def test_a_mean_that_it_cannot_take_it_leaves_alone(other):
-    mean = torch.zeros(3, 5)
-    assert approach_in_one_pass(mean, other, 0.5) is None
-    assert squared_distance_in_one_pass(mean, other) is None
-    assert not mean.any()
+    means = [torch.zeros(3, 5), torch.zeros(3, 5)]
+    others = [torch.ones(3, 5), other]
+    assert passes.approach(means, others, 0.5) is None
+    assert passes.squared_distance(means, others) is None
+    assert not any(mean.any() for mean in means)
 
 
 def test_without_a_compiler_the_mean_is_pytorchs(without_a_kept_library, monkeypatch, caplog):
@@ -154,11 +205,11 @@ def test_without_a_compiler_the_mean_is_pytorchs(without_a_kept_library, monkeyp
         for client in clients:
             mean.add(client)
         drift = mean.drift(mean.result())["params"]
-        distance = squared_distance(*(client["params"]["w"] for client in clients[:2]))
-        found.append([mean.result()["params"]["w"], *vars(drift).values(), distance])
+        apart = distance(clients[0]["params"], clients[1]["params"])
+        found.append([mean.result()["params"]["w"], *vars(drift).values(), apart])
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
     [line] = [r.message for r in caplog.records if "/nowhere/cc" in r.message]
-    assert line.startswith("the mean over clients runs as PyTorch's operations")
+    assert line.startswith("a pass over a stream runs as PyTorch's operations")
 
 
 @pytest.mark.parametrize(

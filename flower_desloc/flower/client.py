@@ -19,7 +19,7 @@ from flwr.common.logger import log
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.averaging import Stream, squared_distance
+from flower_desloc.averaging import Stream, distance
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
 from flower_desloc.flower.members import is_name
@@ -232,7 +232,7 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
         "stop-step": request.stop,
         "losses": steps.losses,
         "grad-norms": steps.grad_norms,
-        "param-norm": _norm(params),
+        "param-norm": distance(params),
         "seconds": time.perf_counter() - began,
     }
     return Reply(metrics=metrics, streams={GRADIENTS: grads})
@@ -408,8 +408,8 @@ def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -
         "losses": steps.losses,
         "grad-norms": steps.grad_norms,
         "learning-rates": steps.learning_rates,
-        "update-norm": _norm(after, before),
-        "param-norm": _norm(after),
+        "update-norm": distance(after, before),
+        "param-norm": distance(after),
     }
 
 
@@ -424,10 +424,3 @@ def require_finite(streams: Mapping[str, Stream]) -> None:
 
 def _is_zero(stream: Stream) -> bool:
     return not any(tensor.any() for tensor in stream.values())
-
-
-def _norm(stream: Stream, origin: Stream | None = None) -> float:
-    def squared(key: str, tensor: Tensor) -> float:
-        return squared_distance(tensor, origin[key].to(tensor.device) if origin else None)
-
-    return math.sqrt(sum(squared(key, tensor) for key, tensor in stream.items()))

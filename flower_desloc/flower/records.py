@@ -264,14 +264,14 @@ def _streams(content: RecordDict) -> dict[str, Stream]:
 def _check_values(name: str, stream: Stream) -> None:
     """Raise ``ValueError`` for values of which there is no mean that one can go on with."""
     for key, tensor in stream.items():
-        what = f"{key!r} of stream {name!r}"
         if not tensor.is_floating_point():
-            raise ValueError(f"{what} is of type {tensor.dtype}, which has no mean")
-        if tensor.numel() == 0:
-            continue
-        low, high = finite_ends(name, key, tensor)
+            raise ValueError(
+                f"{key!r} of stream {name!r} is of type {tensor.dtype}, which has no mean"
+            )
+    for key, (low, high) in finite_ends(name, stream).items():
+        what = f"{key!r} of stream {name!r}"
         # Half of all there is, or the difference of two would not be finite.
-        most = torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).max / 2
+        most = torch.finfo(torch.promote_types(stream[key].dtype, torch.float32)).max / 2
         if max(-low, high) > most:
             raise ValueError(f"{what} holds values beyond {most:.3g}, too large to be averaged")
         if low < 0 and name in NEVER_NEGATIVE:
