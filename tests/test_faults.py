@@ -11,12 +11,13 @@ import torch
 from faults import Faults, Phase, place
 from federation import OPTIMIZERS, Quadratic, assert_close
 from flower_path import Run, Watch, oracle
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
+from flower_desloc.flower.exchange import exchange
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
@@ -380,3 +381,22 @@ def test_flowers_own_strategies_tell_of_events_as_well(tmp_path):
     strategy.start(grid, to_record({"x": torch.zeros(2)}), observer=watch)
     told = [[(e.kind, e.client) for e in record.events] for record in watch.records]
     assert told == [[], [("failed", "client-2"), ("repeated", "")], []]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("<class 'OSError'>:<'cannot write \n this'>", "cannot write this"),
+        ("<class 'a.B'>:<'\nException B occurred. Message: lower optimizer.lr'>",
+         "lower optimizer.lr"),
+        ("ClientApp stopped responding.", "ClientApp stopped responding."),
+        ("", "no reason given"),
+        (None, "no reason given"),
+    ],
+    ids=["a client process", "Ray's actor", "Flower's own", "empty", "none"],
+)  # fmt: skip
+def test_what_a_client_said_is_told_without_what_flower_has_wrapped_it_in(reason, said):
+    grid = InProcessGrid(lambda m, _: Message(Error(1, reason), reply_to=m), [{}])
+    [node] = grid.get_node_ids()
+    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=1)
+    assert reply.error.reason == said

@@ -1,6 +1,8 @@
 """Starting a program of Flower's that nobody else sees, and that ends with us."""
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -8,11 +10,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 from flower_desloc.deployment import guard
 
 _LAST_LINES = 20
+_PORTS = cycle(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
 
 # Ray's socket names are about 68 characters long and may have 107, on macOS 103.
 _LONGEST_TMPDIR = 20
@@ -87,11 +91,16 @@ def _private_folder() -> Path:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of 127.0.0.1 that nobody listens on, another one each time.
+
+    Whoever is to listen there does so seconds later. No connection may have been given the port
+    until then, so it is not one of those that systems give to connections.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there is no end of ports")
 
 
 def flower_environment(home: Path) -> dict[str, str]:

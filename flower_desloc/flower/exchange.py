@@ -1,5 +1,6 @@
 """Sending requests and taking the replies, in an order that does not depend on who is first."""
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 
@@ -10,6 +11,7 @@ from flower_desloc.record import EventKind
 
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
 _ROLL_CALL = 1.0  # seconds between two looks at who is online
+_WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _WENT_AWAY = 100, 101, 102, 103
 
@@ -62,7 +64,9 @@ def kind(reply: Message) -> EventKind:
 def _sentence(reason: str | None) -> str:
     """Return what the client said, without the exceptions that Flower has wrapped it in."""
     text = " ".join((reason or "").split())
-    return text.rpartition("occurred. Message: ")[2].removesuffix("'>") or "no reason given"
+    if wrapped := _WRAPPED.fullmatch(text):
+        text = wrapped[1]
+    return text.rpartition("occurred. Message: ")[2] or "no reason given"
 
 
 def time_to_live(patience: float) -> float:
