@@ -1,5 +1,6 @@
 """A client of several processes: what each of them trains, and what they cannot."""
 
+import json
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from flwr.app import Context
 from torch import Tensor, nn
 
-from client_app.worker import config_of, task_of, worker_of
+from client_app.worker import config_of, model_of, task_of, worker_of
 from flower_desloc.build import build_optimizer
 from flower_desloc.config import Config
 from flower_desloc.flower.client import Worker, state_folder
@@ -25,19 +26,23 @@ _BY_VALUE = ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam")
 """Optimizers that treat every value by itself, and so work on a share of a tensor."""
 
 
-def group_worker(settings: str, context: Context, device: torch.device, setting: Setting) -> Worker:
+def group_worker(
+    settings: str, frozen: str, context: Context, device: torch.device, setting: Setting
+) -> Worker:
     """Return the worker of a client whose node has several processes, which are started if needed.
 
     Raises ``ValueError`` for what several processes cannot do.
     """
     _shares_batches(config_of(settings), task_of(settings))
     _check(config_of(settings), setting)
-    group = Group.of("client_app.group:build_member", settings, setting, device)
+    about = json.dumps([settings, frozen])
+    group = Group.of("client_app.group:build_member", about, setting, device)
     return GroupWorker.of(group, context.node_config, state_folder(context))
 
 
-def build_member(device: torch.device, setting: Setting, settings: str) -> Member:
+def build_member(device: torch.device, setting: Setting, about: str) -> Member:
     """Return what the process that calls this trains, one rank of a group."""
+    settings, frozen = json.loads(about)
     config, task = config_of(settings), task_of(settings)
     rank, world, sharing = dist.get_rank(), dist.get_world_size(), _shares_batches(config, task)
 
@@ -47,7 +52,11 @@ def build_member(device: torch.device, setting: Setting, settings: str) -> Membe
         part, weight = sharing.share(batch, rank, world)
         return task.loss(module, part) * weight
 
-    parts = (task.build_model, lambda params: build_optimizer(config, params), device)
+    parts = (
+        lambda: model_of(settings, frozen),
+        lambda params: build_optimizer(config, params),
+        device,
+    )
     layout: Layout = _sharded(*parts) if setting.sharded else Whole(*parts)
     return Member(
         layout,

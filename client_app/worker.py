@@ -9,6 +9,7 @@ from flwr.app import Context
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flower_desloc import streams
 from flower_desloc.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.config import Config, parse
 from flower_desloc.flower.client import Worker
@@ -25,12 +26,12 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
     settings, node = str(config["settings"]), context.node_config
-    device, setting = _device(node), Setting.of(node)
+    device, setting, frozen = _device(node), Setting.of(node), str(config.get("frozen", ""))
     if setting.processes > 1:
         from client_app.group import group_worker  # it takes a second, and most do without
 
-        return group_worker(settings, context, device, setting)
-    return worker_of(settings, node, device, *_model(settings, device))
+        return group_worker(settings, frozen, context, device, setting)
+    return worker_of(settings, node, device, *_model(settings, frozen, device))
 
 
 def worker_of(
@@ -95,9 +96,20 @@ def _data(settings: str, site: Site) -> ClientData:
 
 
 @lru_cache(maxsize=1)
-def _model(settings: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    module = task_of(settings).build_model().to(device)
+def _model(settings: str, frozen: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
+    module = model_of(settings, frozen).to(device)
     return module, build_optimizer(config_of(settings), module.parameters())
+
+
+def model_of(settings: str, frozen: str) -> nn.Module:
+    """Return a new model; raises ``ValueError`` if its frozen parameters are not the server's."""
+    model = task_of(settings).build_model()
+    if frozen and streams.frozen(model) != frozen:
+        raise ValueError(
+            f"the parameters of task={config_of(settings).task} that are not trained are others "
+            "here than on the server; give every site the same base model"
+        )
+    return model
 
 
 def _device(node: Node) -> torch.device:

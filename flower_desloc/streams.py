@@ -151,6 +151,16 @@ def digest(stream: Stream) -> str:
     return sha.hexdigest()
 
 
+def frozen(module: nn.Module) -> str:
+    """Return the SHA-256 of the parameters that are not trained; empty where all are.
+
+    They do not travel. A federation whose sites have other ones averages what does not belong
+    together.
+    """
+    stream = {key: p for key, p in module.named_parameters() if not p.requires_grad}
+    return digest(stream) if stream else ""
+
+
 def check_like(name: str, stream: Stream, like: Stream) -> None:
     """Raise ``ValueError`` unless ``stream`` has the tensors of ``like`` by name and shape."""
     if missing := like.keys() - stream.keys():

@@ -30,7 +30,7 @@ from flower_desloc.preflight.at_start import Checked
 from flower_desloc.robust import Average
 from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS
 from flower_desloc.start import OF_MODEL_CONFIG, initial, settled
-from flower_desloc.streams import BUFFERS, check_like, digest
+from flower_desloc.streams import BUFFERS, check_like, digest, frozen
 from flower_desloc.tasks import Task, build_task
 
 app = ServerApp()
@@ -73,7 +73,7 @@ def main(grid: Grid, context: Context) -> None:
         result = strategy.start(
             grid,
             to_record(params),
-            train_config=ConfigRecord({"settings": dump(config)}),
+            train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
             evaluate_fn=_evaluate_fn(task, model, strategy) if config.evaluation.central else None,
             # In one process all is on this machine, and `desloc run` has looked at that.
             observer=recorder

@@ -18,16 +18,18 @@ from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
+from client_app.worker import model_of
 from flower_desloc.build import build_optimizer, check_streams
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.flower.client import Worker
+from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
 from flower_desloc.flower.stock_client import train_round
 from flower_desloc.imports import IMPORT_FROM
 from flower_desloc.outer import Outer
 from flower_desloc.outputs import RunFolder
-from flower_desloc.streams import check_optimizer
+from flower_desloc.streams import check_optimizer, frozen
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
 
@@ -174,6 +176,22 @@ def test_peft_loads_the_final_adapters_beside_their_base(base, whole):
         sums = {name: sums.get(name, 0.0) + value for name, value in totals.items()}
     final = summary(whole("lora"))["evaluation"]["central"]["loss"]["final"]
     assert task.metrics(sums)["loss"] == pytest.approx(final, abs=1e-6)
+
+
+def test_a_client_whose_base_is_another_is_turned_away(whole, run, tmp_path, monkeypatch):
+    settings = (whole("lora") / "config.yaml").read_text()
+    model = build_task(parse(settings)).build_model()
+    theirs = frozen(model)
+    model_of(settings, theirs)
+    next(p for p in model.parameters() if not p.requires_grad).view(-1)[-1] += 1e-6
+    assert frozen(model) != theirs
+    monkeypatch.setattr("server_app.frozen", lambda _: frozen(model))
+    with pytest.raises(FederationError, match="give every site the same base model"):
+        run("lora", tmp_path, "run.steps=1")
+
+
+def test_where_all_is_trained_nothing_is_compared():
+    assert frozen(nn.Linear(2, 2)) == ""
 
 
 def test_adapters_begin_with_those_of_another_run_and_not_with_another_model(whole, run, tmp_path):
