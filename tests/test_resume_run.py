@@ -15,6 +15,8 @@ from flower_desloc.config import ConfigError
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.metrics import read_lines
+from flower_desloc.report.runs import load
+from flower_desloc.report.tables import events
 
 
 def run(output_dir: Path, *overrides: str) -> Path:
@@ -70,6 +72,11 @@ def test_a_run_that_failed_is_gone_on_with_in_its_folder(how, cut_off, whole):
     same(cut_off, whole)
     (resumed,) = summary(cut_off)["resumed"]
     assert resumed["step"] == 8
+    assert "No space left on device" in resumed["ended"]
+    rows = events(load(cut_off)).rows
+    assert [row for row in rows if row[2] == "gone on with"] == [
+        ["8", "server", "gone on with", "1", resumed["ended"]]
+    ]
     assert not (cut_off.parent / ".clients").exists()
     with pytest.raises(ConfigError, match=r"is complete; run\.init_from"):
         run(cut_off.parent, f"run.resume={cut_off}")

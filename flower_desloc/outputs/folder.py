@@ -103,15 +103,21 @@ class RunFolder:
             ) from error
 
     def go_back(self, server_round: int) -> None:
-        """Forget the windows after a round, as the run goes on from there."""
+        """Forget the windows after a round, as the run goes on from there.
+
+        ``resumes.jsonl`` keeps what had ended it, which is in no window; nothing, if it was killed.
+        """
         lines = list(read_lines(self.metrics))
         kept = [line for line in lines if line["round"] <= server_round]
+        told = {
+            "step": kept[-1]["step"] if kept else 0,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "windows_again": len(lines) - len(kept),
+            "ended": read_summary(self.summary).get("error") or "",
+        }
         _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
         self.summary.unlink(missing_ok=True)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        step = kept[-1]["step"] if kept else 0
-        again = len(lines) - len(kept)
-        _append(self.resumes, {"step": step, "time": now, "windows_again": again})
+        _append(self.resumes, told)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -153,6 +159,15 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return self.final
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what ``summary.json`` says; nothing where there is none that can be read."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def readable(folder: Path) -> None:

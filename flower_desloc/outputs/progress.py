@@ -261,10 +261,10 @@ def _verdict(summary: Mapping[str, Any]) -> list[str]:
             lines[-1] += f"; accuracy {_from_to(course['accuracy'], percent_text)}"
     lines += _by_client(summary.get("fairness"))
     for resumed in summary.get("resumed", []):
-        again = resumed["windows_again"]
+        again, ended = resumed["windows_again"], resumed.get("ended")
         lines.append(
             f"gone on with after step {resumed['step']} at {resumed['time']}; {again} "
-            f"window{'' if again == 1 else 's'} once more"
+            f"window{'' if again == 1 else 's'} once more{f'; before, {ended}' if ended else ''}"
         )
     error = f": {summary['error']}" if summary["error"] else ""
     took = duration_text(summary["seconds"].get("total", 0.0))

@@ -1,6 +1,5 @@
 """Finding a run and its checkpoints, and seeing to it that it is the same run that goes on."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from omegaconf import OmegaConf
 
 from flower_desloc.config import Config, ConfigError, dump
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from flower_desloc.outputs.folder import RunFolder
+from flower_desloc.outputs.folder import RunFolder, read_summary
 
 AUTO = "auto"
 
@@ -88,11 +87,7 @@ def resumable(output_dir: Path, name: str) -> Path | None:
 
 def completed(folder: RunFolder) -> bool:
     """Return whether the run went to its end."""
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("status") == "completed"
+    return read_summary(folder.summary).get("status") == "completed"
 
 
 def _read(file: Path) -> Checkpoint:

@@ -211,6 +211,9 @@ def events(run: Run) -> Table | None:
         [_steps(spans), client or "all", kind, str(len(spans)), what]
         for (client, kind, what), spans in seen.items()
     ]
+    for resumed in run.summary.get("resumed", []):
+        ended = resumed.get("ended") or "it had been killed"
+        rows.append([str(resumed["step"]), "server", "gone on with", "1", ended])
     head = ["steps", "client", "event", "times", "what"]
     return _capped(Table(head, rows, frozenset({0, 1, 2, 4})))
 
