@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from flower_desloc.config import ConfigError
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.metrics import read_lines
+from flower_desloc.outputs.resume import resumable
 from flower_desloc.report.runs import load
 from flower_desloc.report.tables import events
 
@@ -108,6 +110,15 @@ def test_auto_begins_where_there_is_nothing_to_go_on_with(whole):
     again = run(whole.parent, "run.resume=auto")
     assert again.name == "quickstart-2"
     assert summary(again)["resumed"] == []
+
+
+def test_a_run_that_is_called_like_anothers_second_is_not_taken_for_it(cut_off):
+    other = shutil.copytree(cut_off, cut_off.with_name("quickstart-2"))
+    assert resumable(cut_off.parent, "quickstart") == other
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("name: quickstart", "name: quickstart-2"))
+    assert resumable(cut_off.parent, "quickstart") == cut_off
+    assert resumable(cut_off.parent, "quickstart-2") == other
 
 
 def test_a_run_begins_with_the_model_of_another(whole, tmp_path):

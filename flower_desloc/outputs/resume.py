@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError, dump
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -76,13 +77,22 @@ def resumable(output_dir: Path, name: str) -> Path | None:
     found = {
         int(match[1] or 1): path
         for path in output_dir.expanduser().resolve().glob(f"{name}*")
-        if (match := pattern.fullmatch(path.name))
+        if (match := pattern.fullmatch(path.name)) and _is_called(name, path)
     }
     if not found:
         return None
     folder = RunFolder(found[max(found)])
     begun = Checkpoints(folder.checkpoints).all()
     return folder.path if begun and not completed(folder) else None
+
+
+def _is_called(name: str, path: Path) -> bool:
+    # The second run named a has the folder that the first named a-2 would have.
+    try:
+        own = OmegaConf.select(OmegaConf.load(RunFolder(path).config), "run.name")
+    except (OSError, YAMLError):  # no more than begun, or damaged
+        return True
+    return own in (name, None)
 
 
 def completed(folder: RunFolder) -> bool:
