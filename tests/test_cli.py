@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ from flower_desloc.cli import app, checkout, run, simulation, superlink
 from flower_desloc.cli.simulation import federation, flwr_run, without_flower
 from flower_desloc.config import Config, load, parse
 from flower_desloc.deployment import processes
+from flower_desloc.outputs import RunFolder
+from flower_desloc.outputs.resume import cut_off_since
 
 ROOT = Path(__file__).parents[1]
 
@@ -175,14 +178,42 @@ def test_paths_with_blanks_are_told_to_the_app_as_they_are(nothing_starts, tmp_p
         config = load(told["config"], told["overrides"])
         assert config.data.source == str((here / arguments[0].partition("=")[2]).resolve())
         assert told["output-dir"] == str(here / "runs")
-    said = run.how_to_go_on([], Config(), here, 0.0)
-    assert said == ""
-    checkpoint = here / "desloc" / "checkpoints" / "step-1.safetensors"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
-    *_, resume, _, folder = shlex.split(run.how_to_go_on([], Config(), here, 0.0))
+
+
+@pytest.mark.parametrize("end", [typer.Exit(1), SystemExit(143)], ids=["failed", "SIGTERM"])
+def test_a_command_that_ends_early_says_how_its_own_run_goes_on(tmp_path, capsys, end):
+    here = tmp_path / "my own folder"
+
+    def ended(*names):
+        def work():
+            time.sleep(0.05)  # a file's clock ticks less often
+            for name in names:
+                checkpoint = here / name / "checkpoints" / "step-1.safetensors"
+                checkpoint.parent.mkdir(parents=True)
+                checkpoint.touch()
+            raise end
+
+        with pytest.raises(type(end)), run.telling_how_to_go_on(["desloc"], Config(), here):
+            work()
+        return capsys.readouterr().err
+
+    assert ended() == ""
+    what, _, command = ended("desloc").strip().partition(": ")
+    assert what == "go on from its last checkpoint"
+    _, resume, _, folder = shlex.split(command)
     assert load("quickstart", resume).run.resume == str(here / "desloc")
     assert folder == str(here)
+    assert ended() == ""  # that one was another command's
+
+
+def test_the_run_of_another_command_that_still_goes_on_is_not_offered(tmp_path):
+    for name in ("desloc", "desloc-2"):
+        checkpoint = tmp_path / name / "checkpoints" / "step-1.safetensors"
+        checkpoint.parent.mkdir(parents=True)
+        checkpoint.touch()
+    with RunFolder(tmp_path / "desloc-2").claimed():
+        assert cut_off_since(tmp_path, "desloc", 0.0) == tmp_path / "desloc"
+    assert cut_off_since(tmp_path, "desloc", 0.0) == tmp_path / "desloc-2"
 
 
 @pytest.mark.parametrize(

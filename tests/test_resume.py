@@ -205,7 +205,9 @@ def test_what_all_have_in_common_needs_no_files(tmp_path):
         case.run(folder, Fuse(saved[4]))  # of the steps 0, 2, 3, 4, 6
     assert Checkpoint.read(Checkpoints(folder / "checkpoints").all()[-1]).step == 6
     shutil.rmtree(folder / "clients")
-    assert outcome(case.run(folder, resume=True)) == outcome(expected)
+    resumed = case.run(folder, resume=True)
+    assert outcome(resumed) == outcome(expected)
+    assert not any(record.events for record in resumed.watch.records)
 
 
 def test_a_client_without_its_files_joins_anew(tmp_path):
@@ -220,6 +222,8 @@ def test_a_client_without_its_files_joins_anew(tmp_path):
     resumed = case.run(tmp_path / "b", resume=True)
     assert resumed.strategy.globals.versions == expected.strategy.globals.versions
     assert outcome(resumed) != outcome(expected)
+    events = [event for record in resumed.watch.records for event in record.events]
+    assert [(e.kind, e.client) for e in events] == [("state lost", "client-1")]
 
 
 def a_checkpoint(**changes: Any) -> Checkpoint:

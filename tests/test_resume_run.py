@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from test_simulation import BIN, SMALL
 
-from flower_desloc.config import ConfigError
+from flower_desloc.config import ConfigError, load
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.outputs import RunFolder
 from flower_desloc.outputs.metrics import read_lines
-from flower_desloc.outputs.resume import resumable
-from flower_desloc.report.runs import load
+from flower_desloc.outputs.resume import begun_in, resumable
+from flower_desloc.report.runs import load as read_run
 from flower_desloc.report.tables import events
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_failed_is_gone_on_with_in_its_folder(how, cut_off, whole):
     (resumed,) = summary(cut_off)["resumed"]
     assert resumed["step"] == 8
     assert "No space left on device" in resumed["ended"]
-    rows = events(load(cut_off)).rows
+    rows = events(read_run(cut_off)).rows
     assert [row for row in rows if row[2] == "gone on with"] == [
         ["8", "server", "gone on with", "1", resumed["ended"]]
     ]
@@ -119,6 +119,14 @@ def test_a_run_that_is_called_like_anothers_second_is_not_taken_for_it(cut_off):
     (other / "config.yaml").write_text(text.replace("name: quickstart", "name: quickstart-2"))
     assert resumable(cut_off.parent, "quickstart") == cut_off
     assert resumable(cut_off.parent, "quickstart-2") == other
+
+
+def test_it_goes_on_where_its_clients_have_their_files_whatever_the_output_dir(cut_off):
+    config = load("quickstart", f"run.resume={cut_off}")
+    assert begun_in(config, Path("/elsewhere")) == cut_off.parent
+    for other in ("auto", "/nowhere"):
+        config = load("quickstart", f"run.resume={other}")
+        assert begun_in(config, Path("/elsewhere")) == Path("/elsewhere")
 
 
 def test_a_run_begins_with_the_model_of_another(whole, tmp_path):

@@ -1,7 +1,6 @@
 """`desloc federate`: one run through a real SuperLink and SuperNodes, all on this machine."""
 
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flower_desloc.cli.request import Request, require_writable
-from flower_desloc.cli.run import how_to_go_on
+from flower_desloc.cli.run import telling_how_to_go_on
 from flower_desloc.cli.simulation import flwr_run, follow
 from flower_desloc.cli.superlink import SuperLink, private_superlink
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
@@ -19,6 +18,7 @@ from flower_desloc.deployment.keys import make_key
 from flower_desloc.deployment.processes import ProcessError, last_words, private_home
 from flower_desloc.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.flower.inprocess import clients_folder, removed_if_empty
+from flower_desloc.outputs.resume import begun_in
 
 Site = Mapping[str, str | int]
 """The node config of a SuperNode."""
@@ -54,6 +54,7 @@ def federate(
     left behind; the exit code is that of `desloc run`.
     """
     request = Request.of(preset, overrides or [], lambda given: _quorum(given, nodes))
+    output_dir = begun_in(request.config, output_dir.expanduser().resolve())
     try:
         sites = _sites(nodes, data_path or [], device or [], clients_folder(output_dir))
     except ConfigError as error:
@@ -62,14 +63,16 @@ def federate(
     config = request.config
     command = flwr_run(request.app, request.run_config(output_dir))
     typer.echo(shlex.join(command))
-    began = time.time()
-    with exit_on_signals(), removed_if_empty(clients_folder(output_dir)):
-        wrong = _run(command, sites, config.federation.client_cpus, verbose=verbose)
-    if wrong:
-        again = ["desloc", "federate", request.preset, *request.given, "--nodes", str(nodes)]
-        again += [part for path in data_path or [] for part in ("--data-path", str(path))]
-        again += [part for name in device or [] for part in ("--device", name)]
-        fail(FAILED, wrong + how_to_go_on(again, config, output_dir, began))
+    again = ["desloc", "federate", request.preset, *request.given, "--nodes", str(nodes)]
+    again += [part for path in data_path or [] for part in ("--data-path", str(path))]
+    again += [part for name in device or [] for part in ("--device", name)]
+    with (
+        telling_how_to_go_on(again, config, output_dir),
+        exit_on_signals(),
+        removed_if_empty(clients_folder(output_dir)),
+    ):
+        if wrong := _run(command, sites, config.federation.client_cpus, verbose=verbose):
+            fail(FAILED, wrong)
 
 
 def _quorum(words: Sequence[str], nodes: int) -> list[str]:

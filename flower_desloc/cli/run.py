@@ -5,7 +5,8 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,7 @@ from flower_desloc.config import Config, dump
 from flower_desloc.deployment.processes import ProcessError
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.flower.inprocess import clients_folder, removed_if_empty, run_in_process
-from flower_desloc.outputs import RunFolder
-from flower_desloc.outputs.resume import resumable
+from flower_desloc.outputs.resume import begun_in, cut_off_since
 from flower_desloc.preflight import page
 from flower_desloc.preflight.machine import cores
 from flower_desloc.preflight.needs import Needs
@@ -81,6 +81,7 @@ def run(
         fail(USAGE, "--workers is for --engine simulation")
     request = Request.of(preset, overrides or [])
     config = request.config
+    output_dir = begun_in(config, output_dir.expanduser().resolve())
     run_config = request.run_config(output_dir)
     command = flwr_run(request.app, run_config, federation(config, workers=workers, cores=cores()))
     if dry_run:
@@ -96,17 +97,16 @@ def run(
         _look_ahead(config, engine, workers, output_dir, dry=False)
     except ValueError as error:  # what cannot be estimated may still run
         typer.echo(f"whether this run fits is not known: {error}")
-    began = time.time()
-    with exit_on_signals():
+    again = ["desloc", "run", request.preset, *request.words]
+    again += ["--engine", engine] if engine is not Engine.SIMULATION else []
+    again += ["--workers", str(workers)] if workers is not None else []
+    with telling_how_to_go_on(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
             wrong = _run_simulation(command, output_dir, verbose=verbose)
         else:
             wrong = _run_in_process(request, run_config, verbose=verbose)
-    if wrong:
-        again = ["desloc", "run", request.preset, *request.words]
-        again += ["--engine", engine] if engine is not Engine.SIMULATION else []
-        again += ["--workers", str(workers)] if workers is not None else []
-        fail(FAILED, wrong + how_to_go_on(again, config, output_dir, began))
+        if wrong:
+            fail(FAILED, wrong)
 
 
 def _look_ahead(
@@ -125,18 +125,24 @@ def _look_ahead(
         typer.echo(f"{'it would stop here' if stops else 'beware'}: {finding.what}")
 
 
-def how_to_go_on(command: Sequence[str], config: Config, output_dir: Path, began: float) -> str:
-    """Return a line with the command that goes on where ``command`` ended, if one can.
+@contextmanager
+def telling_how_to_go_on(
+    command: Sequence[str], config: Config, output_dir: Path
+) -> Iterator[None]:
+    """Run ``command`` within; where it ends by an error or a signal, say what goes on from there.
 
-    ``began`` is when that was started: what another run left is not meant.
+    Nothing is said of a run that another command has begun, or that has no checkpoint yet.
     """
-    folder = resumable(output_dir, config.run.name)
-    if folder is None or RunFolder(folder).checkpoints.stat().st_mtime < began:
-        return ""
-    words = [word for word in command if not word.startswith("run.resume=")]
-    resume = override("run.resume", str(folder))
-    again = shlex.join([*words, resume, "--output-dir", str(output_dir)])
-    return f"\ngo on from its last checkpoint: {again}"
+    began = time.time()
+    try:
+        yield
+    except (typer.Exit, SystemExit):
+        if (folder := cut_off_since(output_dir, config.run.name, began)) is not None:
+            words = [word for word in command if not word.startswith("run.resume=")]
+            resume = override("run.resume", str(folder))
+            again = shlex.join([*words, resume, "--output-dir", str(output_dir)])
+            typer.secho(f"go on from its last checkpoint: {again}", err=True, fg=typer.colors.RED)
+        raise
 
 
 def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> str:

@@ -230,6 +230,8 @@ class DesLoc(Strategy):
                     clients=about,
                 )
             )
+        if self._resume is not None:
+            self._tell_of_lost_states(self._resume.step)
         before = Window(0, 0, frozenset())
         sent = Traffic()  # the greetings are round 0's
         done = self._resume.round + 1 if self._resume else 0
@@ -385,6 +387,17 @@ class DesLoc(Strategy):
         self._evaluated = to.evaluated
         self.run_key = to.run_key
         log(INFO, "going on after step %d, with the clients' state under %s", to.step, to.run_key)
+
+    def _tell_of_lost_states(self, step: int) -> None:
+        """Tell of the clients that hold nothing of a run that is gone on with after ``step``."""
+        averaged = all(version == step for version in self.globals.versions.values())
+        if self._averages_gradients or (averaged and not self.globals.formats):
+            return  # there was nothing to hold that the server does not have
+        for member in self._present(step):
+            if not member.held:
+                what = "it holds nothing of this run any more, and begins anew"
+                log(WARNING, "%s: %s", member.name, what)
+                self._federation.note("state lost", member.name, what)
 
     def _present(self, step: int) -> list[Member]:
         return present(self._federation.online(), self.policy, step)
@@ -570,6 +583,8 @@ class DesLoc(Strategy):
             ) from error
 
     def _where(self) -> str:
+        if self._window.stop == 0:
+            return "the evaluation before training"
         return f"the window of steps {self._window.start + 1} to {self._window.stop}"
 
 

@@ -141,6 +141,14 @@ class RunFolder:
         finally:
             lock.release()
 
+    def is_claimed(self) -> bool:
+        """Return whether another process is in the folder."""
+        try:
+            with self.claimed():
+                return False
+        except ConfigError:
+            return True
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, or leave the former one as it is."""
         _replace(self.summary, _json(summary, indent=2) + "\n")

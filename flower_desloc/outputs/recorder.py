@@ -121,8 +121,11 @@ class RunRecorder(Observer):
         if error is None:
             self.finish("failed", error="the run ended without a result")
             return
+        why = ": ".join(filter(None, [type(error).__name__, str(error)]))
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            why = f"the run was stopped ({why})"
         try:
-            self.finish("failed", error=": ".join(filter(None, [type(error).__name__, str(error)])))
+            self.finish("failed", error=why)
         except OSError as second:
             # The first error is the one to see.
             _log.warning("the summary of the failed run was not written: %s", second)

@@ -1,6 +1,8 @@
 """Finding a run and its checkpoints, and seeing to it that it is the same run that goes on."""
 
+import glob
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +73,49 @@ def last_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     return folder, files[-1]
 
 
+def begun_in(config: Config, output_dir: Path) -> Path:
+    """Return the folder that the run's own lies in: ``output_dir``, unless ``run.resume`` says.
+
+    There the simulated clients keep their state.
+    """
+    if config.run.resume not in ("", AUTO):
+        with suppress(CheckpointError):  # which the run itself will say
+            return last_checkpoint(Path(config.run.resume).expanduser())[0].path.parent
+    return output_dir
+
+
 def resumable(output_dir: Path, name: str) -> Path | None:
     """Return the folder of the last run of that name, if it can be gone on with."""
+    found = _called(name, output_dir)
+    return found[-1].path if found and _is_cut_off(found[-1]) else None
+
+
+def cut_off_since(output_dir: Path, name: str, began: float) -> Path | None:
+    """Return the folder of the run of that name that has ended since ``began``, seconds of time().
+
+    None if it is complete, or has no checkpoint of that time. One that still goes on is another.
+    """
+    found = [
+        run.path
+        for run in _called(name, output_dir)
+        if _is_cut_off(run) and run.checkpoints.stat().st_mtime >= began and not run.is_claimed()
+    ]
+    return found[-1] if found else None
+
+
+def _called(name: str, output_dir: Path) -> list[RunFolder]:
+    """Return the folders of the runs of that name, the last one last."""
     pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     found = {
-        int(match[1] or 1): path
-        for path in output_dir.expanduser().resolve().glob(f"{name}*")
+        int(match[1] or 1): RunFolder(path)
+        for path in output_dir.expanduser().resolve().glob(f"{glob.escape(name)}*")
         if (match := pattern.fullmatch(path.name)) and _is_called(name, path)
     }
-    if not found:
-        return None
-    folder = RunFolder(found[max(found)])
-    begun = Checkpoints(folder.checkpoints).all()
-    return folder.path if begun and not completed(folder) else None
+    return [found[number] for number in sorted(found)]
+
+
+def _is_cut_off(run: RunFolder) -> bool:
+    return bool(Checkpoints(run.checkpoints).all()) and not completed(run)
 
 
 def _is_called(name: str, path: Path) -> bool:
