@@ -27,7 +27,8 @@ from flower_desloc.tasks.causal_lm import builtin, named, text
 from flower_desloc.tasks.causal_lm.documents import cut, split
 from flower_desloc.tasks.causal_lm.partition import deal, shares
 from flower_desloc.tasks.causal_lm.source import Source
-from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks.causal_lm.stream import domain as opened
+from flower_desloc.tasks.causal_lm.text import read, units
 from flower_desloc.tasks.dealing import Rule
 
 WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
@@ -205,6 +206,33 @@ def test_training_and_validation_files_side_by_side_are_one_domain(tmp_path):
     assert texts(corpus.heldout) == ["kept"]
 
 
+def test_folders_beside_training_and_validation_files_are_read_too(tmp_path):
+    write(tmp_path / "site" / "train-00000-of-00001.jsonl", prose("a"))
+    write(tmp_path / "site" / "valid.jsonl", ["kept"])
+    write(tmp_path / "site" / "extra" / "more.jsonl", prose("more"))
+    corpus = read(Source(str(tmp_path / "site")))
+    assert corpus.domains == ("extra", "site")
+    assert texts(corpus.heldout, "site") == ["kept"]
+    assert sorted(texts(corpus.train, "extra") + texts(corpus.heldout, "extra")) == sorted(
+        prose("more")
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_word_that_begins_like_test_is_no_test(tmp_path, streaming):
+    names = ("articles", "testimony", "validity", "trains")
+    for name in names:
+        write(tmp_path / f"{name}.jsonl", prose(name))
+    # Alone in its domain, it says nothing either.
+    write(tmp_path / "test.jsonl", prose("test"))
+    source = Source("builtin", streaming=streaming).at_site(tmp_path)
+    found = units(source)
+    assert sorted(found) == ([tmp_path.name] if streaming else sorted([*names, "test"]))
+    rows = [row["text"] for unit in found.values() for row in unit.train()]
+    assert sorted(rows) == sorted(text for name in (*names, "test") for text in prose(name))
+    assert all(unit.heldout is None for unit in found.values())
+
+
 def test_a_path_is_not_a_pattern(tmp_path):
     path = write(tmp_path / "run [1]*" / "a.jsonl", prose("a"))
     assert read(Source(str(path))).domains == ("a",)
@@ -319,6 +347,18 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nbroken')
     with pytest.raises(ValueError, match=r"data.source=.*cannot read .*a.jsonl as json \("):
         read(Source(str(tmp_path)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_of_many_files_the_one_that_cannot_be_read_is_named(tmp_path, streaming):
+    for number in range(4):
+        write(tmp_path / "site" / f"part-{number}.jsonl", prose(str(number)))
+    with (tmp_path / "site" / "part-2.jsonl").open("ab") as file:
+        file.write(b'{"text": "\xe9"}\n')
+    source = Source(str(tmp_path), streaming=streaming)
+    reading = (lambda: [*opened(source, "site").heldout()]) if streaming else lambda: read(source)
+    with pytest.raises(ValueError, match=r"cannot read \S*part-2.jsonl"):
+        reading()
 
 
 def test_a_domain_without_text(tmp_path):

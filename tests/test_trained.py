@@ -1,6 +1,7 @@
 """A run begins with a model that is there, and its own is exported, scored and looked at."""
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -191,6 +193,49 @@ def test_a_model_goes_on_with_a_prompt(run, model):
         desloc("generate", run, "def ", "--tokens", 20, "--seed", seed).stdout for seed in (1, 1, 2)
     )
     assert first == same != other
+
+
+def test_a_model_that_is_not_whole_is_neither_asked_nor_scored(model, questions, tmp_path):
+    """Transformers draws at random what it does not find, and lm-eval scores NaN."""
+
+    def changed(name, change):
+        folder = shutil.copytree(model, tmp_path / name)
+        change(folder)
+        return folder
+
+    def without_a_layer(folder):
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: t for name, t in tensors.items() if "layers.0" not in name}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def with_a_nan(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][0] = math.nan
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def a_classifier(folder):
+        file = folder / "config.json"
+        about = json.loads(file.read_text())
+        file.write_text(json.dumps(about | {"architectures": ["LlamaForSequenceClassification"]}))
+
+    def without_tokenizer(folder):
+        for file in folder.glob("*token*"):
+            file.unlink()
+
+    def adapters(folder):
+        (folder / "adapter_config.json").write_text("{}")
+
+    for change, said in (
+        (without_a_layer, "its weights lack model.layers.0."),
+        (with_a_nan, "are of no use ('model.norm.weight' of stream 'params' has values"),
+        (a_classifier, "LlamaForSequenceClassification is no causal language model"),
+        (without_tokenizer, "has no tokenizer"),
+        (adapters, "holds adapters of peft"),
+    ):
+        folder = changed(change.__name__, change)
+        for command in (["generate", folder, "x"], ["evaluate", folder, "--data", questions]):
+            result = desloc(*command)
+            assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
 
 
 def test_generation_ends_with_the_models_window(model, tmp_path):
@@ -398,7 +443,7 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     own["model.norm.weight"][3] = float("nan")
     theirs.save_pretrained(tmp_path / "nan", state_dict=own)
     ByteTokenizer().save(tmp_path / "nan")
-    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights are not to be"):
+    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights are of no use"):
         initial(settled(config_for(tmp_path / "nan")))
     other = json.loads((tmp_path / "nan" / "config.json").read_text())
     (tmp_path / "nan" / "config.json").write_text(json.dumps(other | {"intermediate_size": 48}))

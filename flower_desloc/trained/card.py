@@ -104,7 +104,7 @@ def _training(config: Config, summary: Mapping[str, Any]) -> Iterable[tuple[str,
 def _beginning(config: Config) -> str:
     base = config.run.init_from
     if not base:
-        return "random weights"
+        return "what the task builds" if ":" in config.task else "random weights"
     return _unless_a_path(base) if config.model.config else "the model of another run"
 
 

@@ -46,6 +46,7 @@ def generate(
     if length >= window:
         raise ValueError(f"the prompt has {length} tokens, and the model sees {window} at most")
     draw = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     torch.manual_seed(seed)
     with quiet(), torch.no_grad():
         out = model.generate(
@@ -53,7 +54,7 @@ def generate(
             attention_mask=torch.ones_like(start),
             max_new_tokens=min(tokens, window - length),
             streamer=_Teller(tokenizer, tell),
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            pad_token_id=pad,
             **(draw or {"do_sample": False}),
         )
     return int(out.shape[1]) - int(length)

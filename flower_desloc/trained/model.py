@@ -24,6 +24,8 @@ from flower_desloc.start import is_pretrained
 from flower_desloc.streams import BUFFERS
 from flower_desloc.tasks import build_task
 
+_ADAPTERS = "adapter_config.json"
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -81,12 +83,18 @@ def loadable(source: str) -> Iterator[str]:
     Raises ``ValueError`` when it is none of them.
     """
     path = Path(source).expanduser()
+    if (path / _ADAPTERS).is_file():
+        raise ValueError(
+            f"{source}: holds adapters of peft without their model; merge them first: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+        )
     if is_pretrained(source):
         yield str(path) if path.exists() else source
         return
     trained = Trained.of(path)
     if trained.checkpoint is None:
-        yield str(trained.run.final)
+        with loadable(str(trained.run.final)) as final:
+            yield final
         return
     with tempfile.TemporaryDirectory() as folder:
         trained.write(Path(folder))
@@ -96,21 +104,28 @@ def loadable(source: str) -> Iterator[str]:
 def load(source: str) -> tuple[Any, Any]:
     """Return the model of ``source`` and its tokenizer, on the accelerator if there is one.
 
-    Raises ``ValueError`` when there is none that transformers can load, of safetensors alone.
+    Raises ``ValueError`` when there is none that transformers can load, whole and of safetensors.
     """
     # Imported when wanted: transformers takes seconds.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from flower_desloc.tasks.causal_lm.pretrained import architecture_of, read
+    from flower_desloc.tasks.causal_lm.tokens import knows_nothing
     from flower_desloc.tasks.quiet import quiet
 
-    with loadable(source) as name, quiet():
+    with loadable(source) as name:
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True)
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            architecture_of(name)
+            model = read(name)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        try:
+            with quiet():
+                tokenizer: Any = AutoTokenizer.from_pretrained(name)
         except Exception as error:
-            raise ValueError(
-                f"{source}: holds no causal language model that transformers could load, and is "
-                f"the name of none ({shorten(str(error), 200)})"
-            ) from error
+            why = shorten(str(error), 200)
+            raise ValueError(f"{source}: has no tokenizer that can be loaded ({why})") from error
+        if knows_nothing(tokenizer):
+            raise ValueError(f"{source}: has no tokenizer; its files are not there")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer

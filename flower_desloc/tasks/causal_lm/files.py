@@ -1,7 +1,9 @@
 """Text in files: every file or subfolder is a domain."""
 
 import glob
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,34 +17,52 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "
 _ALLOWED = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A domain's files."""
+
+    train: list[Path]
+    heldout: list[Path]
+
+    @classmethod
+    def of(cls, files: list[Path]) -> "_Parts":
+        """Tell them apart by their names; where all have the same, it says nothing."""
+        heldout = [file for file in files if _is_called(file, "valid", "validation", "test")]
+        train = [file for file in files if file not in heldout]
+        return cls(train, heldout) if train else cls(heldout, [])
+
+
 def units(source: Source) -> dict[str, Unit]:
     """Return the domains of a file or folder, sorted by name.
 
-    A folder with training and held-out files side by side is one domain, named after it. Hidden
-    files, and files of other kinds (a README), are passed over. A site's private files that are
-    read as they are trained on are one domain all together.
+    A folder with training and held-out files side by side is one domain, named after it; folders in
+    it are others. Hidden files, and files of other kinds (a README), are passed over. A site's
+    private files that are read as they are trained on are one domain all together.
 
     Raises ``ValueError`` where there is no file that can be read.
     """
     path = Path(source.name).expanduser().resolve()
-    if not (domains := _domains(path)):
+    if not (domains := {name: _Parts.of(files) for name, files in _domains(path).items()}):
         raise ValueError(f"{source}: there is no file here of the kinds read, {_ALLOWED}")
     if source.endless and source.key == PRIVATE:
         name = path.name if path.is_dir() else _stem(path)
-        domains = {name: [file for files in domains.values() for file in files]}
-    return {name: _unit(source, files) for name, files in domains.items()}
+        parts = domains.values()
+        train = [file for part in parts for file in part.train]
+        domains = {name: _Parts(train, [file for part in parts for file in part.heldout])}
+    return {name: _unit(source, parts) for name, parts in domains.items()}
 
 
 def _domains(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {_stem(path): [path]} if _builder(path) else {}
-    here = [file for file in _below(path) if file.parent == path]
-    if any(map(_is_heldout, here)) and any(_stem(file).startswith("train") for file in here):
-        return {path.name: here}
+    below = _below(path)
+    here = [file for file in below if file.parent == path]
+    together = bool(_Parts.of(here).heldout) and any(_is_called(file, "train") for file in here)
     domains: dict[str, list[Path]] = {}
-    for file in _below(path):
+    for file in below:
         first, *rest = file.relative_to(path).parts
-        domains.setdefault(first if rest else _stem(file), []).append(file)
+        name = first if rest else path.name if together else _stem(file)
+        domains.setdefault(name, []).append(file)
     return dict(sorted(domains.items()))
 
 
@@ -57,15 +77,11 @@ def _below(folder: Path) -> list[Path]:
     )
 
 
-def _unit(source: Source, files: list[Path]) -> Unit:
-    heldout = [file for file in files if _is_heldout(file)]
-    train = [file for file in files if file not in heldout]
-    if not train or not heldout:  # Without the other, the name says nothing.
-        return Unit(partial(_rows, source, files), None, partial(_files, source, files))
+def _unit(source: Source, parts: _Parts) -> Unit:
     return Unit(
-        partial(_rows, source, train),
-        partial(_rows, source, heldout),
-        partial(_files, source, train),
+        partial(_rows, source, parts.train),
+        partial(_rows, source, parts.heldout) if parts.heldout else None,
+        partial(_files, source, parts.train),
     )
 
 
@@ -92,12 +108,24 @@ def _files(source: Source, files: list[Path]) -> Files:
             for builder, rows, _ in opened
         ],
         " ".join(version for *_, version in opened),
+        partial(_damaged, files),
     )
 
 
 def _unreadable(source: Source, builder: str, paths: list[str], error: Exception) -> ValueError:
-    what = paths[0] if len(paths) == 1 else f"{paths[0]} or {len(paths) - 1} others"
-    return ValueError(f"{source}: cannot read {what} as {builder} ({why(error)})")
+    what = paths[0] if len(paths) == 1 else _damaged([Path(path) for path in paths])
+    return ValueError(f"{source}: cannot read {what or paths} as {builder} ({why(error)})")
+
+
+def _damaged(files: list[Path]) -> str | None:
+    for builder, paths in _by_builder(files):
+        for path in paths:
+            try:
+                for _ in open_files(builder, [path])[0]:
+                    pass
+            except Exception:
+                return path
+    return None
 
 
 def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:
@@ -136,5 +164,7 @@ def _unzipped(file: Path) -> Path:
     return file.with_suffix("") if file.suffix.lower() == ".gz" else file
 
 
-def _is_heldout(file: Path) -> bool:
-    return _stem(file).lower().startswith(("valid", "test"))
+def _is_called(file: Path, *names: str) -> bool:
+    """Return whether a file is called so, or so and a number: test.jsonl, test-00000-of-00002."""
+    word = re.match("[a-z]*", _stem(file).lower())
+    return word is not None and word[0] in names

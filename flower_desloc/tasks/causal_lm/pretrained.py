@@ -37,17 +37,9 @@ def settled(config: Config) -> Config:
     """
     name = _where(config)
     try:
-        with quiet():
-            found = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:
-        raise _wrong(
-            config, f"no model that transformers could load ({shorten(str(error), 200)})"
-        ) from error
-    if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise _wrong(config, f"{found.model_type} is no causal language model")
-    of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
-    if found.architectures and of_kind not in found.architectures:
-        raise _wrong(config, f"{found.architectures[0]} is no causal language model")
+        found = architecture_of(name)
+    except ValueError as error:
+        raise _wrong(config, str(error)) from error
     model = replace(config.model, type=found.model_type, config=_plain(found))
     data = replace(config.data, tokenizer=_tokenizer(config, name, found.vocab_size))
     try:
@@ -61,40 +53,68 @@ def settled(config: Config) -> Config:
 def weights(config: Config) -> dict[str, dict[str, Tensor]]:
     """Return the model's parameters and saved buffers, as streams, in ``model.dtype``.
 
-    ``config`` is :func:`settled`. Only safetensors are read, in one file or in several: a pickle
-    from elsewhere may run code.
-
-    Raises :class:`ConfigError` where they are missing, torn or incomplete.
+    ``config`` is :func:`settled`. Raises :class:`ConfigError` where they cannot be read.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     architecture = given_architecture(
         config.model, num_tokens=tokenizer.vocab_size, seq_len=config.data.seq_len
     )
     try:
+        dtype = getattr(torch, config.model.dtype)
+        model = read(_where(config), config=architecture, dtype=dtype)
+    except ValueError as error:
+        raise _wrong(config, str(error)) from error
+    saved = model.state_dict().keys()
+    buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return {PARAMS: params, **({BUFFERS: buffers} if buffers else {})}
+
+
+def architecture_of(name: str) -> PretrainedConfig:
+    """Return what a folder of transformers, or a name on the hub, says of its model.
+
+    Raises ``ValueError`` where it cannot be read, or is no causal language model.
+    """
+    try:
+        with quiet():
+            found: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(
+            f"no model that transformers could load ({shorten(str(error), 200)})"
+        ) from error
+    if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{found.model_type} is no causal language model")
+    of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
+    if found.architectures and of_kind not in found.architectures:
+        raise ValueError(f"{found.architectures[0]} is no causal language model")
+    return found
+
+
+def read(name: str, **settings: Any) -> Any:
+    """Return the model of a folder of transformers, or of a name on the hub, with its weights.
+
+    Only safetensors are read, in one file or in several: a pickle from elsewhere may run code.
+    Raises ``ValueError`` where they are missing, torn, incomplete or not finite: transformers would
+    draw at random what is not there.
+    """
+    try:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                _where(config),
-                config=architecture,
-                dtype=getattr(torch, config.model.dtype),
-                use_safetensors=True,
-                output_loading_info=True,
+                name, use_safetensors=True, output_loading_info=True, **settings
             )
     except Exception as error:
         why = shorten(str(error), 200)
         if "ignore_mismatched_sizes" in why:  # transformers' advice, in place of a reason
             why = "of other shapes than its config.json states"
-        raise _wrong(config, f"cannot read its weights, safetensors ({why})") from error
+        raise ValueError(f"cannot read its weights, safetensors ({why})") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        raise _wrong(config, f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")
-    saved = model.state_dict().keys()
-    buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
-    params = {name: p.detach() for name, p in model.named_parameters()}
+        raise ValueError(f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")
     try:
-        check_finite(PARAMS, params)
+        check_finite(PARAMS, {name: p.detach() for name, p in model.named_parameters()})
     except ValueError as error:
-        raise _wrong(config, f"its weights are not to be trained ({error})") from error
-    return {PARAMS: params, **({BUFFERS: buffers} if buffers else {})}
+        raise ValueError(f"its weights are of no use ({error})") from error
+    return model
 
 
 def _where(config: Config) -> str:

@@ -23,6 +23,8 @@ class Files:
     datasets: Sequence[IterableDataset]
     version: str
     """Differs where the files do, though their names are the same."""
+    damaged: Callable[[], str | None] = lambda: None
+    """Read all again, and return the path of the first file that cannot be, if that is known."""
 
 
 @dataclass(frozen=True)

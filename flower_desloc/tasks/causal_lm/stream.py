@@ -48,7 +48,7 @@ class Domain:
     def __init__(self, source: Source, name: str) -> None:
         unit = units(source)[name]
         files = unit.files() if unit.files else Files([_generated(unit.train)], "")
-        self.version = files.version
+        self.version, self._damaged = files.version, files.damaged
         self._source, self._name = source, name
         self._shards = [(rows, i) for rows in files.datasets for i in range(rows.num_shards)]
         self._own = unit.heldout
@@ -84,9 +84,8 @@ class Domain:
         try:
             yield from rows
         except Exception as error:
-            raise ValueError(
-                f"{self._source}: cannot read domain {self._name!r} ({why(error)})"
-            ) from error
+            what = self._damaged() or f"domain {self._name!r}"
+            raise ValueError(f"{self._source}: cannot read {what} ({why(error)})") from error
 
     def heldout(self) -> Iterator[str]:
         """Return the held-out documents, which nobody trains on."""
@@ -146,8 +145,8 @@ class Documents:
             if not found:
                 raise ValueError(
                     f"{part.source}: of domain {part.domain!r} there is no document for part "
-                    f"{part.turn} of {part.holders}; use fewer clients (federation.num_clients), "
-                    "or leave it out of data.domains"
+                    f"{part.turn} of {part.holders}; give it more text, use fewer clients "
+                    "(federation.num_clients), or leave it out of data.domains"
                 )
             _log.warning(
                 "%s: part %d of %d of domain %r has been read; it begins again, for pass %d",

@@ -83,10 +83,14 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer={name}: transformers has no fast tokenizer of that name, and without "
             "one the bytes a token stands for are unknown"
         )
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # Where the files are missing, transformers makes some an empty one.
+    if knows_nothing(tokenizer):
         raise ValueError(f"data.tokenizer={name}: knows no token; its files are not there")
     return Subwords(tokenizer)
+
+
+def knows_nothing(tokenizer: Any) -> bool:
+    """Return whether it is the empty one that transformers makes where files are missing."""
+    return len(tokenizer) <= len(tokenizer.all_special_ids)
 
 
 class ByteTokenizer:
