@@ -390,10 +390,11 @@ def test_flowers_own_strategies_tell_of_events_as_well(tmp_path):
         ("<class 'a.B'>:<'\nException B occurred. Message: lower optimizer.lr'>",
          "lower optimizer.lr"),
         ("ClientApp stopped responding.", "ClientApp stopped responding."),
+        ("\x1b[2Jno disk", "\N{REPLACEMENT CHARACTER}[2Jno disk"),
         ("", "no reason given"),
         (None, "no reason given"),
     ],
-    ids=["a client process", "Ray's actor", "Flower's own", "empty", "none"],
+    ids=["a client process", "Ray's actor", "Flower's own", "an escape", "empty", "none"],
 )  # fmt: skip
 def test_what_a_client_said_is_told_without_what_flower_has_wrapped_it_in(reason, said):
     grid = InProcessGrid(lambda m, _: Message(Error(1, reason), reply_to=m), [{}])

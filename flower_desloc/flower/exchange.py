@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from flwr.app import DEFAULT_TTL, Error, Message
 from flwr.serverapp import Grid
 
+from flower_desloc.flower.members import printable
 from flower_desloc.record import EventKind
 
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
@@ -66,7 +67,7 @@ def _sentence(reason: str | None) -> str:
     text = " ".join((reason or "").split())
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped[1]
-    return text.rpartition("occurred. Message: ")[2] or "no reason given"
+    return printable(text.rpartition("occurred. Message: ")[2]) or "no reason given"
 
 
 def time_to_live(patience: float) -> float:

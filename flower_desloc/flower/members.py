@@ -88,7 +88,8 @@ class Member:
         if not isinstance(streams, list) or not isinstance(versions, list):
             raise ValueError("it did not say which streams it holds")
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
-        return cls(name, node_id, {k: str(v) for k, v in about.items()}, held)
+        told = {printable(k): printable(str(v)) for k, v in about.items()}
+        return cls(name, node_id, told, held)
 
     def lacks(self, versions: Mapping[str, int], resets: Container[str] = ()) -> list[str]:
         """Return the streams that must be sent to this client, given the ``versions`` of all."""
@@ -100,6 +101,11 @@ class Member:
             and not (version == 0 and starts_at_zero(name))
             and name not in resets
         ]
+
+
+def printable(text: str) -> str:
+    """Return what a client said as one that writes to terminals may: without control characters."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def is_name(text: str) -> bool:

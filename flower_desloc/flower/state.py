@@ -89,7 +89,8 @@ class StateFile:
             for superfluous in self._kept_from(0)[:-KEEP]:
                 superfluous.replace(self._spare)
         except OSError as error:
-            self._partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._partial.unlink()
             raise OSError(
                 f"cannot write this client's state to {self.path}: {error}; free the disk or set "
                 "state-dir in the node config"

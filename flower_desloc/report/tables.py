@@ -64,7 +64,8 @@ def progress(run: Run) -> str:
     """Return how far the run came."""
     done, planned = run.num_steps, run.summary["config"]["steps"]
     steps = f"{done} steps" if done == planned else f"{done} of {planned} steps"
-    return f"{run.status}, {steps}, {run.summary['windows']} windows"
+    windows = run.summary["windows"]
+    return f"{run.status}, {steps}, {windows} window{'' if windows == 1 else 's'}"
 
 
 def tiles(run: Run) -> list[Tile]:
