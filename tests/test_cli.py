@@ -76,7 +76,7 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.steps=0"], "run.steps=0: must be at least 1"),
         (["quickstart", "run.steps"], "not of the form key=value"),
         (["quickstart", "run.name=two words"], "run.name=two words: it names folders"),
-        (["quickstart", "data.domains=[a, b]"], "a list is written without blanks"),
+        (["quickstart", "data.domains=[a, b]"], "leave out the blanks, as in [a,b]"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
         (["quickstart", "--engine", "inprocess", "--workers", "2"], "--workers is for --engine"),

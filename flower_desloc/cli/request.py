@@ -99,7 +99,7 @@ def _words(overrides: Sequence[str]) -> list[str]:
         if all("=" in part for part in parts[1:]):
             words += parts
         elif _A_LIST.match(item):
-            raise ConfigError(f"override {item!r}: a list is written without blanks, as [a,b]")
+            raise ConfigError(f"override {item!r}: leave out the blanks, as in [a,b] and {{a:1}}")
         else:
             key, _, value = item.partition("=")
             words.append(override(key, value))
