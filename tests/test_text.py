@@ -208,7 +208,7 @@ def test_training_and_validation_files_side_by_side_are_one_domain(tmp_path):
 
 def test_folders_beside_training_and_validation_files_are_read_too(tmp_path):
     write(tmp_path / "site" / "train-00000-of-00001.jsonl", prose("a"))
-    write(tmp_path / "site" / "valid.jsonl", ["kept"])
+    write(tmp_path / "site" / "valid_00000-of-00001.jsonl", ["kept"])
     write(tmp_path / "site" / "extra" / "more.jsonl", prose("more"))
     corpus = read(Source(str(tmp_path / "site")))
     assert corpus.domains == ("extra", "site")
@@ -220,7 +220,7 @@ def test_folders_beside_training_and_validation_files_are_read_too(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_word_that_begins_like_test_is_no_test(tmp_path, streaming):
-    names = ("articles", "testimony", "validity", "trains")
+    names = ("articles", "testimony", "validity", "trains", "test_questions", "validation-notes")
     for name in names:
         write(tmp_path / f"{name}.jsonl", prose(name))
     # Alone in its domain, it says nothing either.

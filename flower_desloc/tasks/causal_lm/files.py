@@ -27,7 +27,7 @@ class _Parts:
     @classmethod
     def of(cls, files: list[Path]) -> "_Parts":
         """Tell them apart by their names; where all have the same, it says nothing."""
-        heldout = [file for file in files if _is_called(file, "valid", "validation", "test")]
+        heldout = [file for file in files if _is_heldout(file)]
         train = [file for file in files if file not in heldout]
         return cls(train, heldout) if train else cls(heldout, [])
 
@@ -57,7 +57,7 @@ def _domains(path: Path) -> dict[str, list[Path]]:
         return {_stem(path): [path]} if _builder(path) else {}
     below = _below(path)
     here = [file for file in below if file.parent == path]
-    together = bool(_Parts.of(here).heldout) and any(_is_called(file, "train") for file in here)
+    together = bool(_Parts.of(here).heldout) and any(map(_is_training, here))
     domains: dict[str, list[Path]] = {}
     for file in below:
         first, *rest = file.relative_to(path).parts
@@ -164,7 +164,14 @@ def _unzipped(file: Path) -> Path:
     return file.with_suffix("") if file.suffix.lower() == ".gz" else file
 
 
-def _is_called(file: Path, *names: str) -> bool:
-    """Return whether a file is called so, or so and a number: test.jsonl, test-00000-of-00002."""
-    word = re.match("[a-z]*", _stem(file).lower())
-    return word is not None and word[0] in names
+def _is_heldout(file: Path) -> bool:
+    """Return whether a file is called so: test.jsonl, test-00000-of-00002.parquet, valid_1.txt."""
+    return bool(re.fullmatch(r"(valid|validation|test)([-_.]?(of[-_.]?)?\d+)*", _name(file)))
+
+
+def _is_training(file: Path) -> bool:
+    return bool(re.match(r"train(?![a-z])", _name(file)))
+
+
+def _name(file: Path) -> str:
+    return _stem(file).lower()
