@@ -212,8 +212,11 @@ def test_the_run_of_another_command_that_still_goes_on_is_not_offered(tmp_path):
         checkpoint.parent.mkdir(parents=True)
         checkpoint.touch()
     with RunFolder(tmp_path / "desloc-2").claimed():
-        assert cut_off_since(tmp_path, "desloc", 0.0) == tmp_path / "desloc"
-    assert cut_off_since(tmp_path, "desloc", 0.0) == tmp_path / "desloc-2"
+        assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc"
+    assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc-2"
+    # One that was gone on with is the one that was named, whatever its folder is called.
+    other = (tmp_path / "desloc").rename(tmp_path / "other")
+    assert cut_off_since(load("quickstart", f"run.resume={other}"), tmp_path, 0.0) == other
 
 
 @pytest.mark.parametrize(

@@ -395,8 +395,14 @@ def test_losses_are_told_first_final_and_best(tmp_path: Path) -> None:
     _, run = record(tmp_path, change=change)
     assert summary_of(run)["evaluation"] == {
         "central": {
-            "loss": {"first": 5.0, "final": 1.6, "best": 1.5, "best_step": 96},
-            "bits_per_byte": {"first": 10.0, "final": 3.2, "best": 3.0, "best_step": 96},
+            "loss": {"first": 5.0, "final": 1.6, "final_step": 192, "best": 1.5, "best_step": 96},
+            "bits_per_byte": {
+                "first": 10.0,
+                "final": 3.2,
+                "final_step": 192,
+                "best": 3.0,
+                "best_step": 96,
+            },
         }
     }
 

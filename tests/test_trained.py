@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.schedule import PARAMS
 from flower_desloc.start import initial, is_pretrained, settled
@@ -114,8 +115,26 @@ def test_a_run_that_was_cut_off_is_exported_from_its_last_checkpoint(copy, run, 
     assert hashed(tmp_path / "first") != summary(run)["weights_sha256"]
     said = (tmp_path / "first" / "README.md").read_text()
     assert "| local steps | 4 of 6 |" in said
+    assert hashed(tmp_path / "first") in said
+    [loss] = [line for line in said.splitlines() if line.startswith("| on the server | loss |")]
+    assert loss.count(", at step 0 |") == 1  # what was exported was never evaluated
     assert "| `exp_avg_sq` | every 6 | 0 | 0 B |" in said
     assert first.name != last.name
+
+
+def test_of_a_run_without_a_window_there_is_nothing_to_export(copy, tmp_path):
+    shutil.rmtree(copy / "final")
+    (copy / "summary.json").unlink()
+    about = {"run_key": "k", "round": 0, "step": 0, "evaluated": 0, "versions": {}, "outer": {}}
+    first, *_ = sorted(copy.glob("checkpoints/*"))
+    averages = Checkpoint.read(first).averages
+    begun = Checkpoints(tmp_path, 1, (copy / "config.yaml").read_text())
+    begun.write(Checkpoint(**about, averages=averages))
+    [file] = begun.all()
+    shutil.copy(file, copy / "checkpoints" / file.name)
+    with pytest.raises(ValueError, match="been through no window"):
+        export(copy / "checkpoints" / file.name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):

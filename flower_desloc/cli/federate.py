@@ -64,7 +64,8 @@ def federate(
     command = flwr_run(request.app, request.run_config(output_dir))
     typer.echo(shlex.join(command))
     again = ["desloc", "federate", request.preset, *request.given, "--nodes", str(nodes)]
-    again += [part for path in data_path or [] for part in ("--data-path", str(path))]
+    for path in data_path or []:
+        again += ["--data-path", str(path.expanduser().resolve())]
     again += [part for name in device or [] for part in ("--device", name)]
     with (
         telling_how_to_go_on(again, config, output_dir),

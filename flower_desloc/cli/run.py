@@ -137,7 +137,7 @@ def telling_how_to_go_on(
     try:
         yield
     except (typer.Exit, SystemExit):
-        if (folder := cut_off_since(output_dir, config.run.name, began)) is not None:
+        if (folder := cut_off_since(config, output_dir, began)) is not None:
             words = [word for word in command if not word.startswith("run.resume=")]
             resume = override("run.resume", str(folder))
             again = shlex.join([*words, resume, "--output-dir", str(output_dir)])

@@ -288,6 +288,8 @@ def _from_to(course: Mapping[str, Any], text: Callable[[float | None], str]) -> 
     best = course["best"]
     better = best is not None and best != course["final"]
     note = f" (best {text(best)} at step {course['best_step']})" if better else ""
+    if course.get("final_step") == 0:
+        return f"{text(course['first'])} before training"
     return f"{text(course['first'])} to {text(course['final'])}{note}"
 
 

@@ -78,10 +78,16 @@ def begun_in(config: Config, output_dir: Path) -> Path:
 
     There the simulated clients keep their state.
     """
+    run = _named(config)
+    return output_dir if run is None else run.path.parent
+
+
+def _named(config: Config) -> RunFolder | None:
+    """Return the folder of the run that ``run.resume`` names, if it names one."""
     if config.run.resume not in ("", AUTO):
         with suppress(CheckpointError):  # which the run itself will say
-            return last_checkpoint(Path(config.run.resume).expanduser())[0].path.parent
-    return output_dir
+            return last_checkpoint(Path(config.run.resume).expanduser())[0]
+    return None
 
 
 def resumable(output_dir: Path, name: str) -> Path | None:
@@ -90,14 +96,15 @@ def resumable(output_dir: Path, name: str) -> Path | None:
     return found[-1].path if found and _is_cut_off(found[-1]) else None
 
 
-def cut_off_since(output_dir: Path, name: str, began: float) -> Path | None:
-    """Return the folder of the run of that name that has ended since ``began``, seconds of time().
+def cut_off_since(config: Config, output_dir: Path, began: float) -> Path | None:
+    """Return the folder of the run that was started by ``began``, seconds of time(), and has ended.
 
     None if it is complete, or has no checkpoint of that time. One that still goes on is another.
     """
+    named = _named(config)
     found = [
         run.path
-        for run in _called(name, output_dir)
+        for run in ([named] if named else _called(config.run.name, output_dir))
         if _is_cut_off(run) and run.checkpoints.stat().st_mtime >= began and not run.is_claimed()
     ]
     return found[-1] if found else None

@@ -169,6 +169,7 @@ def _course(
     return {
         "first": seen[0][1] if seen else None,
         "final": seen[-1][1] if seen else None,
+        "final_step": seen[-1][0] if seen else None,
         "best": best,
         "best_step": best_step,
     }

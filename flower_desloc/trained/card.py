@@ -142,8 +142,10 @@ def _metrics(summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     places = {"central": "on the server", "federated": "on the clients"}
     for where, metrics in summary["evaluation"].items():
         for metric, course in metrics.items():
-            values = (course[name] for name in ("first", "final", "best"))
-            yield places[where], metric, *(loss_text(value) for value in values)
+            values = {name: loss_text(course[name]) for name in ("first", "final", "best")}
+            if course.get("final_step", summary["steps"]) != summary["steps"]:
+                values["final"] = f"{values['final']}, at step {course['final_step']}"
+            yield places[where], metric, *values.values()
 
 
 def _made_with(summary: Mapping[str, Any]) -> str:

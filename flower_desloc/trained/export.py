@@ -28,6 +28,10 @@ def export(source: Path, folder: Path | None = None, *, overwrite: bool = False)
     try:
         trained.write(partial)
         config, summary = trained.facts()
+        if summary["steps"] == 0:
+            raise ValueError(
+                f"{source}: has been through no window yet; there is nothing to export"
+            )
         (partial / "README.md").write_text(card(config, summary), encoding="utf-8")
         readable(partial)
         if others := sorted(former_files - {path.name for path in partial.iterdir()}):

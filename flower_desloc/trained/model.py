@@ -21,7 +21,7 @@ from flower_desloc.outputs.resume import completed, last_checkpoint
 from flower_desloc.outputs.summary import build
 from flower_desloc.schedule import PARAMS
 from flower_desloc.start import is_pretrained
-from flower_desloc.streams import BUFFERS
+from flower_desloc.streams import BUFFERS, digest
 from flower_desloc.tasks import build_task
 
 _ADAPTERS = "adapter_config.json"
@@ -72,7 +72,15 @@ class Trained:
         config = parse(checkpoint.settings)
         lines = (line for line in read_lines(self.run.metrics) if line["round"] <= checkpoint.round)
         schedule = build_schedule(config)
-        return config, build(lines, config=config, schedule=schedule, plan=None, status="failed")
+        weights = digest(checkpoint.averages[PARAMS])
+        return config, build(
+            lines,
+            config=config,
+            schedule=schedule,
+            plan=None,
+            status="failed",
+            weights_sha256=weights,
+        )
 
 
 @contextmanager
