@@ -46,7 +46,7 @@ def streams(m: int) -> dict[str, Tree]:
     noise = torch.Generator().manual_seed(m)
     return {
         name: {
-            key: torch.rand(shape, dtype=torch.float64, generator=noise)
+            key: torch.rand(shape, dtype=torch.float32, generator=noise)
             for key, shape in SHAPES.items()
         }
         for name in STREAMS
@@ -96,7 +96,7 @@ def lost(content: RecordDict) -> None:
 def of_tensors() -> st.SearchStrategy[Wrong]:
     place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)))
     shape = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-    dtype = st.sampled_from("?bhilBHILefFDSUMm")
+    dtype = st.sampled_from("?bhilBHILedFDSUMm")
 
     def missing(at: tuple[str, str]) -> Wrong:
         return f"no {at}", lambda c: c[at[0]].pop(at[1])
@@ -129,7 +129,7 @@ def of_tensors() -> st.SearchStrategy[Wrong]:
 def of_values() -> st.SearchStrategy[Wrong]:
     place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)), st.integers(0, 5))
     # The last two are finite, and their distance from one another is not.
-    bad = st.sampled_from([np.nan, np.inf, -np.inf, 1.7e308, -1.7e308])
+    bad = st.sampled_from([np.nan, np.inf, -np.inf, 3.3e38, -3.3e38])
 
     def holds(at: tuple[str, str, int], value: float) -> Wrong:
         def spoil(content: RecordDict) -> None:
@@ -139,7 +139,7 @@ def of_values() -> st.SearchStrategy[Wrong]:
 
         return f"{value} in {at}", spoil
 
-    negative = st.floats(-1e300, -1e-300)
+    negative = st.floats(-1e30, -1e-30)
     return st.one_of(
         st.tuples(place, bad).map(lambda a: holds(*a)),
         st.tuples(place, negative).map(lambda a: holds(("exp_avg_sq", *a[0][1:]), a[1])),
@@ -319,7 +319,7 @@ class Clients:
     def start(self, **policy: Any) -> DesLoc:
         """Run one window with them."""
         meta = {
-            key: torch.empty(s, dtype=torch.float64, device="meta") for key, s in SHAPES.items()
+            key: torch.empty(s, dtype=torch.float32, device="meta") for key, s in SHAPES.items()
         }
         strategy = DesLoc(
             SyncSchedule(dict.fromkeys(STREAMS, 1)),
@@ -331,7 +331,7 @@ class Clients:
             run_key="run",
         )
         grid = InProcessGrid(self, [{"m": m} for m in range(self.number)])
-        x0 = to_record({key: torch.zeros(s, dtype=torch.float64) for key, s in SHAPES.items()})
+        x0 = to_record({key: torch.zeros(s, dtype=torch.float32) for key, s in SHAPES.items()})
         strategy.start(grid, x0)
         strategy.evaluate_clients = True
         return strategy
@@ -393,7 +393,7 @@ def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients
         got = from_record(strategy.globals.averages[name])
         for key, tensor in got.items():
             ends = streams(0)[name][key], streams(EACH + 1)[name][key]
-            torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-15)
+            torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-7)
     # What came is counted, and it is never less than nothing.
     up = strategy._federation.traffic.up
     size = sum(t.nbytes for t in streams(0)["params"].values())
@@ -459,7 +459,7 @@ def test_of_a_stream_that_nobody_described_only_numbers_that_have_a_mean_are_tak
         SyncSchedule(dict.fromkeys(("params", "exp_avg_sq", "exp_avg"), 1)), 1, run_key="run"
     )
     grid = InProcessGrid(clients, [{"m": 1}])
-    x0 = to_record({key: torch.zeros(s, dtype=torch.float64) for key, s in SHAPES.items()})
+    x0 = to_record({key: torch.zeros(s, dtype=torch.float32) for key, s in SHAPES.items()})
     with pytest.raises(FederationError, match="which has no mean"):
         strategy.start(grid, x0)
 

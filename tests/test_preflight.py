@@ -19,6 +19,7 @@ from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.ledger import stream_bytes
 from flower_desloc.preflight import needs as needs_module
 from flower_desloc.preflight.at_start import Checked
+from flower_desloc.preflight.clock import timed_step
 from flower_desloc.preflight.needs import Needs, micro_batch_size
 from flower_desloc.preflight.sketch import Sketch
 from flower_desloc.preflight.verdict import Place, on_the_server, on_this_machine
@@ -293,6 +294,13 @@ def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
     assert "data.micro_batch_size=auto" in found.what
     fits = on_this_machine(Needs(load("quickstart", TINY)), Place(CPU, 1, 8), tmp_path)
     assert not any(found.stops for found in fits)
+
+
+def test_no_step_is_timed_that_does_not_fit():
+    """Of a large model one block is taken for real, and that may be all the memory there is."""
+    config = load("quickstart", f"{TINY} model.hidden_size=65536 model.intermediate_size=65536")
+    with pytest.raises(ValueError, match=r"a part of one fills \d+ GB, .* are free"):
+        timed_step(config, CPU, Sketch(config).num_params)
 
 
 # --- What is printed --------------------------------------------------------------------------

@@ -218,6 +218,19 @@ def test_folders_beside_training_and_validation_files_are_read_too(tmp_path):
     )
 
 
+def test_training_and_validation_folders_side_by_side_are_one_domain(tmp_path):
+    write(tmp_path / "site" / "train" / "a.jsonl", prose("a"))
+    write(tmp_path / "site" / "train" / "test-drive.jsonl", prose("drive"))
+    write(tmp_path / "site" / "test" / "b.jsonl", ["kept"])
+    write(tmp_path / "site" / "more" / "c.jsonl", prose("c"))
+    corpus = read(Source(str(tmp_path / "site")))
+    assert corpus.domains == ("more", "site")
+    assert texts(corpus.heldout, "site") == ["kept"]
+    assert sorted(texts(corpus.train, "site")) == sorted(prose("a") + prose("drive"))
+    # So also within a domain of several.
+    assert texts(read(Source(str(tmp_path))).heldout, "site")[:1] == ["kept"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_word_that_begins_like_test_is_no_test(tmp_path, streaming):
     names = ("articles", "testimony", "validity", "trains", "test_questions", "validation-notes")

@@ -27,9 +27,9 @@ class Request:
     app: Path
     preset: str
     given: list[str]
-    """The overrides as they were given."""
+    """The overrides that were given, files by absolute paths."""
     words: list[str]
-    """Those the app is given: others besides, and files by absolute paths."""
+    """Those the app is given: others besides."""
     config: Config
 
     @classmethod
@@ -53,7 +53,7 @@ class Request:
             words = [*given, *more(given)]
             config = load(preset, words, presets=app / "configs")
             if seen_from_here := _absolute_paths(config):
-                words += seen_from_here
+                given, words = [*given, *seen_from_here], [*words, *seen_from_here]
                 config = load(preset, words, presets=app / "configs")
             config = settled(config)
             check_streams(config)

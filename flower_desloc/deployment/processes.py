@@ -10,13 +10,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 from flower_desloc.deployment import guard
 
 _LAST_LINES = 20
-_PORTS = cycle(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
+_FIRST_PORT, _MOST_PORTS = 20_000, 10_000
+_PORTS = cycle(
+    random.SystemRandom().sample(range(_FIRST_PORT, _FIRST_PORT + _MOST_PORTS), _MOST_PORTS)
+)
 
 # Ray's socket names are about 68 characters long and may have 107, on macOS 103.
 _LONGEST_TMPDIR = 20
@@ -94,13 +97,15 @@ def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody listens on, another one each time.
 
     Whoever is to listen there does so seconds later. No connection may have been given the port
-    until then, so it is not one of those that systems give to connections.
+    until then: Linux gives them ports from 32768 on, others from 49152.
+
+    Raises :class:`ProcessError` when there is none.
     """
-    for port in _PORTS:
+    for port in islice(_PORTS, _MOST_PORTS):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("there is no end of ports")
+    raise ProcessError(f"of the ports from {_FIRST_PORT} on none of {_MOST_PORTS} is free")
 
 
 def flower_environment(home: Path) -> dict[str, str]:

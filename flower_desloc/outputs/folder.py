@@ -115,9 +115,9 @@ class RunFolder:
             "windows_again": len(lines) - len(kept),
             "ended": read_summary(self.summary).get("error") or "",
         }
+        _append(self.resumes, told)  # first, or it would be lost with a process that is killed here
         _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
         self.summary.unlink(missing_ok=True)
-        _append(self.resumes, told)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:

@@ -121,11 +121,8 @@ class RunRecorder(Observer):
         if error is None:
             self.finish("failed", error="the run ended without a result")
             return
-        why = ": ".join(filter(None, [type(error).__name__, str(error)]))
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            why = f"the run was stopped ({why})"
         try:
-            self.finish("failed", error=why)
+            self.finish("failed", error=_why(error))
         except OSError as second:
             # The first error is the one to see.
             _log.warning("the summary of the failed run was not written: %s", second)
@@ -143,6 +140,12 @@ class RunRecorder(Observer):
             except Exception as error:
                 del self._views[name]
                 _report(name, error)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return "the run was stopped"
+    return ": ".join(filter(None, [type(error).__name__, str(error)]))
 
 
 class _AtEnd:

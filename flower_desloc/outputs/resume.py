@@ -99,12 +99,15 @@ def resumable(output_dir: Path, name: str) -> Path | None:
 def cut_off_since(config: Config, output_dir: Path, began: float) -> Path | None:
     """Return the folder of the run that was started by ``began``, seconds of time(), and has ended.
 
-    None if it is complete, or has no checkpoint of that time. One that still goes on is another.
+    None if it is complete or has no checkpoint. One that still goes on is another.
     """
-    named = _named(config)
+    if config.run.resume == AUTO:
+        return resumable(output_dir, config.run.name)
+    if (run := _named(config)) is not None:
+        return run.path if _is_cut_off(run) else None
     found = [
         run.path
-        for run in ([named] if named else _called(config.run.name, output_dir))
+        for run in _called(config.run.name, output_dir)
         if _is_cut_off(run) and run.checkpoints.stat().st_mtime >= began and not run.is_claimed()
     ]
     return found[-1] if found else None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flower_desloc.config import Config
+from flower_desloc.outputs.units import bytes_text
+from flower_desloc.preflight.machine import memory
 from flower_desloc.preflight.sketch import TEXT, Sketch, sample
 
 _PARAMS = 50_000_000  # of a larger model some blocks are timed
@@ -30,10 +32,11 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
     ones is too little. The optimizer's own work is left out: beside a batch of some size it is
     little.
 
-    Raises ``ValueError`` where the model or a batch of it cannot be made.
+    Raises ``ValueError`` where the model or a batch of it cannot be made, or does not fit.
     """
     part = _part(config, num_params)
     rows = part.data.batch_size
+    _require_room(part, device)
     task, batch = sample(part, rows, rows)
     model = task.build_model().to(device).train()
     threads = torch.get_num_threads()
@@ -63,6 +66,15 @@ def _part(config: Config, num_params: int) -> Config:
     length = min(data.seq_len, max(16, tokens))
     rows = min(data.batch_size, max(1, tokens // length))
     return replace(config, model=model, data=replace(data, seq_len=length, batch_size=rows))
+
+
+def _require_room(part: Config, device: torch.device) -> None:
+    """Raise ``ValueError`` if the weights and gradients of ``part`` would fill the device."""
+    sketch = Sketch(part)
+    needs = sketch.weights + sketch.gradients
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory()[1]
+    if needs > free:
+        raise ValueError(f"a part of one fills {bytes_text(needs)}, {bytes_text(free)} are free")
 
 
 def _examples(config: Config) -> int:

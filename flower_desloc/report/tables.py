@@ -213,7 +213,7 @@ def events(run: Run) -> Table | None:
         for (client, kind, what), spans in seen.items()
     ]
     for resumed in run.summary.get("resumed", []):
-        ended = resumed.get("ended") or "it had been killed"
+        ended = resumed.get("ended") or "it had been stopped or killed"
         rows.append([str(resumed["step"]), "server", "gone on with", "1", ended])
     head = ["steps", "client", "event", "times", "what"]
     return _capped(Table(head, rows, frozenset({0, 1, 2, 4})))

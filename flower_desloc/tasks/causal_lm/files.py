@@ -14,6 +14,7 @@ from flower_desloc.tasks.causal_lm.documents import cut
 from flower_desloc.tasks.causal_lm.source import PRIVATE, Files, Row, Source, Unit, why
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_SOON = 1 << 30  # bytes that are read again in no time
 _ALLOWED = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
 
 
@@ -25,9 +26,9 @@ class _Parts:
     heldout: list[Path]
 
     @classmethod
-    def of(cls, files: list[Path]) -> "_Parts":
-        """Tell them apart by their names; where all have the same, it says nothing."""
-        heldout = [file for file in files if _is_heldout(file)]
+    def of(cls, files: list[Path], folder: Path) -> "_Parts":
+        """Tell them apart by their names, or those of folders, unless all have the same."""
+        heldout = [file for file in files if any(map(_is_heldout, _names(file, folder)))]
         train = [file for file in files if file not in heldout]
         return cls(train, heldout) if train else cls(heldout, [])
 
@@ -35,14 +36,15 @@ class _Parts:
 def units(source: Source) -> dict[str, Unit]:
     """Return the domains of a file or folder, sorted by name.
 
-    A folder with training and held-out files side by side is one domain, named after it; folders in
-    it are others. Hidden files, and files of other kinds (a README), are passed over. A site's
-    private files that are read as they are trained on are one domain all together.
+    A folder with training and held-out files, or folders, side by side is one domain, named after
+    it; what else is in it are others. Hidden files, and files of other kinds (a README), are passed
+    over. A site's private files that are read as they are trained on are one domain all together.
 
     Raises ``ValueError`` where there is no file that can be read.
     """
     path = Path(source.name).expanduser().resolve()
-    if not (domains := {name: _Parts.of(files) for name, files in _domains(path).items()}):
+    domains = {name: _Parts.of(files, path) for name, files in _domains(path).items()}
+    if not domains:
         raise ValueError(f"{source}: there is no file here of the kinds read, {_ALLOWED}")
     if source.endless and source.key == PRIVATE:
         name = path.name if path.is_dir() else _stem(path)
@@ -56,13 +58,12 @@ def _domains(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {_stem(path): [path]} if _builder(path) else {}
     below = _below(path)
-    here = [file for file in below if file.parent == path]
-    together = bool(_Parts.of(here).heldout) and any(map(_is_training, here))
+    tops = [_names(file, path)[0] for file in below]
+    together = any(map(_is_heldout, tops)) and any(map(_is_training, tops))
     domains: dict[str, list[Path]] = {}
-    for file in below:
-        first, *rest = file.relative_to(path).parts
-        name = first if rest else path.name if together else _stem(file)
-        domains.setdefault(name, []).append(file)
+    for file, top in zip(below, tops, strict=True):
+        of_here = _is_heldout(top) or _is_training(top) or file.parent == path
+        domains.setdefault(path.name if together and of_here else top, []).append(file)
     return dict(sorted(domains.items()))
 
 
@@ -118,6 +119,8 @@ def _unreadable(source: Source, builder: str, paths: list[str], error: Exception
 
 
 def _damaged(files: list[Path]) -> str | None:
+    if sum(file.stat().st_size for file in files) > _SOON:
+        return None
     for builder, paths in _by_builder(files):
         for path in paths:
             try:
@@ -164,14 +167,16 @@ def _unzipped(file: Path) -> Path:
     return file.with_suffix("") if file.suffix.lower() == ".gz" else file
 
 
-def _is_heldout(file: Path) -> bool:
-    """Return whether a file is called so: test.jsonl, test-00000-of-00002.parquet, valid_1.txt."""
-    return bool(re.fullmatch(r"(valid|validation|test)([-_.]?(of[-_.]?)?\d+)*", _name(file)))
+def _names(file: Path, folder: Path) -> list[str]:
+    """Return the names of the folders between ``folder`` and a file of it, and the file's stem."""
+    between = file.relative_to(folder).parts[:-1] if file != folder else ()
+    return [*between, _stem(file)]
 
 
-def _is_training(file: Path) -> bool:
-    return bool(re.match(r"train(?![a-z])", _name(file)))
+def _is_heldout(name: str) -> bool:
+    """Return whether a file or folder is called so: test, test-00000-of-00002, valid_1."""
+    return bool(re.fullmatch(r"(valid|validation|test)([-_.]?(of[-_.]?)?\d+)*", name.lower()))
 
 
-def _name(file: Path) -> str:
-    return _stem(file).lower()
+def _is_training(name: str) -> bool:
+    return bool(re.match(r"train(?![a-z])", name.lower()))

@@ -24,7 +24,7 @@ class Files:
     version: str
     """Differs where the files do, though their names are the same."""
     damaged: Callable[[], str | None] = lambda: None
-    """Read all again, and return the path of the first file that cannot be, if that is known."""
+    """Read all again, unless it is much, and return the path of the first file that cannot be."""
 
 
 @dataclass(frozen=True)
