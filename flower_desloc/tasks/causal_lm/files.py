@@ -28,8 +28,9 @@ class _Parts:
     @classmethod
     def of(cls, files: list[Path], folder: Path) -> "_Parts":
         """Tell them apart by their names, or those of folders, unless all have the same."""
-        heldout = [file for file in files if any(map(_is_heldout, _names(file, folder)))]
-        train = [file for file in files if file not in heldout]
+        said = [any(map(_is_heldout, _names(file, folder))) for file in files]
+        train = [file for file, held in zip(files, said, strict=True) if not held]
+        heldout = [file for file, held in zip(files, said, strict=True) if held]
         return cls(train, heldout) if train else cls(heldout, [])
 
 
