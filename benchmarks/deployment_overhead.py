@@ -21,7 +21,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ import flwr
 import torch
 
 from flower_desloc.deployment.node import COMMAND
+from flower_desloc.deployment.processes import free_port
 
 APP = Path(__file__).with_name("deployment_app")
 CLIENTS = 2
@@ -180,13 +180,6 @@ def federation() -> Iterator[Federation]:
     finally:
         made.stop()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def breakdown(windows: list[dict[str, Any]], marks: list[Mark]) -> dict[str, float]:

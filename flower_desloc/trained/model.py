@@ -24,8 +24,6 @@ from flower_desloc.start import is_pretrained
 from flower_desloc.streams import BUFFERS, digest
 from flower_desloc.tasks import build_task
 
-_ADAPTERS = "adapter_config.json"
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -91,18 +89,12 @@ def loadable(source: str) -> Iterator[str]:
     Raises ``ValueError`` when it is none of them.
     """
     path = Path(source).expanduser()
-    if (path / _ADAPTERS).is_file():
-        raise ValueError(
-            f"{source}: holds adapters of peft without their model; merge them first: "
-            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
-        )
-    if is_pretrained(source):
+    if is_pretrained(source) or _holds_adapters(path):
         yield str(path) if path.exists() else source
         return
     trained = Trained.of(path)
     if trained.checkpoint is None:
-        with loadable(str(trained.run.final)) as final:
-            yield final
+        yield str(trained.run.final)
         return
     with tempfile.TemporaryDirectory() as folder:
         trained.write(Path(folder))
@@ -122,6 +114,11 @@ def load(source: str) -> tuple[Any, Any]:
     from flower_desloc.tasks.quiet import quiet
 
     with loadable(source) as name:
+        if _holds_adapters(Path(name)):
+            raise ValueError(
+                f"{source}: holds adapters of peft without their model; merge them first: "
+                "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+            )
         try:
             architecture_of(name)
             model = read(name)
@@ -137,3 +134,7 @@ def load(source: str) -> tuple[Any, Any]:
             raise ValueError(f"{source}: has no tokenizer; its files are not there")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def _holds_adapters(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
