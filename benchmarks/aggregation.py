@@ -34,8 +34,9 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from flower_desloc import Mean
 from flower_desloc.averaging import Stream
-from flower_desloc.flower.arrays import to_array
-from flower_desloc.flower.records import Reply, from_record, to_record
+from flower_desloc.flower.arrays import room, to_array
+from flower_desloc.flower.records import Reply, from_record, handed_over
+from flower_desloc.flower.together import add_all, enough
 from flower_desloc.schedule import PARAMS, Window
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 384, 1024, 32_000, 10
@@ -65,15 +66,25 @@ def reply(m: int) -> RecordDict:
 
 
 def ours(replies: Iterable[RecordDict], last: ArrayRecord, like: Stream) -> ArrayRecord:
-    mean = Mean({PARAMS: from_record(last)})
+    """Do what the strategy does."""
+    mean = Mean({PARAMS: from_record(last)}, room)
+    waiting: list[Reply] = []
+
+    def add() -> None:
+        assert not any(add_all(mean, waiting, [1.0] * len(waiting)))
+        waiting.clear()
+
     for content in replies:
         answer = Reply.from_content(content)
         answer.check(WINDOW, WINDOW.due, {PARAMS: like})
-        mean.add(answer.streams)
+        waiting.append(answer)
+        if enough(waiting):
+            add()
         del content, answer
+    add()
     averages = mean.result()
     mean.drift(averages)
-    return to_record(averages[PARAMS])
+    return handed_over(averages[PARAMS])
 
 
 def flowers(replies: list[RecordDict]) -> ArrayRecord:

@@ -1,17 +1,19 @@
 """E_m[.]: the mean over clients of the streams that are due."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flower_desloc.native import passes
-from flower_desloc.native.pages import copied
+from flower_desloc.native.pages import side_by_side
 
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
+Room = Callable[[Sequence[tuple[torch.dtype, torch.Size]]], list[Tensor]]
+"""Makes new tensors of types and shapes."""
 
 _BLOCK = 1 << 18
 """Values taken at a time: what is made of them on the way does not leave the cache."""
@@ -35,10 +37,15 @@ class Mean:
     the steps the mean made (Welford). Nothing cancels, and clients that are equal are their mean.
 
     Neither depends on how many threads PyTorch has.
+
+    What it holds on the CPU lies in tensors that ``room`` makes.
     """
 
-    def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
+    def __init__(
+        self, reference: Mapping[str, Stream] | None = None, room: Room = side_by_side
+    ) -> None:
         self.count = 0
+        self._room = room
         self._weight = 0.0
         self._reference = reference or {}
         self._means: dict[str, dict[str, Tensor]] = {}
@@ -52,11 +59,10 @@ class Mean:
         Raises ``ValueError`` when ``weight`` is not a positive finite number, or when the streams
         or tensors are not those of the first client.
         """
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"a client's weight must be positive and finite, got {weight}")
+        _require_weight(weight)
         if self.count == 0:
-            self._means = _copies(streams)
-            self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
+            self._means = self._copies(streams)
+            self._dtypes = _dtypes(streams)
             self._squares = dict.fromkeys(streams, 0.0)
             self._weight = weight
         else:
@@ -68,6 +74,64 @@ class Mean:
                 squares = _approach(self._means[name], stream, share)
                 self._squares[name] += weight * (1 - share) * squares
         self.count += 1
+
+    def take(
+        self,
+        clients: Sequence[tuple[Mapping[str, Stream], float]],
+        limits: Callable[[str], tuple[float, float]],
+    ) -> bool:
+        """Add several clients' streams and weights in one pass over memory, to the same bits.
+
+        Whether all values of each stream are finite and within its ``limits``, the least and the
+        greatest there may be, is seen on the way. If they are not, or something else is wrong with
+        a client, or it cannot be done in one pass, nothing is done and False is returned:
+        :meth:`add` them one by one.
+        """
+        expected = self._means or clients[0][0]
+        total, shares = self._weight, []
+        for streams, weight in clients:
+            try:
+                _require_weight(weight)
+                require_same(streams, expected)
+            except ValueError:
+                return False
+            total += weight
+            shares.append(weight / total)
+        everything = [self._means, *(streams for streams, _ in clients)]
+        if not passes.can_take(t for all_ in everything for s in all_.values() for t in s.values()):
+            return False
+        begun = self.count > 0
+        if begun:  # What is there is moved in place: it must be known before that nothing is wrong.
+            each = (
+                (stream, limits(name)) for streams, _ in clients for name, stream in streams.items()
+            )
+            if not all(_within(stream, *ends) for stream, ends in each):
+                return False
+            self._take_back()
+        means: dict[str, dict[str, Tensor]] = {}
+        squares = dict(self._squares)
+        for name, stream in expected.items():
+            sides = [[streams[name][key] for key in stream] for streams, _ in clients]
+            if begun:
+                into = start = list(self._means[name].values())
+            else:
+                into, start = self._room([(t.dtype, t.shape) for t in stream.values()]), None
+            folded = passes.fold(into, start, sides, shares)
+            if folded is None:
+                return False
+            (low, high), ways = folded
+            least, greatest = limits(name)
+            if not begun and not (least <= low and high <= greatest):
+                return False
+            means[name] = dict(zip(stream, into, strict=True))
+            squares.setdefault(name, 0.0)
+            for (_, weight), share, way in zip(clients, shares, ways, strict=True):
+                squares[name] += weight * (1 - share) * way
+        if not begun:
+            self._dtypes = _dtypes(means)
+        self._means, self._squares, self._weight = means, squares, total
+        self.count += len(clients)
+        return True
 
     def result(self) -> dict[str, dict[str, Tensor]]:
         """Return the mean of every stream; raises ``ValueError`` when nothing was added.
@@ -86,17 +150,28 @@ class Mean:
         """Return how far the clients were apart, given the ``mean`` that :meth:`result` gave."""
         drifts = {}
         for name, stream in mean.items():
-            drifts[name] = Drift(
-                spread=math.sqrt(self._squares[name] / self._weight),
-                moved=distance(stream, self._reference.get(name)),
-                norm=distance(stream),
-            )
+            norm, moved = norms(stream, self._reference.get(name))
+            spread = math.sqrt(self._squares[name] / self._weight)
+            drifts[name] = Drift(spread=spread, moved=moved, norm=norm)
         return drifts
 
     def _take_back(self) -> None:
         if self._lent:
-            self._means = _copies(self._means)
+            self._means = self._copies(self._means)
             self._lent = False
+
+    def _copies(self, streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
+        copies: dict[str, dict[str, Tensor]] = {}
+        with OneThread():
+            for name, stream in streams.items():
+                if all(t.is_cpu for t in stream.values()):
+                    own = self._room([(_wide(t.dtype), t.shape) for t in stream.values()])
+                    for mean, t in zip(own, stream.values(), strict=True):
+                        mean.copy_(t.detach())
+                else:
+                    own = [t.detach().to(_wide(t.dtype), copy=True) for t in stream.values()]
+                copies[name] = dict(zip(stream, own, strict=True))
+        return copies
 
 
 class OneThread:
@@ -139,13 +214,20 @@ def blocks(tensor: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
 
 def distance(stream: Stream, origin: Stream | None = None) -> float:
     """Return ``|stream - origin|``, from zero unless there is an origin, of any finite values."""
+    return norms(stream, origin)[1]
+
+
+def norms(stream: Stream, origin: Stream | None = None) -> tuple[float, float]:
+    """Return ``|stream|`` and ``|stream - origin|``, from zero unless there is an origin."""
     tensors = list(stream.values())
     origins = [origin[key].to(t.device) for key, t in stream.items()] if origin else None
-    squares = passes.squared_distance(tensors, origins)
+    squares = passes.squared_norms(tensors, origins)
     if squares is None:
-        each: Sequence[Tensor | None] = origins or [None] * len(tensors)
-        squares = sum(_squared_distance(*pair) for pair in zip(tensors, each, strict=True))
-    return math.sqrt(squares)
+        norm = sum(_squared_distance(t, None) for t in tensors)
+        pairs = zip(tensors, origins, strict=True) if origins else ()
+        squares = (norm, sum(_squared_distance(*pair) for pair in pairs))
+    norm, way = (math.sqrt(square) for square in squares)
+    return norm, way if origins else norm
 
 
 def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
@@ -161,6 +243,17 @@ def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) 
                 )
 
 
+def _require_weight(weight: float) -> None:
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"a client's weight must be positive and finite, got {weight}")
+
+
+def _within(stream: Stream, least: float, greatest: float) -> bool:
+    """Return whether all values are; False, too, where that cannot be seen in one pass."""
+    ends = passes.ends([t for t in stream.values() if t.numel() > 0])
+    return ends is not None and all(least <= low and high <= greatest for low, high in ends)
+
+
 def _require_same_names(what: str, got: Iterable[str], expected: Iterable[str]) -> None:
     if set(got) != set(expected):
         raise ValueError(f"{what} are {sorted(got)}, expected {sorted(expected)}")
@@ -170,24 +263,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
 
 
-def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
-    with OneThread():
-        return {
-            name: {
-                key: copied(t.detach(), torch.empty(t.shape, dtype=_wide(t.dtype), device=t.device))
-                for key, t in stream.items()
-            }
-            for name, stream in streams.items()
-        }
+def _dtypes(streams: Mapping[str, Stream]) -> dict[str, dict[str, torch.dtype]]:
+    return {name: {k: t.dtype for k, t in stream.items()} for name, stream in streams.items()}
 
 
 def _approach(means: Stream, stream: Stream, share: float) -> float:
     """Move ``means`` that share of the way to ``stream``, in place; return the way's square."""
-    pairs = [(means[key], t) for key, t in stream.items()]
-    squares = passes.approach([m for m, _ in pairs], [t for _, t in pairs], share)
-    if squares is None:
+    into, side = [means[key] for key in stream], list(stream.values())
+    folded = passes.fold(into, into, [side], [share])
+    if folded is None:
         with OneThread():
-            squares = sum(_approach_one(m, t, share) for m, t in pairs)
+            return sum(_approach_one(m, t, share) for m, t in zip(into, side, strict=True))
+    _, [squares] = folded
     return squares
 
 

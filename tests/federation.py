@@ -4,12 +4,14 @@ Everything here has its twin in reference.py: the optimizers of ``OPTIMIZERS``, 
 the problems, and :func:`federate` itself, which is :func:`reference.run` made of modules.
 """
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from typing import Protocol
 
+import pytest
 import reference
 import torch
 from reference import State, Tree
@@ -79,6 +81,11 @@ class Problem(Protocol):
 def initial(problem: Problem) -> Tree:
     """Return x0."""
     return {key: p.detach().clone() for key, p in problem.module().named_parameters()}
+
+
+compiled = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler here"
+)
 
 
 def generator(*seeds: int) -> torch.Generator:

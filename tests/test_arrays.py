@@ -1,6 +1,7 @@
 """Laws of the wire: NumPy's bytes, written with one copy and read with none."""
 
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from flower_desloc.flower.arrays import from_array, to_array, values_bytes
+from flower_desloc.flower.arrays import from_array, hand_over, room, to_array, values_bytes
 from flower_desloc.flower.records import from_record, to_record
 
 DTYPES = [
@@ -59,6 +60,39 @@ def test_values_that_lie_otherwise_are_the_same_values(layout):
     value = layout(tensor((6, 8), torch.float32))
     assert same(from_array(to_array(value)), value.detach().contiguous())
     assert same(from_array(Array(value)), value.detach().contiguous())  # also in Fortran's order
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_lies_in_its_room_is_handed_over_without_a_copy_as_flower_writes_it(dtype):
+    values = [tensor(shape, dtype) for shape in SHAPES]
+    places = room([(value.dtype, value.shape) for value in values])
+    for value, place in zip(values, places, strict=True):
+        array = hand_over(place.copy_(value))
+        flowers = Array(value)
+        assert (array.dtype, array.shape, array.stype) == (
+            flowers.dtype,
+            flowers.shape,
+            "numpy.ndarray",
+        )
+        assert bytes(array.data) == flowers.data
+        assert same(torch.from_numpy(array.numpy()), value)
+        assert same(from_array(pickle.loads(pickle.dumps(array, protocol=5))), value)
+        if value.numel() and dtype is not torch.bool:  # which is rare enough to be copied
+            assert is_view(place, array.data)
+            with pytest.raises(TypeError):
+                array.data[-1] = 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [lambda t: t[1:], lambda t: t.T, lambda t: t.clone(), lambda t: t.reshape(-1), lambda t: t[:3]],
+)
+def test_what_does_not_lie_there_as_it_is_is_copied(layout):
+    [place] = room([(torch.float32, torch.Size((6, 8)))])
+    value = layout(place.copy_(tensor((6, 8), torch.float32)))
+    array = hand_over(value)
+    assert type(array.data) is bytes
+    assert same(from_array(array), value.contiguous())
 
 
 def test_what_is_read_is_a_view_and_who_writes_into_it_is_told():

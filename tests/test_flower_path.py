@@ -122,7 +122,7 @@ def test_the_sum_does_not_depend_on_who_is_first(tmp_path):
     assert all(torch.equal(got[key], expected[key]) for key in expected)
 
 
-def test_the_server_holds_one_reply_at_a_time(tmp_path):
+def test_the_server_holds_one_message_at_a_time(tmp_path):
     case = OPTIMIZERS["sgdm"]
     run = Run(
         Quadratic(), case, SyncSchedule(case.periods(2, 4)), tmp_path, num_clients=9, num_steps=8

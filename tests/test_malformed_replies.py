@@ -386,7 +386,7 @@ def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients
     _, metrics = strategy.aggregate_train(1, strategy._replies("train", 1, asked, ConfigRecord()))
     assert list(strategy._tally.clients) == ["client-0", f"client-{EACH + 1}"]
     left_out = strategy._tally.left_out
-    assert list(left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
+    assert set(left_out) == {f"client-{m}" for m in range(1, EACH + 1)}
     assert all(reason.strip() for reason in left_out.values())
     assert metrics["num-examples"] == 1 + EACH + 2
     for name in STREAMS:

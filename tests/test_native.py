@@ -2,12 +2,11 @@
 
 import logging
 import math
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from federation import generator
+from federation import compiled, generator
 
 from flower_desloc.averaging import Mean, distance
 from flower_desloc.native import adopt as native
@@ -20,10 +19,6 @@ SETTINGS = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "clip": 1.5}
 LARGE = [(2**20 + 5,), (7, 9), (), (0,), (2**18 - 1,), (1,)]
 SIZES = [[], [0], [1, 31, 0, 32, 33], [65536, 65537, 1, 200_000]]
 SMALL = [(33, 5), (), (0,), (129,)]
-
-compiled = pytest.mark.skipif(
-    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler here"
-)
 
 
 @pytest.fixture
@@ -130,24 +125,55 @@ def two_threads():
 @compiled
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-40, 1e38])
-def test_the_mean_moves_as_numpy_moves_it_and_its_squares_are_those_of_double(
-    sizes, scale, two_threads
-):
-    means, xs = (
+def test_a_fold_moves_as_numpy_moves_and_its_squares_are_those_of_double(sizes, scale, two_threads):
+    before, *sides = (
         [scale * torch.rand(n, generator=generator(3, i, n)).sub(0.5) for n in sizes]
-        for i in range(2)
+        for i in range(4)
     )
-    before, share = [mean.clone() for mean in means], 1 / 3
-    squares = passes.approach(means, xs, share)
-    total = 0.0
-    for mean, was, x in zip(means, before, xs, strict=True):
-        step = x.numpy() - was.numpy()
-        assert mean.numpy().tobytes() == (was.numpy() + np.float32(share) * step).tobytes()
-        total += float((step.astype(np.float64) ** 2).sum())
-    assert squares == pytest.approx(total, rel=1e-14)
-    assert passes.squared_distance(xs, before) == squares
+    shares = [1 / 3, 0.9, 1e-3]
+    expected, totals = [x.numpy().copy() for x in before], []
+    for side, share in zip(sides, shares, strict=True):
+        steps = [x.numpy() - mean for x, mean in zip(side, expected, strict=True)]
+        expected = [m + np.float32(share) * d for m, d in zip(expected, steps, strict=True)]
+        totals.append(sum(float((d.astype(np.float64) ** 2).sum()) for d in steps))
+    everything = [x for side in sides for x in side if len(x)]
+    for into in ([x.clone() for x in before], [torch.empty_like(x) for x in before]):
+        in_place = all(map(torch.equal, into, before))
+        (low, high), squares = passes.fold(into, into if in_place else before, sides, shares)
+        for mean, wanted in zip(into, expected, strict=True):
+            assert mean.numpy().tobytes() == wanted.tobytes()
+        assert squares == pytest.approx(totals, rel=1e-14)
+        assert low == min((float(x.min()) for x in everything), default=math.inf)
+        assert high == max((float(x.max()) for x in everything), default=-math.inf)
+    begun, moved = ([torch.empty_like(x) for x in before] for _ in range(2))
+    (again, (zero, *squares)) = passes.fold(begun, None, [before, *sides], [1.0, *shares])
+    assert zero == 0.0
+    assert squares == passes.fold(moved, before, sides, shares)[1]
+    assert all(map(torch.equal, begun, moved))
+    if everything:
+        assert again == (
+            min(low, *(float(x.min()) for x in before if len(x))),
+            max(high, *(float(x.max()) for x in before if len(x))),
+        )
     zeros = [torch.zeros(n) for n in sizes]
-    assert passes.squared_distance(xs, None) == passes.squared_distance(xs, zeros)
+    norm, way = passes.squared_norms(sides[0], before)
+    assert [way] == passes.fold(before, before, [sides[0]], [0.5])[1]
+    assert passes.squared_norms(sides[0], zeros) == (norm, norm)
+    assert passes.squared_norms(sides[0], None) == (norm, 0.0)
+
+
+@compiled
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_fold_notices_what_is_not_finite_wherever_it_is(odd, which, begun, two_threads):
+    for place in (0, 65535, 65536, 70_000, 99_999):
+        sides = [[torch.randn(100_000, generator=generator(6, i))] for i in range(3)]
+        sides[which][0][place] = odd
+        start = [torch.zeros(100_000)] if begun else None
+        (low, high), _ = passes.fold([torch.empty(100_000)], start, sides, [1.0, 0.5, 0.1])
+        assert math.isnan(low)
+        assert math.isnan(high)
 
 
 @compiled
@@ -178,7 +204,10 @@ def test_a_pass_returns_the_same_bits_whatever_the_number_of_threads(two_threads
     for number in (1, 2, 5):
         torch.set_num_threads(number)
         means = [x.flip(0) for x in xs]
-        found.append((passes.approach(means, xs, 0.3), passes.squared_distance(means, None)))
+        into = [torch.empty_like(x) for x in xs]
+        ends, squares = passes.fold(into, means, [xs, means, xs], [0.3, 0.7, 0.1])
+        norms = passes.squared_norms(into, xs)
+        found.append((ends, *squares, *norms, *(x.numpy().tobytes() for x in into)))
     assert len(set(found)) == 1
 
 
@@ -190,8 +219,9 @@ def test_a_pass_returns_the_same_bits_whatever_the_number_of_threads(two_threads
 def test_a_mean_that_it_cannot_take_it_leaves_alone(other):
     means = [torch.zeros(3, 5), torch.zeros(3, 5)]
     others = [torch.ones(3, 5), other]
-    assert passes.approach(means, others, 0.5) is None
-    assert passes.squared_distance(means, others) is None
+    assert passes.fold(means, means, [others], [0.5]) is None
+    assert passes.fold(means, None, [means, others], [1.0, 0.5]) is None
+    assert passes.squared_norms(means, others) is None
     assert not any(mean.any() for mean in means)
 
 

@@ -242,21 +242,29 @@ def test_where_nobody_is_too_far_a_bound_changes_no_bit(tmp_path):
     assert_same(bound.start(), free.start())
 
 
-@pytest.mark.parametrize(("policy", "most"), [({}, 1), ({"average": "median"}, 5)], ids=str)
-def test_a_robust_average_holds_all_replies_and_the_mean_one(policy, most, tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "together", "most"),
+    [({}, 0, 1), ({}, 2, 2), ({}, 5, 5), ({"average": "median"}, 0, 5)],
+    ids=str,
+)
+def test_a_robust_average_holds_all_replies_and_the_mean_as_many_as_fit(
+    policy, together, most, tmp_path, monkeypatch
+):
     run = federation(tmp_path, **policy)
     alive: list[weakref.ref[torch.Tensor]] = []
     seen = []
-    build = run.strategy._add
+    usable = run.strategy._usable
 
-    def add(mean, member, reply):
-        added = build(mean, member, reply)
-        alive.append(weakref.ref(reply.streams["params"]["matrix"]))
-        del reply
-        seen.append(sum(ref() is not None for ref in alive))
-        return added
+    def noted(message, due):
+        reply = usable(message, due)
+        if due:
+            size = sum(t.nbytes for stream in reply.streams.values() for t in stream.values())
+            monkeypatch.setattr("flower_desloc.flower.together._MOST", together * size)
+            alive.append(weakref.ref(reply.streams["params"]["matrix"]))
+            seen.append(sum(ref() is not None for ref in alive))
+        return reply
 
-    run.strategy._add = add
+    run.strategy._usable = noted
     run.start()
     assert max(seen) == most
 

@@ -8,6 +8,7 @@ import io
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any
@@ -18,10 +19,11 @@ from flwr.app import Array
 from numpy.lib import format as npy
 from torch import Tensor
 
-from flower_desloc.native.pages import joined
+from flower_desloc.native.pages import joined, side_by_side
 
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
+_LONGEST_HEADER = 1024  # of those that are remembered; NumPy's own are shorter
 _ALIGNMENT = 16  # of the values in the bytes; NumPy's own is 64
 # What NumPy writes before values that lie in C order; anything else is left to NumPy.
 _HEADER = re.compile(
@@ -32,6 +34,8 @@ _DTYPES = {
     np.dtype(name).str.encode(): getattr(torch, name)  # in this machine's byte order
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 }
+
+_DESCRIPTIONS = {dtype: description.decode() for description, dtype in _DTYPES.items()}
 
 with warnings.catch_warnings():
     # PyTorch warns, once, of memory that must not be written, as from_array does.
@@ -48,6 +52,27 @@ def to_array(tensor: Tensor) -> Array:
     header = _header(values.dtype.str, values.shape)
     data = joined(header, values.reshape(-1).view(np.uint8).data)
     return Array(str(values.dtype), values.shape, _NUMPY, data)
+
+
+def room(kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
+    """Return new tensors of those types and shapes, each after what NumPy writes before it."""
+    return side_by_side(kinds, _header_of)
+
+
+def hand_over(tensor: Tensor) -> Array:
+    """Return as an Array a tensor that nobody writes to any more, without a copy.
+
+    With one, as :func:`to_array` does, if its memory is none that :func:`room` gave.
+    """
+    header = _header_of(tensor.dtype, tensor.shape)
+    if header and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0:
+        begin = tensor.storage_offset() * tensor.itemsize
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+        data = whole[max(begin - len(header), 0) : begin + tensor.nbytes].numpy().data.toreadonly()
+        if data[: len(header)] == header:
+            dtype = str(np.dtype(_DESCRIPTIONS[tensor.dtype]))
+            return _restored(dtype, tuple(tensor.shape), _NUMPY, _Bytes(data))
+    return to_array(tensor)
 
 
 def from_array(array: Array) -> Tensor:
@@ -77,6 +102,12 @@ def values_bytes(array: Array) -> int:
     return len(data) - begin
 
 
+def _header_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """Return what NumPy writes before such values; nothing, if it does not have their type."""
+    description = _DESCRIPTIONS.get(dtype)
+    return _header(description, tuple(shape)) if description else b""
+
+
 @lru_cache(maxsize=4096)
 def _header(description: str, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
@@ -96,15 +127,24 @@ def _view(array: Array) -> Tensor | None:
     if array.stype != _NUMPY or data[: len(_MAGIC) + 2] != _MAGIC + b"\x01\x00":
         return None
     begin = _begin(data)
-    said = _HEADER.fullmatch(data[10:begin])
-    if said is None or said[1] not in _DTYPES or begin % _ALIGNMENT:
+    said = _said(bytes(data[10:begin])) if begin <= _LONGEST_HEADER else None
+    if said is None or begin % _ALIGNMENT:
         return None
-    dtype, shape = _DTYPES[said[1]], tuple(map(int, re.findall(rb"\d+", said[2])))
-    count = math.prod(shape)
+    dtype, shape, count = said
     if count == 0 or len(data) != begin + count * dtype.itemsize:
         return None
     with torch.inference_mode():
         return torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+@lru_cache(maxsize=4096)
+def _said(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int] | None:
+    """Return the type, the shape and the number of values, if NumPy writes such a header."""
+    said = _HEADER.fullmatch(header)
+    if said is None or said[1] not in _DTYPES:
+        return None
+    shape = tuple(map(int, re.findall(rb"\d+", said[2])))
+    return _DTYPES[said[1]], shape, math.prod(shape)
 
 
 class _Bytes:

@@ -7,8 +7,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_desloc.averaging import Stream
-from flower_desloc.flower.arrays import to_array
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.records import from_record, handed_over, to_record
 from flower_desloc.formats import Format
 from flower_desloc.schedule import PARAMS
 from flower_desloc.streams import check_like
@@ -53,9 +52,7 @@ class Globals:
         """Make ``stream`` the average of all; what travels as it is is taken out of it."""
         format_ = self.formats.get(name)
         if format_ is None:
-            # One by one: a stream may be most of the memory there is.
-            keys = list(stream)
-            self.averages[name] = ArrayRecord({key: to_array(stream.pop(key)) for key in keys})
+            self.averages[name] = handed_over(stream)
         else:
             before = self.average(PARAMS) if name == PARAMS else None
             residual = self.residuals.get(name)

@@ -20,7 +20,7 @@ from flwr.app import (
 )
 
 from flower_desloc.averaging import Stream
-from flower_desloc.flower.arrays import from_array, to_array, values_bytes
+from flower_desloc.flower.arrays import from_array, hand_over, to_array, values_bytes
 from flower_desloc.flower.content import records_of
 from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
@@ -150,9 +150,10 @@ class Reply:
         return cls(metrics=dict(metrics), streams=_streams(content))
 
     def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
-        """Raise ``ValueError`` unless this holds values to average for exactly the due streams.
+        """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
 
-        ``like`` gives names, shapes and types; a stream it lacks is only checked for its values.
+        ``like`` gives names, shapes and types, but of a stream it lacks. Values are not looked at:
+        see :meth:`check_values`.
         """
         steps = (window.start, window.stop)
         answered = (
@@ -174,7 +175,24 @@ class Reply:
                             f"{key!r} of stream {name!r} is of type {tensor.dtype}, "
                             f"expected {like[name][key].dtype}"
                         )
-            _check_values(name, stream)
+            for key, tensor in stream.items():
+                if not tensor.is_floating_point():
+                    raise ValueError(
+                        f"{key!r} of stream {name!r} is of type {tensor.dtype}, which has no mean"
+                    )
+
+    def check_values(self) -> None:
+        """Raise ``ValueError`` for values of which there is no mean that one can go on with."""
+        for name, stream in self.streams.items():
+            for key, (low, high) in finite_ends(name, stream).items():
+                what = f"{key!r} of stream {name!r}"
+                least, greatest = limits(name, stream[key].dtype)
+                if max(-low, high) > greatest:
+                    raise ValueError(
+                        f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
+                    )
+                if low < least:
+                    raise ValueError(f"{what} has values below zero; a mean of squares has none")
 
     def _check_metrics(self) -> None:
         for name in ("num-examples", "train-loss"):
@@ -186,9 +204,29 @@ class Reply:
             raise ValueError(f"its num-examples is {examples}; it must be a positive number")
 
 
+def limits(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """Return the least and the greatest value of a stream of which there is a mean to go on with.
+
+    Half of all there is, or the difference of two would not be finite.
+    """
+    most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
+    return 0.0 if name in NEVER_NEGATIVE else -most, most
+
+
 def to_record(stream: Stream) -> ArrayRecord:
     """Return a stream as an ArrayRecord of its own bytes: later changes do not reach it."""
     return ArrayRecord({key: to_array(tensor) for key, tensor in stream.items()})
+
+
+def handed_over(stream: dict[str, torch.Tensor]) -> ArrayRecord:
+    """Return a stream that nobody writes to any more as an ArrayRecord, without a copy if it can.
+
+    It is empty then: where it cannot, tensors are let go one by one.
+    """
+    record = ArrayRecord()
+    for key in list(stream):
+        record[key] = hand_over(stream.pop(key))
+    return record
 
 
 def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -259,23 +297,6 @@ def framed_bytes(message: Message) -> int:
 
 def _streams(content: RecordDict) -> dict[str, Stream]:
     return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
-
-
-def _check_values(name: str, stream: Stream) -> None:
-    """Raise ``ValueError`` for values of which there is no mean that one can go on with."""
-    for key, tensor in stream.items():
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"{key!r} of stream {name!r} is of type {tensor.dtype}, which has no mean"
-            )
-    for key, (low, high) in finite_ends(name, stream).items():
-        what = f"{key!r} of stream {name!r}"
-        # Half of all there is, or the difference of two would not be finite.
-        most = torch.finfo(torch.promote_types(stream[key].dtype, torch.float32)).max / 2
-        if max(-low, high) > most:
-            raise ValueError(f"{what} holds values beyond {most:.3g}, too large to be averaged")
-        if low < 0 and name in NEVER_NEGATIVE:
-            raise ValueError(f"{what} has values below zero; a mean of squares has none")
 
 
 def _travels(value: MetricRecordValues) -> bool:

@@ -190,6 +190,7 @@ class Link(Grid):
                     raise ValueError(message.error.reason)
                 reply = Reply.from_content(message.content)
                 reply.check(self.round.window, due, {PARAMS: self.like})
+                reply.check_values()
             except ValueError as error:
                 reason = str(error) if due else f"evaluation: {error}"
                 self._leave_out(member, reason, kind(message))

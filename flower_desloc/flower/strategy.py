@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
+from flower_desloc.flower.arrays import room
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
@@ -41,6 +42,7 @@ from flower_desloc.flower.records import (
     plain,
     to_record,
 )
+from flower_desloc.flower.together import add_all, enough
 from flower_desloc.formats import lossy
 from flower_desloc.ledger import stream_bytes
 from flower_desloc.outer import Outer
@@ -255,7 +257,7 @@ class DesLoc(Strategy):
             if self._checkpoints and self._checkpoints.falls_due(server_round, last=last):
                 self._checkpoints.write(self._checkpoint(server_round))
                 self._federation.checkpoint = self._window.stop
-        result.arrays = self.globals.averages[PARAMS]
+        result.arrays = to_record(from_record(self.globals.averages[PARAMS]))
         self._federation.farewell()
         return result
 
@@ -271,7 +273,7 @@ class DesLoc(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the due streams over the usable replies, one reply at a time.
+        """Average the due streams over the usable replies, a few replies at a time.
 
         Returns the parameters if they were due, and the metrics. Below the quorum nothing is
         averaged, and there are no metrics.
@@ -281,20 +283,23 @@ class DesLoc(Strategy):
         mean = self._mean(due)
         clients = self._tally.clients
         added: list[Member] = []
+        members: list[Member] = []
+        waiting: list[Reply] = []
         for message in replies:
             began = time.perf_counter()
-            member = self._federation.member(message)
             reply = self._usable(message, due)
-            if reply is not None and self._add(mean, member, reply):
-                clients[member.name] = client_record(reply)
-                added.append(member)
-                if member.held and STATE_NEW in reply.metrics and due != {GRADIENTS}:
-                    self._federation.note("state lost", member.name, "it began anew")
-                self._tally.left_out.pop(member.name, None)  # of an earlier repeat
-                if due != {GRADIENTS}:  # of which nothing is kept
-                    member.held = dict(self.globals.versions)
+            if reply is not None:
+                members.append(self._federation.member(message))
+                waiting.append(reply)
+            if enough(waiting):
+                added += self._add(mean, members, waiting)
+                members, waiting = [], []
             self._tally.averaging += time.perf_counter() - began
             del message, reply  # or they would live on beside the next
+        began = time.perf_counter()
+        added += self._add(mean, members, waiting)
+        self._tally.averaging += time.perf_counter() - began
+        del waiting
         self._leave_out_outliers(mean, added)
         if mean.count < self.policy.min_clients:
             return None, None
@@ -489,7 +494,7 @@ class DesLoc(Strategy):
         last = {name: average(name) for name in due if name in self.globals.averages}
         policy = self.policy
         if policy.average == "mean" and policy.norm_bound is None:
-            return Mean(last)
+            return Mean(last, room)
         return Gathered(last, policy.average, policy.trim)
 
     def _leave_out_outliers(self, mean: Mean | Gathered, added: list[Member]) -> None:
@@ -503,17 +508,29 @@ class DesLoc(Strategy):
             error = ValueError(f"{why}; federation.norm_bound={bound:g}")
             self._leave_out(added[index], error, "outlier")
 
-    def _add(self, mean: Mean | Gathered, member: Member, reply: Reply) -> bool:
-        """Add a reply to the mean; else leave its client out, saying why."""
-        weight = 1.0
-        if self.policy.weighting == "examples":
-            weight = number(reply.metrics["num-examples"])
-        try:
-            mean.add(reply.streams, weight)
-        except ValueError as error:
-            self._leave_out(member, error)
-            return False
-        return True
+    def _add(
+        self, mean: Mean | Gathered, members: list[Member], replies: list[Reply]
+    ) -> list[Member]:
+        """Add the members' replies to the mean; return whose were added.
+
+        Leave the others out, saying why.
+        """
+        by_examples = self.policy.weighting == "examples"
+        weights = [number(r.metrics["num-examples"]) if by_examples else 1.0 for r in replies]
+        added = []
+        errors = add_all(mean, replies, weights)
+        for member, reply, error in zip(members, replies, errors, strict=True):
+            if error is not None:
+                self._leave_out(member, error)
+                continue
+            added.append(member)
+            self._tally.clients[member.name] = client_record(reply)
+            self._tally.left_out.pop(member.name, None)  # of an earlier repeat
+            if self._window.due != {GRADIENTS}:  # of which nothing is kept
+                if member.held and STATE_NEW in reply.metrics:
+                    self._federation.note("state lost", member.name, "it began anew")
+                member.held = dict(self.globals.versions)
+        return added
 
     def _leave_out(self, member: Member, error: ValueError, kind: EventKind = "refused") -> None:
         self._tally.left_out[member.name] = str(error)

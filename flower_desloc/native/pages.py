@@ -7,11 +7,14 @@ Python's bytes and PyTorch's tensors do not ask.
 
 import ctypes
 import mmap
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
+_ALIGNMENT = 64  # bytes, as of PyTorch's own tensors
 _LEAST = 3 << 20  # bytes; of fewer, most would not be in large pages all the same
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -33,11 +36,29 @@ def joined(header: bytes, values: memoryview) -> bytes:
     return data
 
 
-def copied(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``like``, which is new, with the values of ``tensor``."""
-    if like.is_cpu and like.nbytes >= _LEAST:
-        _ask(like.data_ptr(), like.nbytes)
-    return like.copy_(tensor)
+def side_by_side(
+    kinds: Sequence[tuple[torch.dtype, torch.Size]],
+    header: Callable[[torch.dtype, torch.Size], bytes] = lambda *_: b"",
+) -> list[Tensor]:
+    """Return new tensors of those types and shapes in one piece of memory, each after its header.
+
+    It lives as long as any of them. Headers are as long as a multiple of 64 bytes.
+    """
+    headers = [header(*kind) for kind in kinds]
+    begins, ends, size = [], [], 0
+    for (dtype, shape), before in zip(kinds, headers, strict=True):
+        begins.append(size + len(before))
+        ends.append(begins[-1] + shape.numel() * dtype.itemsize)
+        size = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT
+    whole = torch.empty(size, dtype=torch.uint8)
+    if size >= _LEAST:
+        _ask(whole.data_ptr(), size)
+    tensors = []
+    for (dtype, shape), before, begin, end in zip(kinds, headers, begins, ends, strict=True):
+        if before:
+            whole[begin - len(before) : begin] = torch.frombuffer(before, dtype=torch.uint8)
+        tensors.append(whole[begin:end].view(dtype).view(shape))
+    return tensors
 
 
 def _ask(address: int, size: int) -> None:

@@ -9,7 +9,8 @@ CPU, each pair of one shape, and there is a compiler.
 """
 
 import ctypes
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -22,12 +23,20 @@ _SOURCE = r"""
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <string.h>
 #define LANES 32
 #define PIECE 65536 /* values */
 
 typedef struct work {
-    void (*piece)(struct work *, float *restrict, const float *restrict, int64_t, double *);
-    int64_t count; float **a; float **b; const int64_t *n; float share; double (*found)[2];
+    /* Do what is to be done with n values from begin of tensor k, and tell what was found. */
+    void (*piece)(const struct work *, int64_t k, int64_t begin, int64_t n, double *found);
+    int64_t count; /* of tensors, in a, in b, and in each of the sides */
+    float **a, **b, **sides;
+    const int64_t *n;
+    int64_t many; /* sides */
+    const float *shares;
+    double *found;
+    int64_t each; /* numbers found of a piece */
     int64_t next;
 } work;
 
@@ -41,8 +50,7 @@ static void *take_pieces(void *argument) {
         while (k < w->count && next >= before + pieces(w->n[k])) before += pieces(w->n[k++]);
         if (k == w->count) return 0;
         int64_t begin = (next - before) * PIECE, left = w->n[k] - begin;
-        w->piece(w, w->a[k] + begin, w->b[k] + begin, left < PIECE ? left : PIECE,
-                 w->found[next]);
+        w->piece(w, k, begin, left < PIECE ? left : PIECE, w->found + next * w->each);
     }
 }
 static void pass(work *w, int64_t threads) {
@@ -54,72 +62,127 @@ static void pass(work *w, int64_t threads) {
     while (started) pthread_join(thread[--started], 0);
 }
 
-/* DIFFERENCE makes d of the value at i; all of n values, lane by lane. */
-#define SQUARES(NAME, DIFFERENCE)                                                             \
-static void NAME##_piece(work *w, float *restrict a, const float *restrict b, int64_t n,      \
-                         double *found) {                                                     \
-    const float share = w->share;                                                             \
-    double lanes[LANES] = {0}, sum = 0;                                                       \
+static double sum_of(const double *lanes) {
+    double sum = 0;
+    for (int l = 0; l < LANES; l++) sum += lanes[l];
+    return sum;
+}
+/* Add up, piece by piece, the number at that place of what was found. */
+static double total(const work *w, int64_t place) {
+    double sum = 0;
+    const double *found = w->found + place;
+    for (int64_t k = 0; k < w->count; k++)
+        for (int64_t left = pieces(w->n[k]); left; left--, found += w->each) sum += *found;
+    return sum;
+}
+/* STATEMENT for the value at i of n, in the lane l. */
+#define LANE_BY_LANE(STATEMENT)                                                               \
     int64_t whole = n - n % LANES;                                                            \
     for (int64_t first = 0; first < whole; first += LANES)                                    \
-        for (int k = 0; k < LANES; k++) {                                                     \
-            int64_t i = first + k;                                                            \
-            DIFFERENCE                                                                        \
-            lanes[k] += (double)d * d;                                                        \
-        }                                                                                     \
-    for (int64_t i = whole; i < n; i++) {                                                     \
-        DIFFERENCE                                                                            \
-        lanes[i - whole] += (double)d * d;                                                    \
-    }                                                                                         \
-    for (int k = 0; k < LANES; k++) sum += lanes[k];                                          \
-    *found = sum;                                                                             \
-    (void)share, (void)b;                                                                     \
-}                                                                                             \
-void NAME(int64_t count, float **a, float **b, const int64_t *n, float share, double *sum,    \
-          double (*found)[2], int64_t threads) {                                              \
-    work w = {NAME##_piece, count, a, b, n, share, found, 0};                                 \
-    pass(&w, threads);                                                                        \
-    *sum = 0;                                                                                 \
-    for (int64_t k = 0; k < count; k++)                                                       \
-        for (int64_t left = pieces(n[k]); left; left--) *sum += **found++;                    \
-}
-SQUARES(approach, float d = b[i] - a[i]; a[i] += share * d;)
-SQUARES(distance, float d = a[i] - b[i];)
-SQUARES(square, float d = a[i];)
+        for (int l = 0; l < LANES; l++) { int64_t i = first + l; STATEMENT }                  \
+    for (int64_t i = whole; i < n; i++) { int l = i - whole; STATEMENT }
+#define WIDEN(r)                                                                              \
+    r.low[l] = x < r.low[l] ? x : r.low[l]; r.high[l] = x > r.high[l] ? x : r.high[l];
 
-static void ends_piece(work *w, float *restrict a, const float *restrict b, int64_t n,
-                       double *found) {
-    float low[LANES], high[LANES];
+typedef struct { float low[LANES], high[LANES]; } range;
+static range from_value(float x) {
+    range r;
+    for (int l = 0; l < LANES; l++) r.low[l] = r.high[l] = x;
+    return r;
+}
+static void tell_ends(const range *r, double *found) {
+    found[0] = r->low[0], found[1] = r->high[0];
+    for (int l = 0; l < LANES; l++) {
+        if (r->low[l] < found[0]) found[0] = r->low[l];
+        if (r->high[l] > found[1]) found[1] = r->high[l];
+    }
+}
+
+/* Move m that share of the way to the side; return the sum of the way's squares. */
+static double move(float *restrict m, const float *restrict side, int64_t n, float share,
+                   range *ends) {
+    double squares[LANES] = {0};
+    range r = *ends;
+    LANE_BY_LANE(
+        float x = side[i]; float d = x - m[i];
+        m[i] += share * d; squares[l] += (double)d * d; WIDEN(r))
+    *ends = r;
+    return sum_of(squares);
+}
+/* Where there is no m to move: the first side. Return 0, or NaN if not all of it is finite. */
+static double begin_with(float *restrict m, const float *restrict side, int64_t n, range *ends) {
+    double zeros[LANES] = {0};
+    range r = *ends;
+    LANE_BY_LANE(float x = side[i]; m[i] = x; zeros[l] += x - x; WIDEN(r))
+    *ends = r;
+    return sum_of(zeros);
+}
+static void fold_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
+    float *m = w->a[k] + begin;
+    range ends = from_value(w->sides[k][begin]);
+    if (w->b && w->b[k] != w->a[k]) memcpy(m, w->b[k] + begin, n * sizeof *m);
+    for (int64_t j = 0; j < w->many; j++) {
+        const float *side = w->sides[j * w->count + k] + begin;
+        found[2 + j] = j || w->b ? move(m, side, n, w->shares[j], &ends)
+                                 : begin_with(m, side, n, &ends);
+    }
+    tell_ends(&ends, found);
+}
+/* Into a, from b or from the first side where b is null; result holds the ends of all sides,
+   and then the squares of each. */
+void fold(int64_t count, float **a, float **b, float **sides, const int64_t *n, int64_t many,
+          const float *shares, double *result, double *found, int64_t threads) {
+    work w = {fold_piece, count, a, b, sides, n, many, shares, found, 2 + many, 0};
+    pass(&w, threads);
+    int64_t all = 0;
+    for (int64_t k = 0; k < count; k++) all += pieces(n[k]);
+    result[0] = INFINITY, result[1] = -INFINITY;
+    for (int64_t p = 0; p < all; p++) {
+        const double *of = found + p * w.each;
+        if (of[0] < result[0]) result[0] = of[0];
+        if (of[1] > result[1]) result[1] = of[1];
+    }
+    for (int64_t j = 0; j < many; j++) result[2 + j] = total(&w, 2 + j);
+}
+
+static void norms_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
+    const float *restrict a = w->a[k] + begin, *restrict b = w->b ? w->b[k] + begin : 0;
+    double squares[LANES] = {0}, ways[LANES] = {0};
+    if (b) {
+        LANE_BY_LANE(float d = a[i] - b[i]; squares[l] += (double)a[i] * a[i];
+                     ways[l] += (double)d * d;)
+    } else {
+        LANE_BY_LANE(squares[l] += (double)a[i] * a[i];)
+    }
+    found[0] = sum_of(squares), found[1] = sum_of(ways);
+}
+/* |a|^2 and, unless b is null, |a - b|^2. */
+void norms(int64_t count, float **a, float **b, const int64_t *n, double *result, double *found,
+           int64_t threads) {
+    work w = {norms_piece, count, a, b, 0, n, 0, 0, found, 2, 0};
+    pass(&w, threads);
+    result[0] = total(&w, 0), result[1] = total(&w, 1);
+}
+
+static void ends_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
+    const float *restrict a = w->a[k] + begin;
+    range ends = from_value(a[0]);
     int strange[LANES] = {0}; /* x - x is 0 of finite values alone */
-    for (int k = 0; k < LANES; k++) low[k] = high[k] = a[0];
-    for (int64_t first = 0; first < n; first += LANES) {
-        int here = n - first < LANES ? n - first : LANES;
-        for (int k = 0; k < here; k++) {
-            float x = a[first + k];
-            low[k] = x < low[k] ? x : low[k];
-            high[k] = x > high[k] ? x : high[k];
-            strange[k] |= x - x != 0;
-        }
-    }
-    found[0] = low[0], found[1] = high[0];
-    for (int k = 0; k < LANES; k++) {
-        if (low[k] < found[0]) found[0] = low[k];
-        if (high[k] > found[1]) found[1] = high[k];
-    }
-    for (int k = 0; k < LANES; k++)
-        if (strange[k]) found[0] = found[1] = NAN;
-    (void)w, (void)b;
+    LANE_BY_LANE(float x = a[i]; WIDEN(ends) strange[l] |= x - x != 0;)
+    tell_ends(&ends, found);
+    for (int l = 0; l < LANES; l++)
+        if (strange[l]) found[0] = found[1] = NAN;
 }
 /* Of every tensor, which has values, in result. */
 void ends(int64_t count, float **a, const int64_t *n, double (*result)[2],
-          double (*found)[2], int64_t threads) {
-    work w = {ends_piece, count, a, a, n, 0, found, 0};
+          double *found, int64_t threads) {
+    work w = {ends_piece, count, a, 0, 0, n, 0, 0, found, 2, 0};
     pass(&w, threads);
     for (int64_t k = 0; k < count; k++) {
-        double low = found[0][0], high = found[0][1];
-        for (int64_t left = pieces(n[k]); left; left--, found++) {
-            if (low > (*found)[0] || isnan((*found)[0])) low = (*found)[0];
-            if (high < (*found)[1] || isnan((*found)[1])) high = (*found)[1];
+        double low = found[0], high = found[1];
+        for (int64_t left = pieces(n[k]); left; left--, found += 2) {
+            if (low > found[0] || isnan(found[0])) low = found[0];
+            if (high < found[1] || isnan(found[1])) high = found[1];
         }
         result[k][0] = low, result[k][1] = high;
     }
@@ -130,16 +193,40 @@ _PIECE = 1 << 16
 """Values, as in C."""
 
 
-def approach(means: Sequence[Tensor], tensors: Sequence[Tensor], share: float) -> float | None:
-    """Move ``means`` that share of the way to ``tensors``, in place; return the way's square."""
-    return _squares("approach", means, tensors, share)
+def fold(
+    into: Sequence[Tensor],
+    start: Sequence[Tensor] | None,
+    sides: Sequence[Sequence[Tensor]],
+    shares: Sequence[float],
+) -> tuple[tuple[float, float], list[float]] | None:
+    """Write to ``into`` what becomes of ``start`` moved to each side in turn, a share of the way.
+
+    Without a ``start``, of the first side; ``start`` may be ``into``. Return the least and the
+    greatest value of all sides, NaN where a value or a way is not finite, and each way's square.
+    """
+    streams = [into, into if start is None else start, *sides]
+    if not _alike(streams):
+        return None
+    shares_ = (ctypes.c_float * len(shares))(*shares)
+    flat = list(chain.from_iterable(sides))
+    more = (ctypes.c_int64(len(sides)), shares_)
+    result = _done("fold", [into, start, flat], more, 2 + len(sides), each=2 + len(sides))
+    if result is None:
+        return None
+    low, high, *squares = result
+    if not all(map(math.isfinite, squares)):
+        low = high = math.nan
+    return (low, high), squares
 
 
-def squared_distance(tensors: Sequence[Tensor], origins: Sequence[Tensor] | None) -> float | None:
-    """Return ``|tensors - origins|^2``, from zero unless there are origins."""
-    if origins is None:
-        return _squares("square", tensors, tensors)
-    return _squares("distance", tensors, origins)
+def squared_norms(
+    tensors: Sequence[Tensor], origins: Sequence[Tensor] | None
+) -> tuple[float, float] | None:
+    """Return ``|tensors|^2`` and ``|tensors - origins|^2``, which is 0 where there are none."""
+    if not _alike([tensors, tensors if origins is None else origins]):
+        return None
+    result = _done("norms", [tensors, origins], (), 2, each=2)
+    return None if result is None else (result[0], result[1])
 
 
 def ends(tensors: Sequence[Tensor]) -> list[tuple[float, float]] | None:
@@ -147,43 +234,55 @@ def ends(tensors: Sequence[Tensor]) -> list[tuple[float, float]] | None:
 
     None has no values.
     """
-    result = torch.empty(len(tensors), 2, dtype=torch.float64)
-    if not _done("ends", [tensors], _at(result)):
+    if not _alike([tensors]):
         return None
-    return [(low, high) for low, high in result.tolist()]
+    result = _done("ends", [tensors], (), 2 * len(tensors), each=2)
+    return None if result is None else list(zip(result[::2], result[1::2], strict=True))
 
 
-def _squares(
-    name: str, a: Sequence[Tensor], b: Sequence[Tensor], share: float = 0.0
-) -> float | None:
-    if any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
-        return None
-    result = torch.empty(1, dtype=torch.float64)
-    if not _done(name, [a, b], ctypes.c_float(share), _at(result)):
-        return None
-    return result.item()
+def can_take(tensors: Iterable[Tensor]) -> bool:
+    """Return whether C can: all of them contiguous, fp32 and on the CPU."""
+    return all(t.dtype is torch.float32 and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
-def _done(name: str, sides: Sequence[Sequence[Tensor]], *more: object) -> bool:
-    for t in chain(*sides):
-        if not (t.dtype is torch.float32 and t.is_cpu and t.is_contiguous()):
+def _alike(streams: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether C can take them, and they are of one shape at each place."""
+    for tensors in zip(*streams, strict=True):
+        if not can_take(tensors) or any(t.shape != tensors[0].shape for t in tensors[1:]):
             return False
-    if (library := compiled("a pass over a stream", _SOURCE)) is None:
-        return False
-    sizes = [t.numel() for t in sides[0]]
-    pieces = sum(-(-size // _PIECE) for size in sizes)
-    found = torch.empty(pieces, 2, dtype=torch.float64)
-    count = len(sizes)
-    getattr(library, name)(
-        ctypes.c_int64(count),
-        *((ctypes.c_void_p * count)(*(t.data_ptr() for t in side)) for side in sides),
-        (ctypes.c_int64 * count)(*sizes),
-        *more,
-        _at(found),
-        ctypes.c_int64(max(1, min(torch.get_num_threads(), pieces))),
-    )
     return True
 
 
-def _at(room: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(room.data_ptr())
+def _done(
+    name: str,
+    streams: Sequence[Sequence[Tensor] | None],
+    more: Sequence[object],
+    numbers: int,
+    *,
+    each: int,
+) -> list[float] | None:
+    """Call ``name`` in C, which has so many results, and finds ``each`` numbers of a piece."""
+    if (library := compiled("a pass over a stream", _SOURCE)) is None:
+        return None
+    assert streams[0] is not None
+    sizes = [t.numel() for t in streams[0]]
+    pieces = sum(-(-size // _PIECE) for size in sizes)
+    result = torch.empty(numbers, dtype=torch.float64)
+    found = torch.empty(pieces, each, dtype=torch.float64)
+    getattr(library, name)(
+        ctypes.c_int64(len(sizes)),
+        *map(_addresses, streams),
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        *more,
+        ctypes.c_void_p(result.data_ptr()),
+        ctypes.c_void_p(found.data_ptr()),
+        ctypes.c_int64(max(1, min(torch.get_num_threads(), pieces))),
+    )
+    numbers_: list[float] = result.tolist()
+    return numbers_
+
+
+def _addresses(tensors: Sequence[Tensor] | None) -> object:
+    if tensors is None:
+        return None
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))

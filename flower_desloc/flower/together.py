@@ -1,0 +1,44 @@
+"""Replies that are added to the mean together, in one pass over memory."""
+
+from collections.abc import Sequence
+
+from flower_desloc.averaging import Mean
+from flower_desloc.flower.records import Reply, limits
+from flower_desloc.robust import Gathered
+
+_MOST = 1 << 30  # bytes
+_MANY = 8  # the mean itself is an eighth of the memory passed over then, and more tell for little
+
+
+def enough(waiting: Sequence[Reply]) -> bool:
+    """Return whether another reply like the last would be too much to hold at once.
+
+    Held are 8, and no more than 1 GiB; of larger ones, one.
+    """
+    if not waiting:
+        return False
+    last = sum(t.nbytes for stream in waiting[-1].streams.values() for t in stream.values())
+    return len(waiting) >= _MANY or (len(waiting) + 1) * last > _MOST
+
+
+def add_all(
+    mean: Mean | Gathered, replies: Sequence[Reply], weights: Sequence[float]
+) -> list[ValueError | None]:
+    """Add ``replies``, which were checked but for their values; return why one was not added.
+
+    Their values are checked on the way. Only if one cannot be added, each is by itself.
+    """
+    if len(replies) > 1 and isinstance(mean, Mean):
+        streams = [reply.streams for reply in replies]
+        if mean.take(list(zip(streams, weights, strict=True)), limits):
+            return [None] * len(replies)
+    return [_add(mean, *pair) for pair in zip(replies, weights, strict=True)]
+
+
+def _add(mean: Mean | Gathered, reply: Reply, weight: float) -> ValueError | None:
+    try:
+        reply.check_values()
+        mean.add(reply.streams, weight)
+    except ValueError as error:
+        return error
+    return None

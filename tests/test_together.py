@@ -1,0 +1,116 @@
+"""Replies added together: what they are one by one, and nothing of those that cannot be."""
+
+import json
+
+import pytest
+import torch
+from federation import compiled, generator
+
+from flower_desloc import Mean
+from flower_desloc.flower.inprocess import run_in_process
+from flower_desloc.flower.records import Reply
+from flower_desloc.flower.together import add_all, enough
+from flower_desloc.robust import Gathered
+
+SIZE = 70_000
+
+
+def reply(m, **values):
+    streams = {
+        name: {"w": torch.rand(SIZE, generator=generator(seed, m)), "b": torch.ones(3)}
+        for seed, name in enumerate(("params", "exp_avg_sq"))
+    }
+    for name, value in values.items():
+        streams[name]["w"][SIZE // 2] = value
+    return Reply(metrics={}, streams=streams)
+
+
+def added_one_by_one(replies, weights):
+    mean = Mean()
+    for each, weight in zip(replies, weights, strict=True):
+        mean.add(each.streams, weight)
+    return mean
+
+
+@compiled
+@pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 3], [4, 1]], ids=str)
+def test_replies_added_together_are_added_one_by_one_to_the_same_bits(batches, monkeypatch):
+    replies, weights = [reply(m) for m in range(5)], [1.0 + m for m in range(5)]
+    mean = Mean()
+    # Its values are looked at in the pass, and by themselves only where one is alone.
+    looked_at = []
+    check = Reply.check_values
+    monkeypatch.setattr(Reply, "check_values", lambda self: looked_at.append(1) or check(self))
+    for size in batches:
+        begin = mean.count
+        errors = add_all(mean, replies[begin : begin + size], weights[begin : begin + size])
+        assert errors == [None] * size
+    assert len(looked_at) == batches.count(1)
+    expected = added_one_by_one(replies, weights)
+    torch.testing.assert_close(mean.result(), expected.result(), rtol=0, atol=0)
+    assert mean.drift(mean.result()) == expected.drift(expected.result())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("make", [Mean, Gathered])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"params": float("nan")}, "'w' of stream 'params' has values that are not finite"),
+        ({"exp_avg_sq": float("inf")}, "'exp_avg_sq' has values that are not finite"),
+        ({"params": -3e38}, "'w' of stream 'params' holds values beyond 1.7e"),
+        ({"exp_avg_sq": -1e-30}, "'w' of stream 'exp_avg_sq' has values below zero"),
+    ],
+)
+def test_of_replies_added_together_the_wrong_ones_alone_are_left_out(make, wrong, reason, begun):
+    replies = [reply(0), reply(1, **wrong), reply(2), reply(3, **wrong), reply(4)]
+    mean = make()
+    before = [reply(9)] if begun else []
+    add_all(mean, before, [1.0] * len(before))
+    errors = add_all(mean, replies, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert [error is None for error in errors] == [True, False, True, False, True]
+    assert all(reason in str(errors[m]) for m in (1, 3))
+    expected = added_one_by_one(
+        [*before, reply(0), reply(2), reply(4)], [*(1.0 for _ in before), 1.0, 3.0, 5.0]
+    )
+    torch.testing.assert_close(mean.result(), expected.result(), rtol=0, atol=0)
+
+
+def test_a_weight_or_a_shape_that_is_wrong_is_that_clients_own():
+    other = Reply(metrics={}, streams={"params": {"w": torch.ones(3)}})
+    mean = Mean()
+    errors = add_all(mean, [reply(0), reply(1), other, reply(2)], [1.0, 0.0, 1.0, 1.0])
+    assert [error is None for error in errors] == [True, False, False, True]
+    assert "positive and finite" in str(errors[1])
+    assert "expected ['exp_avg_sq', 'params']" in str(errors[2])
+    assert mean.count == 2
+
+
+def test_eight_are_held_if_they_fit_into_a_gibibyte_and_one_whatever_its_size():
+    def of(size):
+        return Reply(metrics={}, streams={"params": {"w": torch.empty(size, device="meta")}})
+
+    mib = 1 << 18  # values of fp32
+    assert not enough([])
+    assert not enough([of(1)] * 7)
+    assert enough([of(1)] * 8)
+    assert not enough([of(256 * mib)] * 3)
+    assert enough([of(256 * mib)] * 4)
+    assert not enough([of(512 * mib)])
+    assert enough([of(513 * mib)])
+
+
+def test_a_run_has_the_same_weights_however_many_replies_are_added_together(tmp_path, monkeypatch):
+    small = (
+        "run.steps=4 sync.params=1 sync.exp_avg=2 sync.exp_avg_sq=4 "
+        "model.hidden_size=16 model.intermediate_size=16 model.num_hidden_layers=1 "
+        "data.max_bytes=20000 data.seq_len=16 data.batch_size=2 evaluation.sequences=2"
+    )
+    found = set()
+    for most in (0, 50_000, 1 << 30):
+        monkeypatch.setattr("flower_desloc.flower.together._MOST", most)
+        folder = tmp_path / str(most)
+        run_in_process({"config": "quickstart", "overrides": small, "output-dir": str(folder)}, 3)
+        summary = json.loads((folder / "quickstart" / "summary.json").read_text())
+        found.add(summary["weights_sha256"])
+    assert len(found) == 1
