@@ -78,7 +78,7 @@ def ours(replies: Iterable[RecordDict], last: ArrayRecord, like: Stream) -> Arra
         answer = Reply.from_content(content)
         answer.check(WINDOW, WINDOW.due, {PARAMS: like})
         waiting.append(answer)
-        if enough(waiting):
+        if enough(waiting, mean):
             add()
         del content, answer
     add()

@@ -9,7 +9,7 @@ in DesLoc a client's two files are new then, and written over from the third on.
 - fedavg: Flower's FedAvg, its clients written as in Flower's examples.
 - desloc: DesLoc with the same traffic; its clients keep parameters and both moments in a file.
 
-Overhead is a round's wall-clock less the slowest client's own time, of which neither writing its
+Overhead is a round's wall-clock less the slowest client's own time, of which neither making its
 reply's record nor, in DesLoc, its state file is part. The file's time is printed by itself: it is
 what a client pays to be able to go on after a crash, which FedAvg's cannot.
 
@@ -213,7 +213,6 @@ def main() -> None:
     args = parser.parse_args()
     folder = tempfile.mkdtemp()
     os.environ |= {PARAMETERS: str(args.parameters), STATE_DIR: folder}
-    torch.set_num_threads(1)
     try:
         found = measure(args.clients, args.turns)
         writes = [float(line) for line in Path(folder, "writes").read_text().splitlines()]

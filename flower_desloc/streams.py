@@ -6,7 +6,7 @@ Tied weights go once. Parameters that the optimizer does not train belong to no 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -122,12 +122,23 @@ def take(
     Raises ``ValueError`` for a stream the optimizer does not have; prime the optimizer first.
     """
     known = stream_names(module, optimizer)
-    return {name: _tensors(module, optimizer, name, known) for name in names}
+    return {
+        name: {k: t.detach() for k, t in _tensors(module, optimizer, name, known).items()}
+        for name in names
+    }
 
 
 @torch.no_grad()
-def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) -> None:
+def put(
+    module: nn.Module,
+    optimizer: Optimizer,
+    streams: Mapping[str, Stream],
+    before: Callable[[str, Collection[Tensor]], None] = lambda *_: None,
+) -> None:
     """Write ``streams`` into the module and the primed optimizer, in place.
+
+    ``before`` is given a stream's name and its tensors, whose values are about to be written, and
+    may give them other memory.
 
     Raises ``ValueError``, with nothing written, when a stream is unknown or its tensors are not
     those of the module by name and shape.
@@ -137,6 +148,7 @@ def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) 
     for name, stream in streams.items():
         check_like(name, stream, targets[name])
     for name, stream in streams.items():
+        before(name, targets[name].values())
         for key, tensor in stream.items():
             targets[name][key].copy_(tensor)
 
@@ -147,7 +159,8 @@ def digest(stream: Stream) -> str:
     for key in sorted(stream):
         tensor = stream[key].detach().cpu().contiguous()
         sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        if tensor.numel() > 0:  # or it may have any stride, and no view as bytes
+            sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -246,7 +259,7 @@ def _tensors(
         return _buffers(module)
     trained = _trained(module, optimizer)
     if name == PARAMS:
-        return {key: p.detach() for key, p in trained.items()}
+        return trained
     return {
         key: optimizer.state[p][name]
         for key, p in trained.items()

@@ -91,13 +91,18 @@ def test_eight_are_held_if_they_fit_into_a_gibibyte_and_one_whatever_its_size():
         return Reply(metrics={}, streams={"params": {"w": torch.empty(size, device="meta")}})
 
     mib = 1 << 18  # values of fp32
-    assert not enough([])
-    assert not enough([of(1)] * 7)
-    assert enough([of(1)] * 8)
-    assert not enough([of(256 * mib)] * 3)
-    assert enough([of(256 * mib)] * 4)
-    assert not enough([of(512 * mib)])
-    assert enough([of(513 * mib)])
+    empty, begun = Mean(), added_one_by_one([reply(0)], [1.0])
+    for mean in (empty, begun):
+        assert not enough([], mean)
+        assert not enough([of(1)] * 7, mean)
+        assert enough([of(1)] * 8, mean)
+        assert not enough([of(256 * mib)] * 3, mean)
+        assert enough([of(256 * mib)] * 4, mean)
+    assert not enough([of(512 * mib)], begun)
+    assert enough([of(513 * mib)], begun)
+    # The first waits in place of the mean, which is as large.
+    assert not enough([of(5000 * mib)], empty)
+    assert enough([of(5000 * mib)] * 2, empty)
 
 
 def test_a_run_has_the_same_weights_however_many_replies_are_added_together(tmp_path, monkeypatch):

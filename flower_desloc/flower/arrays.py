@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pickle import PickleBuffer
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from flwr.app import Array
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_desloc.native.pages import joined, side_by_side
@@ -35,7 +37,11 @@ _DTYPES = {
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 }
 
-_DESCRIPTIONS = {dtype: description.decode() for description, dtype in _DTYPES.items()}
+DESCRIPTIONS = {dtype: description.decode() for description, dtype in _DTYPES.items()}
+"""NumPy's names of the types that both have."""
+
+# The bytes of Arrays that were handed over and are still there, by their values' address.
+_handed_over: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
 
 with warnings.catch_warnings():
     # PyTorch warns, once, of memory that must not be written, as from_array does.
@@ -60,19 +66,40 @@ def room(kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
 
 
 def hand_over(tensor: Tensor) -> Array:
-    """Return as an Array a tensor that nobody writes to any more, without a copy.
+    """Return a tensor as an Array, without a copy if it lies where :func:`room` had it.
 
-    With one, as :func:`to_array` does, if its memory is none that :func:`room` gave.
+    Nobody may write to it as long as there is the Array (:func:`is_handed_over`). With a copy, as
+    :func:`to_array` does, if it does not lie there.
     """
+    if not is_in_room(tensor):
+        return to_array(tensor)
     header = _header_of(tensor.dtype, tensor.shape)
-    if header and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0:
-        begin = tensor.storage_offset() * tensor.itemsize
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
-        data = whole[max(begin - len(header), 0) : begin + tensor.nbytes].numpy().data.toreadonly()
-        if data[: len(header)] == header:
-            dtype = str(np.dtype(_DESCRIPTIONS[tensor.dtype]))
-            return _restored(dtype, tuple(tensor.shape), _NUMPY, _Bytes(data))
-    return to_array(tensor)
+    begin = tensor.storage_offset() * tensor.itemsize
+    values = _whole(tensor)[begin - len(header) : begin + tensor.nbytes].numpy()
+    _handed_over[tensor.data_ptr()] = values
+    dtype = str(np.dtype(DESCRIPTIONS[tensor.dtype]))
+    return _restored(dtype, tuple(tensor.shape), _NUMPY, _Bytes(values.data.toreadonly()))
+
+
+def is_handed_over(tensor: Tensor) -> bool:
+    """Return whether an Array that :func:`hand_over` made of this memory is still there."""
+    return tensor.data_ptr() in _handed_over
+
+
+def is_in_room(tensor: Tensor) -> bool:
+    """Return whether a tensor lies after what NumPy writes before it."""
+    header = _header_of(tensor.dtype, tensor.shape)
+    if not (header and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0):
+        return False
+    begin = tensor.storage_offset() * tensor.itemsize
+    return begin >= len(header) and header == bytes(
+        _whole(tensor)[begin - len(header) : begin].numpy().data
+    )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all the memory a tensor lies in, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
 
 
 def from_array(array: Array) -> Tensor:
@@ -104,7 +131,7 @@ def values_bytes(array: Array) -> int:
 
 def _header_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     """Return what NumPy writes before such values; nothing, if it does not have their type."""
-    description = _DESCRIPTIONS.get(dtype)
+    description = DESCRIPTIONS.get(dtype)
     return _header(description, tuple(shape)) if description else b""
 
 

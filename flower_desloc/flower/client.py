@@ -7,7 +7,7 @@ state file to the records, is here.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from flower_desloc.averaging import Stream, distance
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
+from flower_desloc.flower.housing import house
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,
@@ -78,9 +79,15 @@ class Worker:
         """Return tensors of the shapes and types that the named streams have."""
         return dict(take(self.module, self.optimizer, names))
 
-    def put(self, streams: Mapping[str, Stream]) -> None:
-        """Write ``streams`` into the module and the optimizer."""
-        put(self.module, self.optimizer, streams)
+    def put(self, streams: Mapping[str, Stream], due: Container[str] = ()) -> None:
+        """Write ``streams`` into the module and the optimizer.
+
+        Of those that are ``due`` once they have changed, tensors may be given other memory.
+        """
+        put(
+            *(self.module, self.optimizer, streams),
+            before=lambda name, tensors: house(tensors, due=name in due),
+        )
 
     def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """Return the named streams, to be read before anything else is done."""
@@ -181,7 +188,7 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     begin = _streams(worker, request, file, held, came)
     if begin is None:
         return _LOST
-    worker.put(begin)
+    worker.put(begin, due=request.due - request.formats.keys())
     origin = _origin(request)
     is_adopt = isinstance(worker.optimizer, ADOPT)
     if is_adopt and request.start > origin and _is_zero(begin["exp_avg_sq"]):

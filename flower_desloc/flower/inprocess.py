@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.config import load
+from flower_desloc.flower.content import records_of
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 
@@ -82,10 +83,21 @@ class InProcessGrid(Grid):
             # As from every runtime of Flower's: a message of its own, to do with as it likes.
             own = copy.copy(message)
             own.content = RecordDict({**message.content})
-            return self.client_app(own, context)
+            reply = self.client_app(own, context)
+            _let_go(reply)
+            return reply
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)
+
+
+def _let_go(reply: Message) -> None:
+    """Copy what a client has handed over: every other runtime has, once it asks for more."""
+    if reply.has_content():
+        for record in records_of(ArrayRecord, reply.content).values():
+            for array in record.values():
+                if not isinstance(array.data, bytes):
+                    array.data = bytes(array.data)
 
 
 def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:

@@ -132,10 +132,13 @@ class Reply:
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     def to_content(self) -> RecordDict:
-        """Return the records of the reply."""
+        """Return the records of the reply.
+
+        Streams are handed over: nobody may write to them as long as the records are there.
+        """
         content = RecordDict({METRICS: MetricRecord({**self.metrics})})
         for name, stream in self.streams.items():
-            content[name] = to_record(stream)
+            content[name] = handed_over({**stream})
         return content
 
     @classmethod

@@ -19,12 +19,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.averaging import Drift, Mean, Stream
-from flower_desloc.flower.arrays import room
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.globals import Globals
+from flower_desloc.flower.housing import Rooms
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import (
     check_evaluation,
@@ -158,6 +158,7 @@ class DesLoc(Strategy):
         self._window = Window(0, 0, frozenset())
         self._evaluated = 0
         self._tally = _Tally()
+        self._rooms = Rooms()
         self._federation: Federation
 
     def summary(self) -> None:
@@ -291,7 +292,7 @@ class DesLoc(Strategy):
             if reply is not None:
                 members.append(self._federation.member(message))
                 waiting.append(reply)
-            if enough(waiting):
+            if enough(waiting, mean):
                 added += self._add(mean, members, waiting)
                 members, waiting = [], []
             self._tally.averaging += time.perf_counter() - began
@@ -494,7 +495,8 @@ class DesLoc(Strategy):
         last = {name: average(name) for name in due if name in self.globals.averages}
         policy = self.policy
         if policy.average == "mean" and policy.norm_bound is None:
-            return Mean(last, room)
+            self._rooms.take_back()
+            return Mean(last, self._rooms)
         return Gathered(last, policy.average, policy.trim)
 
     def _leave_out_outliers(self, mean: Mean | Gathered, added: list[Member]) -> None:

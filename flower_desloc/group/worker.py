@@ -1,6 +1,6 @@
 """The client's worker that has a group behind it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,9 @@ class GroupWorker(Worker):
         """Return tensors of the shapes and types that streams have in one process."""
         return {name: self.group.member.like(name) for name in names}
 
-    def put(self, streams: Mapping[str, Stream]) -> None:
+    def put(self, streams: Mapping[str, Stream], due: Container[str] = ()) -> None:
         """Write streams into all ranks."""
+        del due  # their memory is the ranks' own
         for name, like in self.like(streams).items():
             check_like(name, streams[name], like)
         self.group.put(list(streams), streams=streams)

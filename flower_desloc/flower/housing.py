@@ -1,0 +1,63 @@
+"""Where tensors lie, so that a message can have them as they are, and memory is used again.
+
+To copy a model only to have it sent takes as long as to send it, and memory that is new costs more
+than the copy. So a client's due tensors, and a server's means, lie where their Array will have
+them and are handed over. Nobody writes to them as long as there is the Array: they are given other
+memory before.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flower_desloc.flower.arrays import DESCRIPTIONS, is_handed_over, is_in_room, room
+
+
+def house(tensors: Collection[Tensor], *, due: bool) -> None:
+    """Have ``tensors``, whose values are about to be written, lie where nobody else has them.
+
+    Those that are ``due`` besides where they can be handed over, if they are on the CPU and lie
+    there in full, each by itself.
+    """
+    full = [t for t in tensors if t.nbytes > 0]
+    lent = any(map(is_handed_over, full))
+    if lent or (due and not all(map(is_in_room, full)) and _can_move(full)):
+        for tensor, new in zip(full, room([(t.dtype, t.shape) for t in full]), strict=True):
+            tensor.data = new
+
+
+def _can_move(tensors: Collection[Tensor]) -> bool:
+    if not all(t.is_cpu and t.is_contiguous() and t.dtype in DESCRIPTIONS for t in tensors):
+        return False
+    # Of two that share memory, one would not be written with the other any more.
+    places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
+
+
+class Rooms:
+    """What :func:`~flower_desloc.flower.arrays.room` gives, again once nobody has what lay there.
+
+    A server has the last average while it makes the next: two rooms for a stream, in turns.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[list[Tensor]] = []
+        self._given: list[list[Tensor]] = []
+
+    def take_back(self) -> None:
+        """Take back all that was given, but what was handed over and is still there."""
+        everything = self._free + self._given
+        self._free = [tensors for tensors in everything if not any(map(is_handed_over, tensors))]
+        self._given = [tensors for tensors in everything if any(map(is_handed_over, tensors))]
+
+    def __call__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
+        """Return tensors of those types and shapes, with whatever values."""
+        fitting = (
+            i for i, free in enumerate(self._free) if [(t.dtype, t.shape) for t in free] == kinds
+        )
+        index = next(fitting, None)
+        tensors = room(kinds) if index is None else self._free.pop(index)
+        self._given.append(tensors)
+        return tensors

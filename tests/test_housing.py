@@ -1,0 +1,182 @@
+"""What was handed over stays as it was, and memory is used again once nobody has it."""
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, generator
+from flower_path import Run
+from torch import nn
+
+from flower_desloc import SyncSchedule
+from flower_desloc.flower.arrays import from_array, hand_over, is_handed_over, is_in_room
+from flower_desloc.flower.client import Worker
+from flower_desloc.flower.housing import Rooms, house
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.records import Reply, from_record
+from flower_desloc.optim import ADOPT
+from flower_desloc.streams import digest, prime
+
+KINDS = [(torch.float32, torch.Size(shape)) for shape in ((3, 5), (), (0,), (7,))]
+
+
+def values(seed, dtype=torch.float32):
+    return [
+        torch.randn(shape, generator=generator(seed, i)).to(dtype)
+        for i, (_, shape) in enumerate(KINDS)
+    ]
+
+
+def worker():
+    module = nn.ParameterList([nn.Parameter(value) for value in values(0)])
+    optimizer = ADOPT(module.parameters())
+    prime(optimizer)
+
+    def loss_at(step):
+        return sum(((p - step) ** 2).sum() for p in module)
+
+    return Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=1)
+
+
+def addresses(client, name="params"):
+    return [t.data_ptr() for t in client.take([name])[name].values() if t.numel()]
+
+
+# ------------------------------------------------------------------------------------------- Client
+
+
+@pytest.mark.parametrize("name", ["params", "exp_avg", "exp_avg_sq"])
+def test_a_reply_is_the_model_itself_and_stays_as_it_was_when_the_model_goes_on(name):
+    client = worker()
+    client.put(client.take(["params", "exp_avg", "exp_avg_sq"]), due={name})
+    client.steps(0, 3, 0)
+    record = Reply(metrics={}, streams=client.take([name])).to_content()[name]
+    assert [from_array(a).data_ptr() for a in record.values() if a.shape != (0,)] == addresses(
+        client, name
+    )
+    before = digest(from_record(record))
+    assert before == digest(client.take([name])[name])
+    # While the reply is there, who writes to the model writes elsewhere.
+    for due in ((), {name}):
+        client.put({name: dict(zip("0123", values(9), strict=True))}, due=due)
+        client.steps(3, 5, 0)
+        assert digest(from_record(record)) == before != digest(client.take([name])[name])
+
+
+def test_once_the_reply_is_gone_its_memory_is_the_models_again():
+    client = worker()
+    client.put(client.take(["params"]), due={"params"})
+    first = addresses(client)
+    for _ in range(3):
+        record = Reply(metrics={}, streams=client.take(["params"])).to_content()["params"]
+        assert any(map(is_handed_over, client.module))
+        del record
+        assert not any(map(is_handed_over, client.module))
+        client.put(client.take(["params"]), due={"params"})
+        assert addresses(client) == first
+
+
+def test_training_in_given_memory_takes_the_same_steps():
+    ends = []
+    for due in ((), {"params", "exp_avg", "exp_avg_sq"}):
+        client = worker()
+        start = {
+            n: {k: t.clone() for k, t in s.items()}
+            for n, s in client.take(["params", "exp_avg", "exp_avg_sq"]).items()
+        }
+        client.put(start, due=due)
+        client.steps(0, 5, 0)
+        ends.append(client.take(["params", "exp_avg", "exp_avg_sq"]))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ts: [t.to(torch.bfloat16) for t in ts],
+        lambda ts: [ts[0].T, *ts[1:]],
+        lambda ts: [*ts, ts[0][1:]],
+        lambda ts: [t.to("meta") for t in ts],
+    ],
+    ids=["bf16", "transposed", "shared", "meta"],
+)
+def test_what_cannot_be_handed_over_stays_where_it_is(change):
+    tensors = change(values(0))
+    before = [(t.data_ptr(), t.stride()) for t in tensors]
+    house(tensors, due=True)
+    assert [(t.data_ptr(), t.stride()) for t in tensors] == before
+    assert not any(map(is_in_room, tensors))
+
+
+def test_in_one_process_a_client_that_goes_on_does_not_change_its_reply(tmp_path):
+    """There, a user's function may write to the model between two messages, past any guard."""
+    run = federation(tmp_path, 1, 2, 2)
+    replies = []
+    answer = InProcessGrid._answer
+
+    def kept(grid, message):
+        reply = answer(grid, message)
+        replies.append(reply)
+        return reply
+
+    InProcessGrid._answer = kept
+    try:
+        run.start()
+    finally:
+        InProcessGrid._answer = answer
+    arrays = [a for r in replies for rec in r.content.array_records.values() for a in rec.values()]
+    assert arrays
+    assert all(type(array.data) is bytes for array in arrays)
+
+
+# ------------------------------------------------------------------------------------------- Server
+
+
+def test_a_room_is_given_again_once_nothing_of_it_is_handed_over():
+    rooms = Rooms()
+    first, second = rooms(KINDS), rooms(KINDS)  # two streams of one window
+    places = [{t.data_ptr() for t in ts if t.numel()} for ts in (first, second)]
+    assert not places[0] & places[1]
+    array = hand_over(first[0])
+    rooms.take_back()
+    again = rooms(KINDS)
+    assert {t.data_ptr() for t in again if t.numel()} == places[1]
+    third = rooms(KINDS)
+    assert not {t.data_ptr() for t in third if t.numel()} & (places[0] | places[1])
+    del array
+    rooms.take_back()
+    found = [{t.data_ptr() for t in rooms(KINDS) if t.numel()} for _ in range(3)]
+    assert places[0] in found
+    other = rooms([(torch.float64, shape) for _, shape in KINDS])
+    assert [t.dtype for t in other] == [torch.float64] * len(KINDS)
+
+
+def federation(tmp_path, *periods):
+    case = OPTIMIZERS["adam"]
+    schedule = SyncSchedule(case.periods(*periods))
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=8)
+    run.strategy.eval_every = 1
+    return run
+
+
+def test_an_average_that_somebody_keeps_never_changes(tmp_path):
+    run = federation(tmp_path, 1, 2, 2)
+    kept = []
+
+    def evaluate(_round, arrays):
+        kept.append((arrays, digest(from_record(arrays))))
+
+    run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
+    assert len({seen for _, seen in kept}) == len(kept) == 9
+    assert all(digest(from_record(arrays)) == seen for arrays, seen in kept)
+
+
+def test_a_server_works_in_two_rooms_for_a_stream(tmp_path):
+    run = federation(tmp_path, 1, "never", "never")
+    places = []
+
+    def evaluate(_round, arrays):
+        run.grid.sent.clear()  # which has the averages as well
+        places.append(min(t.data_ptr() for t in from_record(arrays).values() if t.numel()))
+
+    run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
+    assert len(places) == 9
+    assert len(set(places[1:])) == 2
