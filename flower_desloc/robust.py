@@ -6,7 +6,7 @@ norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Feder
 (2019, arXiv:1911.07963).
 
 They need every client's value at once: :class:`Gathered` holds all replies, where
-:class:`~flower_desloc.averaging.Mean` holds one.
+:class:`~flower_desloc.averaging.Mean` holds none.
 """
 
 import math

@@ -93,10 +93,12 @@ def test_training_in_given_memory_takes_the_same_steps():
     [
         lambda ts: [t.to(torch.bfloat16) for t in ts],
         lambda ts: [ts[0].T, *ts[1:]],
-        lambda ts: [*ts, ts[0][1:]],
+        lambda ts: [*ts, ts[0]],
+        lambda ts: list(torch.arange(12.0).split(3)),
+        lambda ts: [t.share_memory_() for t in ts],
         lambda ts: [t.to("meta") for t in ts],
     ],
-    ids=["bf16", "transposed", "shared", "meta"],
+    ids=["bf16", "transposed", "twice", "views", "shared", "meta"],
 )
 def test_what_cannot_be_handed_over_stays_where_it_is(change):
     tensors = change(values(0))

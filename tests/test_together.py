@@ -9,7 +9,7 @@ from federation import compiled, generator
 from flower_desloc import Mean
 from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.flower.records import Reply
-from flower_desloc.flower.together import add_all, enough
+from flower_desloc.flower.together import add_all, enough, held_together
 from flower_desloc.robust import Gathered
 
 SIZE = 70_000
@@ -103,6 +103,8 @@ def test_eight_are_held_if_they_fit_into_a_gibibyte_and_one_whatever_its_size():
     # The first waits in place of the mean, which is as large.
     assert not enough([of(5000 * mib)], empty)
     assert enough([of(5000 * mib)] * 2, empty)
+    sizes = (1, 128, 256, 511, 513, 5000)
+    assert [held_together(4 * size * mib) for size in sizes] == [8, 8, 4, 2, 2, 2]
 
 
 def test_a_run_has_the_same_weights_however_many_replies_are_added_together(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from flwr.common.logger import log
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.averaging import Stream, distance
+from flower_desloc.averaging import Stream, distance, norms
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
 from flower_desloc.flower.housing import house
@@ -57,7 +57,8 @@ class Worker:
     """A client's model, optimizer and data: what DES-LOC drives.
 
     Nothing of a worker outlives a message but what its streams hold, so one may be kept and used
-    for several clients, as long as ``loss_at`` and ``evaluate`` are the client's own.
+    for several clients, as long as ``loss_at`` and ``evaluate`` are the client's own. Parameters
+    and states may be given other memory between two windows: keep them, and no views of them.
     """
 
     module: nn.Module
@@ -409,14 +410,15 @@ def _require_same_code(request: Request) -> None:
 
 def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
     """Return what local steps measured, from the parameters ``before`` to those ``after``."""
+    norm, way = norms(after, before)
     return {
         "num-examples": worker.num_examples,
         "train-loss": sum(steps.losses) / len(steps.losses),
         "losses": steps.losses,
         "grad-norms": steps.grad_norms,
         "learning-rates": steps.learning_rates,
-        "update-norm": distance(after, before),
-        "param-norm": distance(after),
+        "update-norm": way,
+        "param-norm": norm,
     }
 
 

@@ -21,10 +21,11 @@ def exchange(grid: Grid, requests: Iterable[Message], *, patience: float) -> Ite
     """Send ``requests`` and yield one reply to each, in their order.
 
     A reply is pulled when its turn has come, and only then: the link holds the early ones, as it
-    does anyway, so the server app holds one reply at a time however many clients there are, and
-    their sum has one order. A client whose reply is not there ``patience`` seconds after the last
-    one was taken is given an error for a reply. So is one whose node has been offline since it was
-    asked: Flower says so only while it is, and what it was asked is gone with its process.
+    does anyway, so the server app holds no more replies than it wants however many clients there
+    are, and their sum has one order. A client whose reply is not there ``patience`` seconds after
+    the last one was taken is given an error for a reply. So is one whose node has been offline
+    since it was asked: Flower says so only while it is, and what it was asked is gone with its
+    process.
 
     Every reply says truly which node was asked: Flower's own errors may come from node 1.
     """

@@ -7,7 +7,6 @@ memory before.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ from flower_desloc.flower.arrays import DESCRIPTIONS, is_handed_over, is_in_room
 def house(tensors: Collection[Tensor], *, due: bool) -> None:
     """Have ``tensors``, whose values are about to be written, lie where nobody else has them.
 
-    Those that are ``due`` besides where they can be handed over, if they are on the CPU and lie
-    there in full, each by itself.
+    Those that are ``due`` besides where they can be handed over, if they are on the CPU, lie there
+    in full, and have memory of their own.
     """
     full = [t for t in tensors if t.nbytes > 0]
     lent = any(map(is_handed_over, full))
@@ -29,11 +28,15 @@ def house(tensors: Collection[Tensor], *, due: bool) -> None:
 
 
 def _can_move(tensors: Collection[Tensor]) -> bool:
-    if not all(t.is_cpu and t.is_contiguous() and t.dtype in DESCRIPTIONS for t in tensors):
-        return False
-    # Of two that share memory, one would not be written with the other any more.
-    places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
+    """Return whether nobody else is known to see what is written to these."""
+    return len({t.data_ptr() for t in tensors}) == len(tensors) and all(
+        t.is_cpu
+        and t.is_contiguous()
+        and t.dtype in DESCRIPTIONS
+        and t.untyped_storage().nbytes() == t.nbytes  # or it is a view of a larger one
+        and not t.is_shared()
+        for t in tensors
+    )
 
 
 class Rooms:

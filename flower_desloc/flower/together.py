@@ -13,13 +13,18 @@ _MANY = 8  # the mean itself is an eighth of the memory passed over then, and mo
 def enough(waiting: Sequence[Reply], mean: Mean | Gathered) -> bool:
     """Return whether another reply like the last would be too much to hold at once.
 
-    Held are 8, and no more than 1 GiB. Of larger ones it is one; but the first of all waits for a
-    second, in place of the mean that is not there yet and as large.
+    The first of all waits for a second whatever its size, in place of the mean that is not there
+    yet and as large.
     """
     if len(waiting) < (1 if mean.count else 2):
         return False
     last = sum(t.nbytes for stream in waiting[-1].streams.values() for t in stream.values())
     return len(waiting) >= _MANY or (len(waiting) + 1) * last > _MOST
+
+
+def held_together(size: int) -> int:
+    """Return how many replies of so many bytes are held at most."""
+    return min(_MANY, max(2, _MOST // max(size, 1)))
 
 
 def add_all(

@@ -9,6 +9,7 @@ from torch import nn
 from flower_desloc.build import build_optimizer, build_schedule
 from flower_desloc.config import Config, dump, parse
 from flower_desloc.config.check import AUTO
+from flower_desloc.flower.together import held_together
 from flower_desloc.ledger import stream_bytes
 from flower_desloc.preflight.machine import clients_at_once, device_memory
 from flower_desloc.preflight.sketch import Sketch
@@ -82,13 +83,15 @@ class Needs:
     def server(self) -> Parts:
         """Return the memory of the ServerApp."""
         f = self.config.federation
-        replies = 1 if f.average == "mean" and f.norm_bound is None else f.num_clients
+        due = self._due(self.sizes)
+        is_mean = f.average == "mean" and f.norm_bound is None
+        replies = min(f.num_clients, held_together(due) if is_mean else f.num_clients)
         return {
             "Python": _SERVER,
             "weights": self.sketch.weights,
             "averages": self._kept,
-            "the next averages": self._due(self.sizes),
-            "replies": replies * self._due(self.wire),
+            "the next averages": due,
+            "replies": replies * due,  # decoded
             "its own optimizer": self._outer(),
         }
 
