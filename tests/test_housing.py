@@ -7,7 +7,7 @@ from flower_path import Run
 from torch import nn
 
 from flower_desloc import SyncSchedule
-from flower_desloc.flower.arrays import from_array, hand_over, is_handed_over, is_in_room
+from flower_desloc.flower.arrays import from_array, hand_over, is_handed_over, is_in_room, room
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.housing import Rooms, house
 from flower_desloc.flower.inprocess import InProcessGrid
@@ -59,6 +59,16 @@ def test_a_reply_is_the_model_itself_and_stays_as_it_was_when_the_model_goes_on(
         client.put({name: dict(zip("0123", values(9), strict=True))}, due=due)
         client.steps(3, 5, 0)
         assert digest(from_record(record)) == before != digest(client.take([name])[name])
+
+
+def test_memory_that_was_handed_over_twice_is_kept_as_long_as_either_is_there():
+    [tensor] = room([(torch.float32, torch.Size((4,)))])
+    for first_goes in (True, False):
+        arrays = [hand_over(tensor), hand_over(tensor)]
+        arrays.pop(0 if first_goes else 1)
+        assert is_handed_over(tensor)
+        arrays.clear()
+        assert not is_handed_over(tensor)
 
 
 def test_once_the_reply_is_gone_its_memory_is_the_models_again():
