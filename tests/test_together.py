@@ -114,7 +114,7 @@ def test_a_run_has_the_same_weights_however_many_replies_are_added_together(tmp_
         "data.max_bytes=20000 data.seq_len=16 data.batch_size=2 evaluation.sequences=2"
     )
     found = set()
-    for most in (0, 50_000, 1 << 30):
+    for most in (0, 1 << 30):
         monkeypatch.setattr("flower_desloc.flower.together._MOST", most)
         folder = tmp_path / str(most)
         run_in_process({"config": "quickstart", "overrides": small, "output-dir": str(folder)}, 3)
