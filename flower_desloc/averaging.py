@@ -13,7 +13,7 @@ from flower_desloc.native.pages import side_by_side
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 Room = Callable[[Sequence[tuple[torch.dtype, torch.Size]]], list[Tensor]]
-"""Makes new tensors of types and shapes."""
+"""Gives tensors of types and shapes, which hold whatever they hold."""
 
 _BLOCK = 1 << 18
 """Values taken at a time: what is made of them on the way does not leave the cache."""
@@ -38,14 +38,14 @@ class Mean:
 
     Neither depends on how many threads PyTorch has.
 
-    What it holds on the CPU lies in tensors that ``room`` makes.
+    What it holds on the CPU lies in tensors that ``room`` gives.
     """
 
     def __init__(
         self, reference: Mapping[str, Stream] | None = None, room: Room = side_by_side
     ) -> None:
         self.count = 0
-        self._room = room
+        self._make_room = room
         self._weight = 0.0
         self._reference = reference or {}
         self._means: dict[str, dict[str, Tensor]] = {}
@@ -113,12 +113,11 @@ class Mean:
         for name, stream in expected.items():
             sides = [[streams[name][key] for key in stream] for streams, _ in clients]
             if begun:
-                into = start = list(self._means[name].values())
+                into = list(self._means[name].values())
             else:
-                into, start = self._room([(t.dtype, t.shape) for t in stream.values()]), None
-            folded = passes.fold(into, start, sides, shares)
-            if folded is None:
-                return False
+                into = self._make_room([(t.dtype, t.shape) for t in stream.values()])
+            folded = passes.fold(into, sides, shares, begun=begun)
+            assert folded is not None  # C can take them
             (low, high), ways = folded
             least, greatest = limits(name)
             if not begun and not (least <= low and high <= greatest):
@@ -165,7 +164,7 @@ class Mean:
         with OneThread():
             for name, stream in streams.items():
                 if all(t.is_cpu for t in stream.values()):
-                    own = self._room([(_wide(t.dtype), t.shape) for t in stream.values()])
+                    own = self._make_room([(_wide(t.dtype), t.shape) for t in stream.values()])
                     for mean, t in zip(own, stream.values(), strict=True):
                         mean.copy_(t.detach())
                 else:
@@ -270,7 +269,7 @@ def _dtypes(streams: Mapping[str, Stream]) -> dict[str, dict[str, torch.dtype]]:
 def _approach(means: Stream, stream: Stream, share: float) -> float:
     """Move ``means`` that share of the way to ``stream``, in place; return the way's square."""
     into, side = [means[key] for key in stream], list(stream.values())
-    folded = passes.fold(into, into, [side], [share])
+    folded = passes.fold(into, [side], [share], begun=True)
     if folded is None:
         with OneThread():
             return sum(_approach_one(m, t, share) for m, t in zip(into, side, strict=True))

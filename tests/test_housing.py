@@ -7,10 +7,18 @@ from flower_path import Run
 from torch import nn
 
 from flower_desloc import SyncSchedule
-from flower_desloc.flower.arrays import from_array, hand_over, is_handed_over, is_in_room, room
+from flower_desloc.flower.arrays import (
+    from_array,
+    hand_over,
+    is_handed_over,
+    is_in_room,
+    room,
+    to_array,
+)
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.housing import Rooms, house
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import Reply, from_record
 from flower_desloc.optim import ADOPT
 from flower_desloc.streams import digest, prime
@@ -103,7 +111,7 @@ def test_training_in_given_memory_takes_the_same_steps():
     [
         lambda ts: [t.to(torch.bfloat16) for t in ts],
         lambda ts: [ts[0].T, *ts[1:]],
-        lambda ts: [*ts, ts[0]],
+        lambda ts: [*ts, ts[0].detach()],
         lambda ts: list(torch.arange(12.0).split(3)),
         lambda ts: [t.share_memory_() for t in ts],
         lambda ts: [t.to("meta") for t in ts],
@@ -113,9 +121,28 @@ def test_training_in_given_memory_takes_the_same_steps():
 def test_what_cannot_be_handed_over_stays_where_it_is(change):
     tensors = change(values(0))
     before = [(t.data_ptr(), t.stride()) for t in tensors]
-    house(tensors, due=True)
+    house(tensors, [], due=True)
     assert [(t.data_ptr(), t.stride()) for t in tensors] == before
     assert not any(map(is_in_room, tensors))
+
+
+@pytest.mark.parametrize("where", ["frozen", "buffer", "state"])
+def test_what_the_model_ties_stays_tied(where):
+    client = worker()
+    first = client.module[0]
+    if where == "frozen":
+        client.module.append(nn.Parameter(first.data, requires_grad=False))
+        tied = client.module[-1]
+    elif where == "buffer":
+        client.module.register_buffer("tied", first.data)
+        tied = client.module.tied
+    else:
+        tied = client.optimizer.state[first]["other"] = first.data
+    new = client.take(["params"])["params"]
+    client.put({"params": {key: t + 1 for key, t in new.items()}}, due={"params"})
+    assert tied.equal(first)
+    client.steps(0, 2, 0)
+    assert tied.equal(first)
 
 
 def test_in_one_process_a_client_that_goes_on_does_not_change_its_reply(tmp_path):
@@ -161,10 +188,10 @@ def test_a_room_is_given_again_once_nothing_of_it_is_handed_over():
     assert [t.dtype for t in other] == [torch.float64] * len(KINDS)
 
 
-def federation(tmp_path, *periods):
+def federation(tmp_path, *periods, policy=None):
     case = OPTIMIZERS["adam"]
     schedule = SyncSchedule(case.periods(*periods))
-    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=8)
+    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=8, policy=policy)
     run.strategy.eval_every = 1
     return run
 
@@ -174,21 +201,40 @@ def test_an_average_that_somebody_keeps_never_changes(tmp_path):
     kept = []
 
     def evaluate(_round, arrays):
-        kept.append((arrays, digest(from_record(arrays))))
+        own = run.strategy.globals.averages["params"]
+        assert all(type(array.data) is bytes for array in arrays.values())
+        assert digest(from_record(arrays)) == digest(from_record(own))
+        kept.append((own, digest(from_record(own))))
 
     run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
     assert len({seen for _, seen in kept}) == len(kept) == 9
     assert all(digest(from_record(arrays)) == seen for arrays, seen in kept)
 
 
-def test_a_server_works_in_two_rooms_for_a_stream(tmp_path):
-    run = federation(tmp_path, 1, "never", "never")
-    places = []
+@pytest.mark.parametrize("failing", [(), (3, 4)], ids=["in peace", "with replies refused"])
+def test_a_server_works_in_two_rooms_for_a_stream(failing, tmp_path):
+    run = federation(tmp_path, 1, "never", "never", policy=Policy(on_failure="continue"))
+    rooms = run.strategy._rooms
+    places, given = [], []
 
-    def evaluate(_round, arrays):
+    def meddle(asked, reply):
+        if asked.metadata.message_type != "train" or asked.metadata.dst_node_id != 2:
+            return reply
+        if asked.content["config"]["server-round"] in failing:
+            key, array = next(iter(reply.content["params"].items()))
+            bad = torch.full(array.shape, float("nan"), dtype=torch.float64)
+            reply.content["params"][key] = to_array(bad)
+        return reply
+
+    def evaluate(_round, _arrays):
         run.grid.sent.clear()  # which has the averages as well
-        places.append(min(t.data_ptr() for t in from_record(arrays).values() if t.numel()))
+        own = from_record(run.strategy.globals.averages["params"])
+        places.append(min(t.data_ptr() for t in own.values() if t.numel()))
+        given.append(len(rooms._free) + len(rooms._given))
 
+    run.grid.meddle = meddle
     run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
     assert len(places) == 9
-    assert len(set(places[1:])) == 2
+    assert max(given[-2:]) <= 2
+    if not failing:
+        assert len(set(places[1:])) == 2

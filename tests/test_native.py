@@ -137,27 +137,26 @@ def test_a_fold_moves_as_numpy_moves_and_its_squares_are_those_of_double(sizes, 
         expected = [m + np.float32(share) * d for m, d in zip(expected, steps, strict=True)]
         totals.append(sum(float((d.astype(np.float64) ** 2).sum()) for d in steps))
     everything = [x for side in sides for x in side if len(x)]
-    for into in ([x.clone() for x in before], [torch.empty_like(x) for x in before]):
-        in_place = all(map(torch.equal, into, before))
-        (low, high), squares = passes.fold(into, into if in_place else before, sides, shares)
-        for mean, wanted in zip(into, expected, strict=True):
-            assert mean.numpy().tobytes() == wanted.tobytes()
-        assert squares == pytest.approx(totals, rel=1e-14)
-        assert low == min((float(x.min()) for x in everything), default=math.inf)
-        assert high == max((float(x.max()) for x in everything), default=-math.inf)
-    begun, moved = ([torch.empty_like(x) for x in before] for _ in range(2))
-    (again, (zero, *squares)) = passes.fold(begun, None, [before, *sides], [1.0, *shares])
+    into = [x.clone() for x in before]
+    (low, high), squares = passes.fold(into, sides, shares, begun=True)
+    for mean, wanted in zip(into, expected, strict=True):
+        assert mean.numpy().tobytes() == wanted.tobytes()
+    assert squares == pytest.approx(totals, rel=1e-14)
+    assert low == min((float(x.min()) for x in everything), default=math.inf)
+    assert high == max((float(x.max()) for x in everything), default=-math.inf)
+    anew = [torch.full_like(x, math.nan) for x in before]
+    ends, (zero, *again) = passes.fold(anew, [before, *sides], [1.0, *shares], begun=False)
     assert zero == 0.0
-    assert squares == passes.fold(moved, before, sides, shares)[1]
-    assert all(map(torch.equal, begun, moved))
+    assert again == squares
+    assert all(map(torch.equal, anew, into))
     if everything:
-        assert again == (
+        assert ends == (
             min(low, *(float(x.min()) for x in before if len(x))),
             max(high, *(float(x.max()) for x in before if len(x))),
         )
     zeros = [torch.zeros(n) for n in sizes]
     norm, way = passes.squared_norms(sides[0], before)
-    assert [way] == passes.fold(before, before, [sides[0]], [0.5])[1]
+    assert [way] == passes.fold(before, [sides[0]], [0.5], begun=True)[1]
     assert passes.squared_norms(sides[0], zeros) == (norm, norm)
     assert passes.squared_norms(sides[0], None) == (norm, 0.0)
 
@@ -170,8 +169,8 @@ def test_a_fold_notices_what_is_not_finite_wherever_it_is(odd, which, begun, two
     for place in (0, 65535, 65536, 70_000, 99_999):
         sides = [[torch.randn(100_000, generator=generator(6, i))] for i in range(3)]
         sides[which][0][place] = odd
-        start = [torch.zeros(100_000)] if begun else None
-        (low, high), _ = passes.fold([torch.empty(100_000)], start, sides, [1.0, 0.5, 0.1])
+        into = [torch.zeros(100_000)]
+        (low, high), _ = passes.fold(into, sides, [1.0, 0.5, 0.1], begun=begun)
         assert math.isnan(low)
         assert math.isnan(high)
 
@@ -204,8 +203,8 @@ def test_a_pass_returns_the_same_bits_whatever_the_number_of_threads(two_threads
     for number in (1, 2, 5):
         torch.set_num_threads(number)
         means = [x.flip(0) for x in xs]
-        into = [torch.empty_like(x) for x in xs]
-        ends, squares = passes.fold(into, means, [xs, means, xs], [0.3, 0.7, 0.1])
+        into = [mean.clone() for mean in means]
+        ends, squares = passes.fold(into, [xs, means, xs], [0.3, 0.7, 0.1], begun=True)
         norms = passes.squared_norms(into, xs)
         found.append((ends, *squares, *norms, *(x.numpy().tobytes() for x in into)))
     assert len(set(found)) == 1
@@ -219,8 +218,8 @@ def test_a_pass_returns_the_same_bits_whatever_the_number_of_threads(two_threads
 def test_a_mean_that_it_cannot_take_it_leaves_alone(other):
     means = [torch.zeros(3, 5), torch.zeros(3, 5)]
     others = [torch.ones(3, 5), other]
-    assert passes.fold(means, means, [others], [0.5]) is None
-    assert passes.fold(means, None, [means, others], [1.0, 0.5]) is None
+    assert passes.fold(means, [others], [0.5], begun=True) is None
+    assert passes.fold(means, [means, others], [1.0, 0.5], begun=False) is None
     assert passes.squared_norms(means, others) is None
     assert not any(mean.any() for mean in means)
 

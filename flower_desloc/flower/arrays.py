@@ -101,7 +101,7 @@ def is_in_room(tensor: Tensor) -> bool:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return all the memory a tensor lies in, as bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.detach().untyped_storage())
 
 
 def from_array(array: Array) -> Tensor:

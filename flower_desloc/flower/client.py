@@ -13,6 +13,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
@@ -58,7 +59,8 @@ class Worker:
 
     Nothing of a worker outlives a message but what its streams hold, so one may be kept and used
     for several clients, as long as ``loss_at`` and ``evaluate`` are the client's own. Parameters
-    and states may be given other memory between two windows: keep them, and no views of them.
+    and states may be given other memory between two windows: keep them, and no views of them, be
+    it as an attribute of the module.
     """
 
     module: nn.Module
@@ -85,9 +87,13 @@ class Worker:
 
         Of those that are ``due`` once they have changed, tensors may be given other memory.
         """
+        model = [
+            *(*self.module.parameters(), *self.module.buffers()),
+            *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
+        ]
         put(
             *(self.module, self.optimizer, streams),
-            before=lambda name, tensors: house(tensors, due=name in due),
+            before=lambda name, tensors: house(tensors, model, due=name in due),
         )
 
     def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:

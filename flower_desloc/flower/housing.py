@@ -6,7 +6,8 @@ them and are handed over. Nobody writes to them as long as there is the Array: t
 memory before.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,29 +15,31 @@ from torch import Tensor
 from flower_desloc.flower.arrays import DESCRIPTIONS, is_handed_over, is_in_room, room
 
 
-def house(tensors: Collection[Tensor], *, due: bool) -> None:
+def house(tensors: Collection[Tensor], model: Iterable[Tensor], *, due: bool) -> None:
     """Have ``tensors``, whose values are about to be written, lie where nobody else has them.
 
-    Those that are ``due`` besides where they can be handed over, if they are on the CPU, lie there
-    in full, and have memory of their own.
+    Those that are ``due`` are given memory that can be handed over, if they are on the CPU and
+    nothing else of the ``model``, all its tensors, is known to lie where they do.
     """
     full = [t for t in tensors if t.nbytes > 0]
     lent = any(map(is_handed_over, full))
-    if lent or (due and not all(map(is_in_room, full)) and _can_move(full)):
+    if lent or (due and not all(map(is_in_room, full)) and _can_move(full, model)):
         for tensor, new in zip(full, room([(t.dtype, t.shape) for t in full]), strict=True):
             tensor.data = new
 
 
-def _can_move(tensors: Collection[Tensor]) -> bool:
-    """Return whether nobody else is known to see what is written to these."""
-    return len({t.data_ptr() for t in tensors}) == len(tensors) and all(
+def _can_move(tensors: Collection[Tensor], model: Iterable[Tensor]) -> bool:
+    if not all(
         t.is_cpu
         and t.is_contiguous()
         and t.dtype in DESCRIPTIONS
-        and t.untyped_storage().nbytes() == t.nbytes  # or it is a view of a larger one
+        and t.untyped_storage().nbytes() == t.nbytes  # or it is a view of something larger
         and not t.is_shared()
         for t in tensors
-    )
+    ):
+        return False
+    places = Counter(t.data_ptr() for t in {id(t): t for t in (*tensors, *model)}.values())
+    return all(places[t.data_ptr()] == 1 for t in tensors)
 
 
 class Rooms:
@@ -50,10 +53,13 @@ class Rooms:
         self._given: list[list[Tensor]] = []
 
     def take_back(self) -> None:
-        """Take back all that was given, but what was handed over and is still there."""
-        everything = self._free + self._given
-        self._free = [tensors for tensors in everything if not any(map(is_handed_over, tensors))]
-        self._given = [tensors for tensors in everything if any(map(is_handed_over, tensors))]
+        """Take for free what was given, unless it was handed over and is still there.
+
+        Nothing else may be using it any more. What was free and not wanted since is let go.
+        """
+        lent = [tensors for tensors in self._given if any(map(is_handed_over, tensors))]
+        self._free = [tensors for tensors in self._given if not any(map(is_handed_over, tensors))]
+        self._given = lent
 
     def __call__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
         """Return tensors of those types and shapes, with whatever values."""

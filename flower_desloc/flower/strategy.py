@@ -484,7 +484,8 @@ class DesLoc(Strategy):
             if not due:
                 check_evaluation(reply, self.metrics)
         except ValueError as error:
-            reason = error if due else ValueError(f"evaluation: {error}")
+            # As a string: an error that is kept keeps what was there when it was raised.
+            reason = str(error) if due else f"evaluation: {error}"
             self._leave_out(self._federation.member(message), reason, kind(message))
             return None
         return reply
@@ -507,8 +508,8 @@ class DesLoc(Strategy):
         mean.drop(outliers)
         for index, why in outliers.items():
             del self._tally.clients[added[index].name]
-            error = ValueError(f"{why}; federation.norm_bound={bound:g}")
-            self._leave_out(added[index], error, "outlier")
+            reason = f"{why}; federation.norm_bound={bound:g}"
+            self._leave_out(added[index], reason, "outlier")
 
     def _add(
         self, mean: Mean | Gathered, members: list[Member], replies: list[Reply]
@@ -520,10 +521,10 @@ class DesLoc(Strategy):
         by_examples = self.policy.weighting == "examples"
         weights = [number(r.metrics["num-examples"]) if by_examples else 1.0 for r in replies]
         added = []
-        errors = add_all(mean, replies, weights)
-        for member, reply, error in zip(members, replies, errors, strict=True):
-            if error is not None:
-                self._leave_out(member, error)
+        reasons = add_all(mean, replies, weights)
+        for member, reply, reason in zip(members, replies, reasons, strict=True):
+            if reason is not None:
+                self._leave_out(member, reason)
                 continue
             added.append(member)
             self._tally.clients[member.name] = client_record(reply)
@@ -534,10 +535,10 @@ class DesLoc(Strategy):
                 member.held = dict(self.globals.versions)
         return added
 
-    def _leave_out(self, member: Member, error: ValueError, kind: EventKind = "refused") -> None:
-        self._tally.left_out[member.name] = str(error)
-        self._federation.note(kind, member.name, str(error))
-        self._federation.fail(f"{member.name} is left out of {self._where()}: {error}")
+    def _leave_out(self, member: Member, reason: str, kind: EventKind = "refused") -> None:
+        self._tally.left_out[member.name] = reason
+        self._federation.note(kind, member.name, reason)
+        self._federation.fail(f"{member.name} is left out of {self._where()}: {reason}")
 
     def _evaluates(self) -> bool:
         """Return whether the window just averaged is followed by an evaluation."""
@@ -562,7 +563,9 @@ class DesLoc(Strategy):
         federated = self.aggregate_evaluate(server_round, replies)
         if federated is not None:
             result.evaluate_metrics_clientapp[server_round] = federated
-        central = evaluate_fn(server_round, params) if evaluate_fn is not None else None
+        # A copy, of bytes: what is done with it is the app's own affair.
+        copy = to_record(from_record(params)) if evaluate_fn is not None else params
+        central = evaluate_fn(server_round, copy) if evaluate_fn is not None else None
         if central is not None:
             result.evaluate_metrics_serverapp[server_round] = central
         self._tally.evaluation = time.perf_counter() - began

@@ -29,7 +29,7 @@ def held_together(size: int) -> int:
 
 def add_all(
     mean: Mean | Gathered, replies: Sequence[Reply], weights: Sequence[float]
-) -> list[ValueError | None]:
+) -> list[str | None]:
     """Add ``replies``, which were checked but for their values; return why one was not added.
 
     Their values are checked on the way. Only if one cannot be added, each is by itself.
@@ -41,10 +41,10 @@ def add_all(
     return [_add(mean, *pair) for pair in zip(replies, weights, strict=True)]
 
 
-def _add(mean: Mean | Gathered, reply: Reply, weight: float) -> ValueError | None:
+def _add(mean: Mean | Gathered, reply: Reply, weight: float) -> str | None:
     try:
         reply.check_values()
         mean.add(reply.streams, weight)
     except ValueError as error:
-        return error
+        return str(error)  # the error itself would keep the reply and the mean
     return None

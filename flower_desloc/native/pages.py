@@ -50,7 +50,7 @@ def side_by_side(
         begins.append(size + len(before))
         ends.append(begins[-1] + shape.numel() * dtype.itemsize)
         size = -(-ends[-1] // _ALIGNMENT) * _ALIGNMENT
-    whole = torch.empty(size, dtype=torch.uint8)
+    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size >= _LEAST:
         _ask(whole.data_ptr(), size)
     tensors = []

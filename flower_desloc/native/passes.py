@@ -4,8 +4,8 @@ A pass waits for memory, and two threads wait for less: it is cut into pieces, a
 as PyTorch has take the next one each. What a pass returns is added in the order of the pieces, so
 it is the same bits whatever the number of threads.
 
-Every function does nothing and returns None unless all tensors are contiguous, fp32 and on the
-CPU, each pair of one shape, and there is a compiler.
+Every pass does nothing and returns None unless all tensors are contiguous, fp32 and on the CPU, of
+one shape at each place, and there is a compiler.
 """
 
 import ctypes
@@ -23,7 +23,6 @@ _SOURCE = r"""
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
-#include <string.h>
 #define LANES 32
 #define PIECE 65536 /* values */
 
@@ -35,6 +34,7 @@ typedef struct work {
     const int64_t *n;
     int64_t many; /* sides */
     const float *shares;
+    int64_t begun; /* whether there is something in a to move */
     double *found;
     int64_t each; /* numbers found of a piece */
     int64_t next;
@@ -120,19 +120,18 @@ static double begin_with(float *restrict m, const float *restrict side, int64_t 
 static void fold_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
     float *m = w->a[k] + begin;
     range ends = from_value(w->sides[k][begin]);
-    if (w->b && w->b[k] != w->a[k]) memcpy(m, w->b[k] + begin, n * sizeof *m);
     for (int64_t j = 0; j < w->many; j++) {
         const float *side = w->sides[j * w->count + k] + begin;
-        found[2 + j] = j || w->b ? move(m, side, n, w->shares[j], &ends)
+        found[2 + j] = j || w->begun ? move(m, side, n, w->shares[j], &ends)
                                  : begin_with(m, side, n, &ends);
     }
     tell_ends(&ends, found);
 }
-/* Into a, from b or from the first side where b is null; result holds the ends of all sides,
-   and then the squares of each. */
-void fold(int64_t count, float **a, float **b, float **sides, const int64_t *n, int64_t many,
-          const float *shares, double *result, double *found, int64_t threads) {
-    work w = {fold_piece, count, a, b, sides, n, many, shares, found, 2 + many, 0};
+/* Into a, which holds something if it is begun; result holds the ends of all sides, and then the
+   squares of each way. */
+void fold(int64_t count, float **a, float **sides, const int64_t *n, int64_t many,
+          const float *shares, int64_t begun, double *result, double *found, int64_t threads) {
+    work w = {fold_piece, count, a, 0, sides, n, many, shares, begun, found, 2 + many, 0};
     pass(&w, threads);
     int64_t all = 0;
     for (int64_t k = 0; k < count; k++) all += pieces(n[k]);
@@ -159,7 +158,7 @@ static void norms_piece(const work *w, int64_t k, int64_t begin, int64_t n, doub
 /* |a|^2 and, unless b is null, |a - b|^2. */
 void norms(int64_t count, float **a, float **b, const int64_t *n, double *result, double *found,
            int64_t threads) {
-    work w = {norms_piece, count, a, b, 0, n, 0, 0, found, 2, 0};
+    work w = {norms_piece, count, a, b, 0, n, 0, 0, 0, found, 2, 0};
     pass(&w, threads);
     result[0] = total(&w, 0), result[1] = total(&w, 1);
 }
@@ -176,7 +175,7 @@ static void ends_piece(const work *w, int64_t k, int64_t begin, int64_t n, doubl
 /* Of every tensor, which has values, in result. */
 void ends(int64_t count, float **a, const int64_t *n, double (*result)[2],
           double *found, int64_t threads) {
-    work w = {ends_piece, count, a, 0, 0, n, 0, 0, found, 2, 0};
+    work w = {ends_piece, count, a, 0, 0, n, 0, 0, 0, found, 2, 0};
     pass(&w, threads);
     for (int64_t k = 0; k < count; k++) {
         double low = found[0], high = found[1];
@@ -195,25 +194,24 @@ _PIECE = 1 << 16
 
 def fold(
     into: Sequence[Tensor],
-    start: Sequence[Tensor] | None,
     sides: Sequence[Sequence[Tensor]],
     shares: Sequence[float],
+    *,
+    begun: bool,
 ) -> tuple[tuple[float, float], list[float]] | None:
-    """Write to ``into`` what becomes of ``start`` moved to each side in turn, a share of the way.
+    """Move ``into`` to each side in turn, a share of the way.
 
-    Without a ``start``, of the first side; ``start`` may be ``into``. Return the least and the
-    greatest value of all sides, NaN where a value or a way is not finite, and each way's square.
+    Unless it is ``begun`` there is nothing in it yet, and it becomes the first side. Return the
+    least and the greatest value of all sides, NaN where a value or a way is not finite, and each
+    way's square.
     """
-    streams = [into, into if start is None else start, *sides]
-    if not _alike(streams):
+    if not _alike([into, *sides]):
         return None
-    shares_ = (ctypes.c_float * len(shares))(*shares)
-    flat = list(chain.from_iterable(sides))
-    more = (ctypes.c_int64(len(sides)), shares_)
-    result = _done("fold", [into, start, flat], more, 2 + len(sides), each=2 + len(sides))
-    if result is None:
-        return None
-    low, high, *squares = result
+    each = 2 + len(sides)
+    more = (
+        ctypes.c_int64(len(sides)), (ctypes.c_float * len(shares))(*shares), ctypes.c_int64(begun)
+    )  # fmt: skip
+    low, high, *squares = _done("fold", [into, list(chain.from_iterable(sides))], more, each, each)
     if not all(map(math.isfinite, squares)):
         low = high = math.nan
     return (low, high), squares
@@ -225,8 +223,8 @@ def squared_norms(
     """Return ``|tensors|^2`` and ``|tensors - origins|^2``, which is 0 where there are none."""
     if not _alike([tensors, tensors if origins is None else origins]):
         return None
-    result = _done("norms", [tensors, origins], (), 2, each=2)
-    return None if result is None else (result[0], result[1])
+    norm, way = _done("norms", [tensors, origins], (), 2, 2)
+    return norm, way
 
 
 def ends(tensors: Sequence[Tensor]) -> list[tuple[float, float]] | None:
@@ -234,23 +232,25 @@ def ends(tensors: Sequence[Tensor]) -> list[tuple[float, float]] | None:
 
     None has no values.
     """
-    if not _alike([tensors]):
+    if not can_take(tensors):
         return None
-    result = _done("ends", [tensors], (), 2 * len(tensors), each=2)
-    return None if result is None else list(zip(result[::2], result[1::2], strict=True))
+    result = _done("ends", [tensors], (), 2 * len(tensors), 2)
+    return list(zip(result[::2], result[1::2], strict=True))
 
 
 def can_take(tensors: Iterable[Tensor]) -> bool:
-    """Return whether C can: all of them contiguous, fp32 and on the CPU."""
-    return all(t.dtype is torch.float32 and t.is_cpu and t.is_contiguous() for t in tensors)
+    """Return whether C can: all contiguous, fp32 and on the CPU, and there is a compiler."""
+    return (
+        all(t.dtype is torch.float32 and t.is_cpu and t.is_contiguous() for t in tensors)
+        and _library() is not None
+    )
 
 
 def _alike(streams: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether C can take them, and they are of one shape at each place."""
-    for tensors in zip(*streams, strict=True):
-        if not can_take(tensors) or any(t.shape != tensors[0].shape for t in tensors[1:]):
-            return False
-    return True
+    return can_take(chain.from_iterable(streams)) and all(
+        t.shape == tensors[0].shape for tensors in zip(*streams, strict=True) for t in tensors
+    )
 
 
 def _done(
@@ -258,18 +258,15 @@ def _done(
     streams: Sequence[Sequence[Tensor] | None],
     more: Sequence[object],
     numbers: int,
-    *,
     each: int,
-) -> list[float] | None:
+) -> list[float]:
     """Call ``name`` in C, which has so many results, and finds ``each`` numbers of a piece."""
-    if (library := compiled("a pass over a stream", _SOURCE)) is None:
-        return None
     assert streams[0] is not None
     sizes = [t.numel() for t in streams[0]]
     pieces = sum(-(-size // _PIECE) for size in sizes)
-    result = torch.empty(numbers, dtype=torch.float64)
-    found = torch.empty(pieces, each, dtype=torch.float64)
-    getattr(library, name)(
+    result = torch.empty(numbers, dtype=torch.float64, device="cpu")
+    found = torch.empty(pieces, each, dtype=torch.float64, device="cpu")
+    getattr(_library(), name)(
         ctypes.c_int64(len(sizes)),
         *map(_addresses, streams),
         (ctypes.c_int64 * len(sizes))(*sizes),
@@ -278,8 +275,12 @@ def _done(
         ctypes.c_void_p(found.data_ptr()),
         ctypes.c_int64(max(1, min(torch.get_num_threads(), pieces))),
     )
-    numbers_: list[float] = result.tolist()
-    return numbers_
+    told: list[float] = result.tolist()
+    return told
+
+
+def _library() -> ctypes.CDLL | None:
+    return compiled("a pass over a stream", _SOURCE)
 
 
 def _addresses(tensors: Sequence[Tensor] | None) -> object:
