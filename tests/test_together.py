@@ -1,13 +1,10 @@
 """Replies added together: what they are one by one, and nothing of those that cannot be."""
 
-import json
-
 import pytest
 import torch
 from federation import compiled, generator
 
 from flower_desloc import Mean
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.flower.records import Reply
 from flower_desloc.flower.together import add_all, enough, held_together
 from flower_desloc.robust import Gathered
@@ -105,19 +102,3 @@ def test_eight_are_held_if_they_fit_into_a_gibibyte_and_one_whatever_its_size():
     assert enough([of(5000 * mib)] * 2, empty)
     sizes = (1, 128, 256, 511, 513, 5000)
     assert [held_together(4 * size * mib) for size in sizes] == [8, 8, 4, 2, 2, 2]
-
-
-def test_a_run_has_the_same_weights_however_many_replies_are_added_together(tmp_path, monkeypatch):
-    small = (
-        "run.steps=4 sync.params=1 sync.exp_avg=2 sync.exp_avg_sq=4 "
-        "model.hidden_size=16 model.intermediate_size=16 model.num_hidden_layers=1 "
-        "data.max_bytes=20000 data.seq_len=16 data.batch_size=2 evaluation.sequences=2"
-    )
-    found = set()
-    for most in (0, 1 << 30):
-        monkeypatch.setattr("flower_desloc.flower.together._MOST", most)
-        folder = tmp_path / str(most)
-        run_in_process({"config": "quickstart", "overrides": small, "output-dir": str(folder)}, 3)
-        summary = json.loads((folder / "quickstart" / "summary.json").read_text())
-        found.add(summary["weights_sha256"])
-    assert len(found) == 1
