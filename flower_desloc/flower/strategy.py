@@ -563,11 +563,11 @@ class DesLoc(Strategy):
         federated = self.aggregate_evaluate(server_round, replies)
         if federated is not None:
             result.evaluate_metrics_clientapp[server_round] = federated
-        # A copy, of bytes: what is done with it is the app's own affair.
-        copy = to_record(from_record(params)) if evaluate_fn is not None else params
-        central = evaluate_fn(server_round, copy) if evaluate_fn is not None else None
-        if central is not None:
-            result.evaluate_metrics_serverapp[server_round] = central
+        if evaluate_fn is not None:
+            # A copy, of bytes: what is done with it is the app's own affair.
+            central = evaluate_fn(server_round, to_record(from_record(params)))
+            if central is not None:
+                result.evaluate_metrics_serverapp[server_round] = central
         self._tally.evaluation = time.perf_counter() - began
 
     def _record(
