@@ -188,6 +188,19 @@ def test_a_room_is_given_again_once_nothing_of_it_is_handed_over():
     assert [t.dtype for t in other] == [torch.float64] * len(KINDS)
 
 
+def test_a_message_that_is_let_go_meanwhile_makes_no_two_rooms_of_one(monkeypatch):
+    rooms = Rooms()
+    rooms(KINDS)
+    answers = iter([True])  # another thread has it, and a moment later has not
+    monkeypatch.setattr(
+        "flower_desloc.flower.housing.is_handed_over", lambda _: next(answers, False)
+    )
+    rooms.take_back()
+    rooms.take_back()
+    first, second = rooms(KINDS), rooms(KINDS)
+    assert first[0].data_ptr() != second[0].data_ptr()
+
+
 def federation(tmp_path, *periods, policy=None):
     case = OPTIMIZERS["adam"]
     schedule = SyncSchedule(case.periods(*periods))

@@ -57,9 +57,11 @@ class Rooms:
 
         Nothing else may be using it any more. What was free and not wanted since is let go.
         """
-        lent = [tensors for tensors in self._given if any(map(is_handed_over, tensors))]
-        self._free = [tensors for tensors in self._given if not any(map(is_handed_over, tensors))]
-        self._given = lent
+        given, self._free, self._given = self._given, [], []
+        for tensors in given:
+            # Asked once: another thread may let go of a message at any moment.
+            lent = any(map(is_handed_over, tensors))
+            (self._given if lent else self._free).append(tensors)
 
     def __call__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
         """Return tensors of those types and shapes, with whatever values."""
