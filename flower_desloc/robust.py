@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_desloc.averaging import Drift, Mean, Stream, blocks, distance, require_same
+from flower_desloc.averaging import Drift, Mean, Stream, blocks, distance, norms, require_same
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -95,12 +95,12 @@ class Gathered:
         """
         found: dict[int, str] = {}
         for name in self._held[0][0] if self._held else ():
-            norms = [
+            lengths = [
                 distance(streams[name], self._reference.get(name)) for streams, _ in self._held
             ]
-            for index in beyond(norms, bound):
-                why = f"its update of {name} has the norm {norms[index]:.4g}, the median is "
-                found.setdefault(index, f"{why}{median(norms):.4g}")
+            for index in beyond(lengths, bound):
+                why = f"its update of {name} has the norm {lengths[index]:.4g}, the median is "
+                found.setdefault(index, f"{why}{median(lengths):.4g}")
         return found
 
     def drop(self, indices: Collection[int]) -> None:
@@ -129,9 +129,7 @@ class Gathered:
         drifts = {}
         for name, stream in average.items():
             apart = (math.sqrt(w) * distance(streams[name], stream) for streams, w in self._held)
-            drifts[name] = Drift(
-                spread=math.hypot(*apart) / math.sqrt(total),
-                moved=distance(stream, self._reference.get(name)),
-                norm=distance(stream),
-            )
+            spread = math.hypot(*apart) / math.sqrt(total)
+            norm, moved = norms(stream, self._reference.get(name))
+            drifts[name] = Drift(spread=spread, moved=moved, norm=norm)
         return drifts

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from flower_desloc.averaging import Mean
 from flower_desloc.flower.records import Reply, limits
+from flower_desloc.ledger import stream_bytes
 from flower_desloc.robust import Gathered
 
 _MOST = 1 << 30  # bytes
@@ -16,15 +17,15 @@ def enough(waiting: Sequence[Reply], mean: Mean | Gathered) -> bool:
     The first of all waits for a second whatever its size, in place of the mean that is not there
     yet and as large.
     """
-    if len(waiting) < (1 if mean.count else 2):
+    if not waiting:
         return False
-    last = sum(t.nbytes for stream in waiting[-1].streams.values() for t in stream.values())
-    return len(waiting) >= _MANY or (len(waiting) + 1) * last > _MOST
+    last = sum(stream_bytes(waiting[-1].streams).values())
+    return len(waiting) >= held_together(last, least=1 if mean.count else 2)
 
 
-def held_together(size: int) -> int:
-    """Return how many replies of so many bytes are held at most."""
-    return min(_MANY, max(2, _MOST // max(size, 1)))
+def held_together(size: int, *, least: int = 2) -> int:
+    """Return how many replies of so many bytes are held at most, of any size the ``least``."""
+    return min(_MANY, max(least, _MOST // max(size, 1)))
 
 
 def add_all(

@@ -85,7 +85,7 @@ class Needs:
         f = self.config.federation
         due = self._due(self.sizes)
         is_mean = f.average == "mean" and f.norm_bound is None
-        replies = min(f.num_clients, held_together(due) if is_mean else f.num_clients)
+        replies = min(f.num_clients, held_together(due)) if is_mean else f.num_clients
         return {
             "Python": _SERVER,
             "weights": self.sketch.weights,
