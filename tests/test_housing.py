@@ -196,6 +196,7 @@ def test_a_message_that_is_let_go_meanwhile_makes_no_two_rooms_of_one(monkeypatc
         "flower_desloc.flower.housing.is_handed_over", lambda _: next(answers, False)
     )
     rooms.take_back()
+    rooms(KINDS)
     rooms.take_back()
     first, second = rooms(KINDS), rooms(KINDS)
     assert first[0].data_ptr() != second[0].data_ptr()
