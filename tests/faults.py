@@ -316,9 +316,9 @@ def _die() -> None:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """No file of this process may be longer than so many bytes."""
+    """No file of this process may be longer than a hundred bytes, which is less than a header."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, former[1]))
     try:
         yield
     finally:

@@ -148,7 +148,7 @@ class Run:
         common = self.strategy.globals
         held = self.file(m).held()
         assert held is not None
-        state = self.file(m).read(held.versions)
+        state = self.file(m).read(held.streams)
         for stream, version in common.versions.items():
             if version != held.versions[stream]:
                 state[stream] = common.average(stream)

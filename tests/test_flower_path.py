@@ -1,6 +1,7 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -223,9 +224,8 @@ def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
             averages.update(late.strategy.globals.averages)
             # What the joiner is given, written into its file by hand.
             held = late.file(1).held()
-            streams = late.file(1).read(held.versions)
             given = {name: from_record(average) for name, average in averages.items()}
-            late.file(1).write(held, {**streams, **given})
+            late.file(1).write(replace(held, streams=list(given)), given)
 
     late.watch.after = remember
     assert_same(got, late.start())
@@ -326,10 +326,29 @@ def test_a_client_that_raises_is_left_out_if_so_configured_and_comes_back(tmp_pa
     assert_close(got, oracle(run, present=lambda m, t: not (m == 1 and 2 <= t < 4)))
 
 
-def test_a_window_below_the_quorum_is_repeated_and_changes_nothing(tmp_path):
-    run = quadratic(tmp_path, Policy(on_failure="continue", min_clients=3, repeats=1))
-    failing(run, client=2, start=2)
-    assert_close(run.start(), oracle(run))
+@pytest.mark.parametrize("start", [0, 2, 4, 6])
+def test_a_window_below_the_quorum_is_repeated_and_changes_nothing(start, tmp_path):
+    """Who had replied is sent the same once more, and takes its steps from what it held before."""
+    policy = Policy(on_failure="continue", min_clients=3, repeats=1)
+    calm, run = (quadratic(tmp_path / name, policy) for name in ("calm", "repeated"))
+    failing(run, client=2, start=start)
+    assert_same(run.start(), calm.start())
+    for one, other in zip(run.watch.records, calm.watch.records, strict=True):
+        repeated = (one.start, one.step) == (start, start + 2)
+        assert [e.kind for e in one.events] == (["failed", "repeated"] if repeated else [])
+        assert one.traffic.down == {
+            name: sent * (2 if repeated else 1) for name, sent in other.traffic.down.items()
+        }
+
+
+def test_what_a_run_of_the_same_name_left_behind_is_nobodys(tmp_path):
+    broken = quadratic(tmp_path / "one", Policy())
+    failing(broken, client=1, start=6)
+    with pytest.raises(FederationError):
+        broken.start()
+    assert broken.file(2).held() is not None
+    after, alone = (quadratic(tmp_path / name, Policy()) for name in ("one", "other"))
+    assert_same(after.start(), alone.start())
 
 
 def test_a_run_that_stays_below_the_quorum_stops_and_says_so(tmp_path):

@@ -199,7 +199,7 @@ def assert_same_client(one: Client, other: Client, windows) -> None:
             assert b.metrics[name] == pytest.approx(a.metrics[name], rel=BOUND)
         held = one.file.held()
         assert held is not None
-        assert_close(one.file.read(held.versions), other.file.read(held.versions))
+        assert_close(one.file.read(held.streams), other.file.read(held.streams))
 
 
 def fails(client: Client, window, order: str, words: str) -> None:

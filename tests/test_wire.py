@@ -250,7 +250,7 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
 
 
 def test_asked_again_a_client_says_the_same(tmp_path):
-    """A window below the quorum is repeated, and who has done it answers from its file."""
+    """A window below the quorum is repeated, and who has been through it goes through it again."""
     policy = Policy(on_failure="continue", min_clients=3, timeout=0.02)
     once, again = (
         run("adam", ALL_CODED, tmp_path / "a"),

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.averaging import Stream, distance, norms
 from flower_desloc.flower.code import fingerprint
-from flower_desloc.flower.coding import kept_beside, outgoing, received, sent_before
+from flower_desloc.flower.coding import kept_beside, outgoing, received
 from flower_desloc.flower.housing import house
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
@@ -134,8 +134,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         _require_same_code(request)
         worker = build(request.config, context)
         file = _state_file(request, context)
-        if request.checkpoint >= 0:
-            file.go_back(request.checkpoint, request.attempt)
+        file.go_back(request.checkpoint, request.attempt)
         held = file.held()
         about = ConfigRecord(
             {
@@ -177,8 +176,9 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     """Run the local steps of one window and return exactly the due streams.
 
     The state is written before the reply is returned. Asked again for a window it has been
-    through, a client replies again from its file. A client that lacks a stream which was not sent
-    says so, and the server sends it. One whose state file is damaged is as good as new.
+    through, a client goes through it again, from what it held before. A client that lacks a stream
+    which was not sent says so, and the server sends it. One whose state file is damaged is as good
+    as new.
 
     Where gradients are due, that of the next batch is returned, and nothing is kept.
     """
@@ -188,9 +188,7 @@ def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
 
 def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     began = time.perf_counter()
-    held = file.held()
-    if held is not None and _has_done(held, request):
-        return Reply(metrics=held.metrics, streams=sent_before(request, file))
+    held = file.held_at(request.start)
     came = _received(worker, request, file, held)
     begin = _streams(worker, request, file, held, came)
     if begin is None:
@@ -213,16 +211,16 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
     # Not written, or a stream that is never due would keep it for ever: what was held is kept.
     require_finite(streams)
     due, beside = outgoing(request, held, file, came, streams)
+    kept = {name: stream for name, stream in streams.items() if name not in request.due}
     now = Held(
         step=request.stop,
         versions=request.versions,
-        window_start=request.start,
-        metrics=metrics,
+        streams=list(kept),
         beside=list(beside),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    file.write(now, {**streams, **beside})
+    file.write(now, {**kept, **beside})
     return Reply(metrics=metrics, streams=due)
 
 
@@ -231,7 +229,7 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
     held = file.held()
     params = request.streams.get(PARAMS)
     if params is None:
-        if held is None or held.versions.get(PARAMS) != request.versions[PARAMS]:
+        if held is None or not _holds(held, PARAMS, request):
             return _LOST
         params = file.read([PARAMS])[PARAMS]
     if not worker.optimizer.state:
@@ -317,9 +315,7 @@ def _streams(
             f"the server averages the streams {sorted(request.versions)}, but this client's "
             f"{type(worker.optimizer).__name__} has {sorted(names)}"
         )
-    kept = []
-    if held is not None and held.step <= request.start:
-        kept = [n for n in names if held.versions.get(n) == request.versions[n]]
+    kept = [n for n in names if held is not None and _holds(held, n, request)]
     streams: dict[str, Stream] = {}
     if kept:
         streams.update(file.read(kept))
@@ -342,12 +338,8 @@ def _origin(request: Request) -> int:
     return max((request.versions[name] for name in request.resets), default=0)
 
 
-def _has_done(held: Held, request: Request) -> bool:
-    return (
-        held.step == request.stop
-        and held.window_start == request.start
-        and held.versions == request.versions
-    )
+def _holds(held: Held, name: str, request: Request) -> bool:
+    return name in held.streams and held.versions[name] == request.versions[name]
 
 
 def _keep(worker: Worker, request: Request, file: StateFile) -> dict[str, Stream]:
@@ -357,11 +349,11 @@ def _keep(worker: Worker, request: Request, file: StateFile) -> dict[str, Stream
     newer = {
         name: stream
         for name, stream in came.items()
-        if held is None or held.versions.get(name) != request.versions[name]
+        if held is None or not _holds(held, name, request)
     }
     if not newer:
         return came
-    old = file.read(held.versions.keys() - newer.keys()) if held else {}
+    old = file.read(set(held.streams) - newer.keys()) if held else {}
     beside = kept_beside(request, held, file, came)
     # The format of the file takes no tensor twice.
     newer = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
@@ -369,6 +361,7 @@ def _keep(worker: Worker, request: Request, file: StateFile) -> dict[str, Stream
     now = Held(
         step=held.step if held else 0,
         versions=versions,
+        streams=[*old, *newer],
         beside=list(beside),
         attempt=request.attempt,
         checkpoint=request.checkpoint,

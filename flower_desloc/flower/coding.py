@@ -1,7 +1,7 @@
 """A client's end of the streams that travel coded: what it keeps beside them in its state file.
 
-Of parameters what the others have too, which their difference is taken to; of every stream with a
-sign what its code has not said yet; and what was sent last, should it be asked for again.
+Of parameters what the others have too, which their difference is taken to, and of every stream with
+a sign what its code has not said yet.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from flower_desloc.flower.state import Held, StateFile
 from flower_desloc.schedule import PARAMS
 from flower_desloc.wire import receive, send
 
-_REFERENCE, _RESIDUAL, _SENT = "reference.", "residual.", "sent."
+_REFERENCE, _RESIDUAL = "reference.", "residual."
 
 
 def received(
@@ -62,7 +62,7 @@ def outgoing(
             reference=kept.get(f"{_REFERENCE}{name}"),
             residual=kept.get(f"{_RESIDUAL}{name}"),
         )
-        due[name] = kept[f"{_SENT}{name}"] = sent.coded
+        due[name] = sent.coded
         if sent.residual:
             kept[f"{_RESIDUAL}{name}"] = sent.residual
     return due, kept
@@ -75,11 +75,5 @@ def kept_beside(
     new: dict[str, Stream] = {}
     if PARAMS in request.formats and PARAMS in came:
         new[f"{_REFERENCE}{PARAMS}"] = came[PARAMS]
-    held_on = [n for n in held.beside if not n.startswith(_SENT) and n not in new] if held else []
+    held_on = [n for n in held.beside if n not in new] if held else []
     return {**(file.read(held_on) if held_on else {}), **new}
-
-
-def sent_before(request: Request, file: StateFile) -> dict[str, Stream]:
-    """Return what the due streams were sent as in the window that ``file`` holds the end of."""
-    names = [f"{_SENT}{name}" if name in request.formats else name for name in request.due]
-    return {name.removeprefix(_SENT): stream for name, stream in file.read(names).items()}

@@ -4,6 +4,10 @@ Flower's ``Context.state`` is lost when a SuperNode restarts and silently stale 
 so what a client keeps lies in a file of its own, keyed by the run and the client's name. Deleting
 the file is the same as being a new client.
 
+What a client replied with is not in it: the average of that comes with a later message. So a client
+that is asked for a window once more goes back to the file it had before that window, which is kept
+until the next one ends.
+
 The server may die and go on from its last checkpoint, which lies behind the clients. So the first
 time a client would overwrite what it held at a checkpoint, it keeps that file beside the new one
 (a hard link: nothing is copied), and a server that resumes has it go back there.
@@ -16,7 +20,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -33,11 +37,9 @@ class Held:
     step: int
     """Local steps the streams have been through."""
     versions: Mapping[str, int]
-    """Of every stream held, the step of the average it descends from."""
-    window_start: int = -1
-    """Where the window began that ended at ``step``; -1: none yet."""
-    metrics: Mapping[str, int | float | list[int] | list[float]] = field(default_factory=dict)
-    """What was replied of that window, so that it can be replied again."""
+    """Of every stream that was held at ``step``, the step of the average it descends from."""
+    streams: Sequence[str]
+    """Names of those in the file: the others were replied, and what becomes of them is to come."""
     beside: Sequence[str] = ()
     """Names of what is held beside the streams (see :mod:`flower_desloc.flower.coding`)."""
     attempt: str = ""
@@ -55,8 +57,7 @@ class StateFile:
         self._partial = self.path.with_suffix(".partial")
         # A folder of this client's own: others come and go at the same time.
         self._kept = self.path.with_suffix(".checkpoint")
-        # What is needed no more, to be written over.
-        self._spare = self.path.with_suffix(".spare")
+        self._before = self.path.with_suffix(".before")
 
     def held(self) -> Held | None:
         """Return what the file holds, or None where there is no whole file."""
@@ -65,6 +66,21 @@ class StateFile:
         except TypeError:
             # Torn, foreign or absent: to the federation this client is new.
             return None
+
+    def held_at(self, step: int) -> Held | None:
+        """Return what is held for a window that begins after ``step``; go back if it is ahead.
+
+        A client that is asked for the last window once more goes back to the file before it; one
+        that has no such file is new.
+        """
+        held = self.held()
+        if held is not None and held.step > step and self._before.exists():
+            self._before.replace(self.path)
+            held = self.held()
+        if held is not None and held.step > step:
+            self.path.unlink()
+            return None
+        return held
 
     def read(self, streams: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """Return the named streams, of those that :meth:`held` lists and what it has beside them.
@@ -83,11 +99,11 @@ class StateFile:
             self._make_room()
             tensor_file.write(self._partial, asdict(held), streams, sync=False)
             self._keep_for(held.checkpoint)
-            with contextlib.suppress(OSError):  # the first file, or a file system without links
-                os.link(self.path, self._spare)
+            if self.path.exists():
+                _link(self.path, self._before)
             self._partial.replace(self.path)
             for superfluous in self._kept_from(0)[:-KEEP]:
-                superfluous.replace(self._spare)
+                superfluous.replace(self._partial)  # to be written over
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._partial.unlink()
@@ -99,17 +115,19 @@ class StateFile:
     def go_back(self, step: int, attempt: str) -> None:
         """Hold what was held at the server's checkpoint after ``step``, in another attempt's life.
 
-        What was not there at that checkpoint, or is not kept any more, is deleted.
+        What was not there at that checkpoint, or is not kept any more, is deleted; -1 is a server
+        that has none.
         """
         held = self.held()
         if held is not None and (held.attempt == attempt or held.checkpoint < step):
             return
         # What was held at a later checkpoint was held at this one too, if nothing was written
         # between them.
-        kept = self._kept_from(step)
+        kept = self._kept_from(step) if step >= 0 else []
         if not kept:
             self.delete()
             return
+        self._before.unlink(missing_ok=True)
         _link(kept[0], self._partial)
         self._partial.replace(self.path)
         for other in kept:  # of a course that is taken again
@@ -119,15 +137,15 @@ class StateFile:
         """Forget everything; the run's folder goes with its last client."""
         self.path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
-        self._spare.unlink(missing_ok=True)
+        self._before.unlink(missing_ok=True)
         shutil.rmtree(self._kept, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent, or other clients' files are in it
             self.path.parent.rmdir()
 
     def _make_room(self) -> None:
         """Leave to be written over what nobody needs, and nothing else."""
-        if self._spare.exists():
-            self._spare.replace(self._partial)
+        if not self._partial.exists() and self._before.exists():
+            self._before.replace(self._partial)
         if self._partial.exists() and self._partial.stat().st_nlink > 1:
             self._partial.unlink()  # another name of a kept file
 

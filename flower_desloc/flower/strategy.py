@@ -303,7 +303,10 @@ class DesLoc(Strategy):
         del waiting
         self._leave_out_outliers(mean, added)
         if mean.count < self.policy.min_clients:
-            return None, None
+            return None, None  # and who replied goes back to what it held before
+        if due != {GRADIENTS}:  # of which nothing is kept
+            for member in added:
+                member.held = dict(self.globals.versions)
         began = time.perf_counter()
         averages = mean.result()
         self._tally.drift = mean.drift(averages)
@@ -529,10 +532,8 @@ class DesLoc(Strategy):
             added.append(member)
             self._tally.clients[member.name] = client_record(reply)
             self._tally.left_out.pop(member.name, None)  # of an earlier repeat
-            if self._window.due != {GRADIENTS}:  # of which nothing is kept
-                if member.held and STATE_NEW in reply.metrics:
-                    self._federation.note("state lost", member.name, "it began anew")
-                member.held = dict(self.globals.versions)
+            if member.held and STATE_NEW in reply.metrics and self._window.due != {GRADIENTS}:
+                self._federation.note("state lost", member.name, "it began anew")
         return added
 
     def _leave_out(self, member: Member, reason: str, kind: EventKind = "refused") -> None:
