@@ -349,6 +349,9 @@ def test_what_a_run_of_the_same_name_left_behind_is_nobodys(tmp_path):
     assert broken.file(2).held() is not None
     after, alone = (quadratic(tmp_path / name, Policy()) for name in ("one", "other"))
     assert_same(after.start(), alone.start())
+    for one, other in zip(after.watch.records, alone.watch.records, strict=True):
+        assert one.traffic == other.traffic
+        assert one.events == other.events
 
 
 def test_a_run_that_stays_below_the_quorum_stops_and_says_so(tmp_path):
