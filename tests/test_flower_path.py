@@ -341,6 +341,24 @@ def test_a_window_below_the_quorum_is_repeated_and_changes_nothing(start, tmp_pa
         }
 
 
+def test_who_comes_back_elsewhere_in_a_repeated_window_has_lost_nothing(tmp_path):
+    policy = Policy(on_failure="continue", min_clients=3, repeats=1)
+    calm, run = (quadratic(tmp_path / name, policy) for name in ("calm", "moved"))
+    failing(run, client=2, start=4)
+    answer = run.grid.meddle
+
+    def move(asked: Message, reply: Message) -> Message | None:
+        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
+            if asked.content["config"]["start-step"] == 4:
+                run.grid.contexts[77] = run.grid.contexts.pop(2)
+        return answer(asked, reply)
+
+    run.grid.meddle = move
+    assert_same(run.start(), calm.start())
+    (record,) = [r for r in run.watch.records if r.start == 4]
+    assert [e.kind for e in record.events] == ["failed", "repeated", "moved"]
+
+
 def test_what_a_run_of_the_same_name_left_behind_is_nobodys(tmp_path):
     broken = quadratic(tmp_path / "one", Policy())
     failing(broken, client=1, start=6)

@@ -81,7 +81,7 @@ class Checkpoints:
 
         Raises ``OSError`` naming the file when it cannot be written; the others are then whole.
         """
-        path = self.folder / f"step-{checkpoint.step:08d}.safetensors"
+        path = self._path(checkpoint.step)
         partial = path.with_suffix(".partial")
         outer = {f"{_OUTER}{name}": stream for name, stream in checkpoint.outer.items()}
         about: dict[str, Any] = {name: getattr(checkpoint, name) for name in _ABOUT}
@@ -97,6 +97,15 @@ class Checkpoints:
                 "run.resume"
             ) from error
 
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints after ``step``: of a course that is taken again from there."""
+        for path in self.all():
+            if path > self._path(step):
+                path.unlink()
+
     def all(self) -> list[Path]:
         """Return the checkpoints there are, the oldest first."""
         return sorted(self.folder.glob("step-*.safetensors"))
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.safetensors"

@@ -135,7 +135,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         worker = build(request.config, context)
         file = _state_file(request, context)
         file.go_back(request.checkpoint, request.attempt)
-        held = file.held()
+        held = file.held_at(request.start)
         about = ConfigRecord(
             {
                 **worker.about,

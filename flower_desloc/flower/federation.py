@@ -70,8 +70,10 @@ class Federation:
                 )
             time.sleep(_LOOK_AGAIN)
 
-    def welcome(self, config: Mapping[str, str | int | float | bool]) -> Iterator[Member]:
-        """Greet the nodes not known yet and yield the new clients.
+    def welcome(
+        self, config: Mapping[str, str | int | float | bool], step: int
+    ) -> Iterator[Member]:
+        """Greet the nodes not known yet and yield the new clients, for the window after ``step``.
 
         A client that comes back at another node takes its old place. Raises
         :class:`FederationError` for a node that fails, unless the policy is to continue.
@@ -82,6 +84,7 @@ class Federation:
             run_key=self._run_key,
             attempt=self.attempt,
             checkpoint=self.checkpoint,
+            start=step,
             config={**config, "code": fingerprint()},
         )
         greeted: dict[str, int] = {}

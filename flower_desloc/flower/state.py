@@ -13,7 +13,8 @@ time a client would overwrite what it held at a checkpoint, it keeps that file b
 (a hard link: nothing is copied), and a server that resumes has it go back there.
 
 A file outlives its process at any moment. It is not waited for until it is on the disk: should the
-machine itself go down, a file that did not get there is noticed, and the client is new.
+machine itself go down, a file that is torn is noticed, and the client is new; one of a window or
+two before, whose place it was written in, is not, and the client goes on from there.
 """
 
 import contextlib
@@ -61,11 +62,7 @@ class StateFile:
 
     def held(self) -> Held | None:
         """Return what the file holds, or None where there is no whole file."""
-        try:
-            return Held(**(tensor_file.about(self.path) or {}))
-        except TypeError:
-            # Torn, foreign or absent: to the federation this client is new.
-            return None
+        return _held(self.path)
 
     def held_at(self, step: int) -> Held | None:
         """Return what is held for a window that begins after ``step``; go back if it is ahead.
@@ -101,9 +98,9 @@ class StateFile:
             self._keep_for(held.checkpoint)
             if self.path.exists():
                 _link(self.path, self._before)
+            else:  # what was before the file that is gone is not before this one
+                self._before.unlink(missing_ok=True)
             self._partial.replace(self.path)
-            for superfluous in self._kept_from(0)[:-KEEP]:
-                superfluous.replace(self._partial)  # to be written over
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._partial.unlink()
@@ -121,10 +118,11 @@ class StateFile:
         held = self.held()
         if held is not None and (held.attempt == attempt or held.checkpoint < step):
             return
+        kept = self._kept_from(step) if step >= 0 else []
         # What was held at a later checkpoint was held at this one too, if nothing was written
         # between them.
-        kept = self._kept_from(step) if step >= 0 else []
-        if not kept:
+        then = _held(kept[0]) if kept else None
+        if then is None or then.checkpoint >= step:
             self.delete()
             return
         self._before.unlink(missing_ok=True)
@@ -135,15 +133,17 @@ class StateFile:
 
     def delete(self) -> None:
         """Forget everything; the run's folder goes with its last client."""
+        self._before.unlink(missing_ok=True)  # first: it is the way back to what is forgotten
         self.path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
-        self._before.unlink(missing_ok=True)
         shutil.rmtree(self._kept, ignore_errors=True)
         with contextlib.suppress(OSError):  # absent, or other clients' files are in it
             self.path.parent.rmdir()
 
     def _make_room(self) -> None:
         """Leave to be written over what nobody needs, and nothing else."""
+        for superfluous in self._kept_from(0)[:-KEEP]:
+            superfluous.replace(self._partial)
         if not self._partial.exists() and self._before.exists():
             self._before.replace(self._partial)
         if self._partial.exists() and self._partial.stat().st_nlink > 1:
@@ -161,6 +161,14 @@ class StateFile:
         """Return the files kept for that checkpoint and later ones, the oldest first."""
         found = sorted(self._kept.glob("step-*.safetensors"))
         return [path for path in found if int(path.stem.removeprefix("step-")) >= checkpoint]
+
+
+def _held(path: Path) -> Held | None:
+    try:
+        return Held(**(tensor_file.about(path) or {}))
+    except TypeError:
+        # Torn, foreign or absent: to the federation this client is new.
+        return None
 
 
 def _link(path: Path, other: Path) -> None:

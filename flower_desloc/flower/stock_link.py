@@ -84,12 +84,12 @@ class Link(Grid):
     def open(self) -> list[Member]:
         """Wait for the quorum and return the clients that are new."""
         self.federation.wait_for_quorum()
-        return in_order(self.federation.welcome(self._settings))
+        return in_order(self.federation.welcome(self._settings, self.round.window.start))
 
     def begin(self, now: Round) -> list[Member]:
         """Begin a round and draw who trains in it; return the clients that are new."""
         self.round = now
-        joined = list(self.federation.welcome(self._settings))
+        joined = list(self.federation.welcome(self._settings, now.window.start))
         self._draw()
         if len(self._members) < self._policy.min_clients:
             joined += self.open()

@@ -215,13 +215,15 @@ class DesLoc(Strategy):
         del initial_arrays  # or they would live as long as the run
         if self._resume is not None:
             self._go_back(self._resume)
+            if self._checkpoints:  # or who goes on from the last would meet clients of this course
+                self._checkpoints.forget_after(self._resume.step)
         if self.outer is not None:
             self.outer.begin(self.globals.average(PARAMS))
             self.outer.restore(self._resume.outer if self._resume else {})
         self._federation = Federation(grid, self.policy, self.run_key)
         self._federation.checkpoint = self._resume.step if self._resume else -1
         self._federation.wait_for_quorum()
-        members = in_order(self._federation.welcome(plain(train_config)))
+        members = in_order(self._federation.welcome(plain(train_config), self.globals.step))
         windows = list(self.schedule.windows(self.num_steps))
         if observer is not None:
             about = {member.name: member.about for member in members}
@@ -243,7 +245,7 @@ class DesLoc(Strategy):
             began = time.perf_counter()
             self._tally = _Tally()
             if server_round > 0:
-                for member in self._federation.welcome(plain(train_config)):
+                for member in self._federation.welcome(plain(train_config), self._window.start):
                     if observer is not None:
                         observer.joined(member.name, member.about)
                 result.train_metrics_clientapp[server_round] = self._train(
@@ -363,7 +365,7 @@ class DesLoc(Strategy):
         for attempt in range(1 + self.policy.repeats):
             if attempt > 0:  # who was away may be back, at another node
                 self._federation.wait_for_quorum()
-                list(self._federation.welcome(plain(config)))
+                list(self._federation.welcome(plain(config), self._window.start))
             requests = self.configure_train(
                 server_round, self.globals.averages[PARAMS], config, grid
             )
