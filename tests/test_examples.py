@@ -141,7 +141,7 @@ def test_a_run_cut_off_ends_as_one_that_was_not(name, whole, run, tmp_path):
         (file, *_) = tmp_path.glob(".clients/*/*.safetensors")
         with safe_open(file, "pt") as held:
             assert all("lora_" in key for key in held.keys())  # noqa: SIM118
-            assert {key.partition("/")[0] for key in held.keys()} >= {"params"}  # noqa: SIM118
+            assert "exp_avg_sq" in {key.partition("/")[0] for key in held.keys()}  # noqa: SIM118
     resumed = run(name, tmp_path, "run.resume=auto")
     assert resumed["resumed"][0]["step"] == 3
     assert resumed["weights_sha256"] == summary(whole(name))["weights_sha256"]

@@ -348,9 +348,9 @@ def test_who_comes_back_elsewhere_in_a_repeated_window_has_lost_nothing(tmp_path
     answer = run.grid.meddle
 
     def move(asked: Message, reply: Message) -> Message | None:
-        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
-            if asked.content["config"]["start-step"] == 4:
-                run.grid.contexts[77] = run.grid.contexts.pop(2)
+        trained = asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2
+        if trained and asked.content["config"]["start-step"] == 4:
+            run.grid.contexts[77] = run.grid.contexts.pop(2)
         return answer(asked, reply)
 
     run.grid.meddle = move

@@ -300,8 +300,8 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
 
     asked = [
         ("train", window(0, 2, {"params"}, sent)),
-        # All streams come from the state file.
-        ("train", window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {})),
+        # What was not due comes from the state file.
+        ("train", window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params})),
     ]
 
     def replies(**config):
