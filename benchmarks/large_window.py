@@ -10,7 +10,8 @@ in DesLoc a client's two files are new then, and written over from the third on.
 - desloc: DesLoc with the same traffic; its clients keep parameters and both moments in a file.
 
 Overhead is a round's wall-clock less the slowest client's own time, of which neither making its
-reply's record nor, in DesLoc, its state file is part. The file's time is printed by itself: it is
+reply's record nor, in DesLoc, writing its state file is part; reading that is its own, as taking
+what came into the model is. The file's time is printed by itself: it is
 what a client pays to be able to go on after a crash, which FedAvg's cannot.
 
 In Flower's simulation a message is not hashed. It is pickled into Ray's store in shared memory and

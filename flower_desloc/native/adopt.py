@@ -21,8 +21,12 @@ _SOURCE = r"""
 
 typedef struct { double lr, beta1, beta2, eps, clip, decay; } settings;
 typedef struct {
-    int64_t count; void **xguv; const int64_t *n; const settings *s; int64_t begin, end;
+    int64_t count; void **xguv; const int64_t *n; const settings *s; int64_t next;
 } work;
+
+/* Dealt to the threads as they go: half each would wait for whichever is held up. */
+#define PIECE 65536 /* values */
+static int64_t pieces(int64_t n) { return (n + PIECE - 1) / PIECE; }
 
 #define STEP(NAME, T, SQRT)                                                                   \
 static void NAME##_tensor(T *restrict x, const T *restrict g, T *restrict u, T *restrict v,   \
@@ -41,31 +45,27 @@ static void NAME##_tensor(T *restrict x, const T *restrict g, T *restrict u, T *
         v[i] = beta2 * v[i] + w2 * (g[i] * g[i]);                                             \
     }                                                                                         \
 }                                                                                             \
-/* The elements begin..end of the tensors laid end to end. */                                 \
-static void *NAME##_range(void *argument) {                                                   \
-    const work *w = argument;                                                                 \
-    int64_t first = 0;                                                                        \
-    for (int64_t k = 0; k < w->count && first < w->end; first += w->n[k++]) {                 \
-        int64_t from = w->begin > first ? w->begin - first : 0;                               \
-        int64_t to = w->end - first < w->n[k] ? w->end - first : w->n[k];                     \
-        if (from < to)                                                                        \
-            NAME##_tensor((T *)w->xguv[k] + from, (T *)w->xguv[k + w->count] + from,          \
-                          (T *)w->xguv[k + 2 * w->count] + from,                              \
-                          (T *)w->xguv[k + 3 * w->count] + from, to - from, w->s);            \
+/* Pieces of the tensors, as long as there are any. */                                        \
+static void *NAME##_pieces(void *argument) {                                                  \
+    work *w = argument;                                                                       \
+    int64_t k = 0, before = 0; /* a tensor, and the pieces of those before it */              \
+    for (;;) {                                                                                \
+        int64_t next = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);                     \
+        while (k < w->count && next >= before + pieces(w->n[k])) before += pieces(w->n[k++]); \
+        if (k == w->count) return 0;                                                          \
+        int64_t from = (next - before) * PIECE, left = w->n[k] - from;                        \
+        NAME##_tensor((T *)w->xguv[k] + from, (T *)w->xguv[k + w->count] + from,              \
+                      (T *)w->xguv[k + 2 * w->count] + from,                                  \
+                      (T *)w->xguv[k + 3 * w->count] + from, left < PIECE ? left : PIECE, w->s);\
     }                                                                                         \
-    return 0;                                                                                 \
 }                                                                                             \
 void NAME(int64_t count, void **xguv, const int64_t *n, settings s, int64_t threads) {        \
-    int64_t total = 0, started = 0;                                                           \
-    for (int64_t k = 0; k < count; k++) total += n[k];                                        \
+    int64_t started = 0;                                                                      \
     pthread_t thread[threads];                                                                \
-    work part[threads];                                                                       \
-    for (int64_t t = 0; t < threads; t++)                                                     \
-        part[t] = (work){count, xguv, n, &s,                                                  \
-                         total * t / threads, total * (t + 1) / threads};                     \
+    work w = {count, xguv, n, &s, 0};                                                         \
     for (; started < threads - 1; started++)                                                  \
-        if (pthread_create(&thread[started], 0, NAME##_range, &part[started])) break;         \
-    for (int64_t t = started; t < threads; t++) NAME##_range(&part[t]);                       \
+        if (pthread_create(&thread[started], 0, NAME##_pieces, &w)) break;                    \
+    NAME##_pieces(&w);                                                                        \
     while (started) pthread_join(thread[--started], 0);                                       \
 }
 
