@@ -11,12 +11,12 @@ in DesLoc a client's two files are new then, and written over from the third on.
 
 Overhead is a round's wall-clock less the slowest client's own time, of which neither making its
 reply's record nor, in DesLoc, writing its state file is part; reading that is its own, as taking
-what came into the model is. The file's time is printed by itself: it is
-what a client pays to be able to go on after a crash, which FedAvg's cannot.
+what came into the model is. The writing's time is printed by itself: it is what a client pays to be
+able to go on after a crash, which FedAvg's cannot.
 
 In Flower's simulation a message is not hashed. It is pickled into Ray's store in shared memory and
 out again in the other process, and back. A stream of P parameters takes some 40 P bytes of memory
-in all for two clients, and 12 P bytes of disk each.
+in all for two clients, and 16 P bytes of disk each.
 """
 
 import argparse
