@@ -11,7 +11,7 @@ from flower_desloc.flower.members import printable
 from flower_desloc.record import EventKind
 
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
-_ROLL_CALL = 1.0  # seconds between two looks at who is online
+_ROLL_CALL = 0.25  # seconds between two looks at who is online
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _WENT_AWAY = 100, 101, 102, 103
@@ -90,7 +90,7 @@ class _RollCall:
         self._next = time.monotonic() + _ROLL_CALL
 
     def look(self) -> None:
-        """Look who is online, once a second at most."""
+        """Look who is online, four times a second at most."""
         if time.monotonic() >= self._next:
             self.missed |= self._nodes.difference(self._grid.get_node_ids())
             self._next = time.monotonic() + _ROLL_CALL
