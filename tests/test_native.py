@@ -1,5 +1,6 @@
 """What is compiled in C: PyTorch's operations, to rounding."""
 
+import ctypes
 import logging
 import math
 
@@ -67,6 +68,12 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
         results.append(ours)
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@compiled
+def test_it_has_the_threads_of_a_pytorch_that_has_threads():
+    pointer = ctypes.c_void_p.in_dll(library("a pass over a stream", passes._SOURCE), "parallel")
+    assert bool(pointer.value) == torch.backends.openmp.is_available()
 
 
 @compiled

@@ -15,22 +15,12 @@ from torch import Tensor
 from flower_desloc.native.compiled import compiled
 
 _SOURCE = r"""
-#include <math.h>
-#include <pthread.h>
-#include <stdint.h>
-
 typedef struct { double lr, beta1, beta2, eps, clip, decay; } settings;
-typedef struct {
-    int64_t count; void **xguv; const int64_t *n; const settings *s; int64_t next;
-} work;
-
-/* Dealt to the threads as they go: half each would wait for whichever is held up. */
-#define PIECE 65536 /* values */
-static int64_t pieces(int64_t n) { return (n + PIECE - 1) / PIECE; }
+typedef struct { dealer pieces; void **xguv; const settings *s; } work;
 
 #define STEP(NAME, T, SQRT)                                                                   \
-static void NAME##_tensor(T *restrict x, const T *restrict g, T *restrict u, T *restrict v,   \
-                          int64_t n, const settings *s) {                                     \
+static void NAME##_piece(T *restrict x, const T *restrict g, T *restrict u, T *restrict v,    \
+                         int64_t n, const settings *s) {                                      \
     const T lr = s->lr, w1 = 1 - s->beta1, beta2 = s->beta2, w2 = 1 - s->beta2,               \
             eps = s->eps, clip = s->clip, decay = s->decay;                                   \
     for (int64_t i = 0; i < n; i++) {                                                         \
@@ -45,28 +35,18 @@ static void NAME##_tensor(T *restrict x, const T *restrict g, T *restrict u, T *
         v[i] = beta2 * v[i] + w2 * (g[i] * g[i]);                                             \
     }                                                                                         \
 }                                                                                             \
-/* Pieces of the tensors, as long as there are any. */                                        \
-static void *NAME##_pieces(void *argument) {                                                  \
+static void NAME##_pieces(void *argument) {                                                   \
     work *w = argument;                                                                       \
-    int64_t k = 0, before = 0; /* a tensor, and the pieces of those before it */              \
-    for (;;) {                                                                                \
-        int64_t next = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);                     \
-        while (k < w->count && next >= before + pieces(w->n[k])) before += pieces(w->n[k++]); \
-        if (k == w->count) return 0;                                                          \
-        int64_t from = (next - before) * PIECE, left = w->n[k] - from;                        \
-        NAME##_tensor((T *)w->xguv[k] + from, (T *)w->xguv[k + w->count] + from,              \
-                      (T *)w->xguv[k + 2 * w->count] + from,                                  \
-                      (T *)w->xguv[k + 3 * w->count] + from, left < PIECE ? left : PIECE, w->s);\
+    int64_t count = w->pieces.count;                                                          \
+    for (piece p = {0}; deal(&w->pieces, &p);) {                                              \
+        T *x = w->xguv[p.k], *g = w->xguv[p.k + count], *u = w->xguv[p.k + 2 * count],        \
+          *v = w->xguv[p.k + 3 * count];                                                      \
+        NAME##_piece(x + p.begin, g + p.begin, u + p.begin, v + p.begin, p.n, w->s);          \
     }                                                                                         \
 }                                                                                             \
 void NAME(int64_t count, void **xguv, const int64_t *n, settings s, int64_t threads) {        \
-    int64_t started = 0;                                                                      \
-    pthread_t thread[threads];                                                                \
-    work w = {count, xguv, n, &s, 0};                                                         \
-    for (; started < threads - 1; started++)                                                  \
-        if (pthread_create(&thread[started], 0, NAME##_pieces, &w)) break;                    \
-    NAME##_pieces(&w);                                                                        \
-    while (started) pthread_join(thread[--started], 0);                                       \
+    work w = {{count, n, 0}, xguv, &s};                                                       \
+    on_threads(NAME##_pieces, &w, threads);                                                   \
 }
 
 STEP(adopt_float32, float, sqrtf)

@@ -1,4 +1,8 @@
-"""C for this process alone, compiled when first needed; or none, where there is no compiler."""
+"""C for this process alone, compiled when first needed; or none, where there is no compiler.
+
+Its threads are PyTorch's own: others would fight for the cores with those, which spin for a while
+after each operation, waiting for the next.
+"""
 
 import ctypes
 import logging
@@ -10,10 +14,42 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 _FLAGS = (
     "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-shared", "-fPIC", "-pthread",
+    "-shared", "-fPIC",
 )  # fmt: skip
+
+# Before every source. `parallel` is OpenMP's: it calls its first argument with its second in each
+# of so many threads. Pieces are dealt to them as they go: half each would wait for whichever is
+# held up.
+_PRELUDE = r"""
+#include <math.h>
+#include <stdint.h>
+#define PIECE 65536 /* values */
+
+void (*parallel)(void (*)(void *), void *, unsigned threads, unsigned flags);
+static void on_threads(void (*what)(void *), void *with, int64_t threads) {
+    if (parallel && threads > 1) parallel(what, with, threads, 0);
+    else what(with);
+}
+static int64_t pieces(int64_t n) { return (n + PIECE - 1) / PIECE; }
+
+/* Those of count tensors of n values each: which is next, and how many are before tensor k. */
+typedef struct { int64_t count; const int64_t *n; int64_t next; } dealer;
+typedef struct { int64_t number, k, before, begin, n; } piece;
+static int deal(dealer *d, piece *p) {
+    p->number = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED);
+    while (p->k < d->count && p->number >= p->before + pieces(d->n[p->k]))
+        p->before += pieces(d->n[p->k++]);
+    if (p->k == d->count) return 0;
+    p->begin = (p->number - p->before) * PIECE;
+    int64_t left = d->n[p->k] - p->begin;
+    p->n = left < PIECE ? left : PIECE;
+    return 1;
+}
+"""
 
 
 @cache
@@ -36,10 +72,15 @@ def compiled(what: str, source: str) -> ctypes.CDLL | None:
 def _library(source: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="desloc-") as folder:
         file, library = Path(folder, "a.c"), Path(folder, "a.so")
-        file.write_text(source, encoding="utf-8")
+        file.write_text(_PRELUDE + source, encoding="utf-8")
         command = [*_compiler(), *_FLAGS, str(file), "-o", str(library), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)  # noqa: S603
-        return ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+    parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if parallel is not None:  # a PyTorch without OpenMP has one thread
+        address = ctypes.cast(parallel, ctypes.c_void_p)
+        ctypes.c_void_p.in_dll(loaded, "parallel").value = address.value
+    return loaded
 
 
 def _compiler() -> list[str]:

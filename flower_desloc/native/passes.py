@@ -20,46 +20,23 @@ from flower_desloc.native.compiled import compiled
 
 # Squares of fp32 are exact in double, never infinite, and added by so many lanes at once.
 _SOURCE = r"""
-#include <math.h>
-#include <pthread.h>
-#include <stdint.h>
 #define LANES 32
-#define PIECE 65536 /* values */
 
 typedef struct work {
-    /* Do what is to be done with n values from begin of tensor k, and tell what was found. */
-    void (*piece)(const struct work *, int64_t k, int64_t begin, int64_t n, double *found);
-    int64_t count; /* of tensors, in a, in b, and in each of the sides */
+    /* Do what is to be done with a piece, and tell what was found. */
+    void (*take)(const struct work *, const piece *, double *found);
+    dealer deck; /* of the tensors in a, in b, and in each of the sides */
     float **a, **b, **sides;
-    const int64_t *n;
     int64_t many; /* sides */
     const float *shares;
     int64_t begun; /* whether there is something in a to move */
     double *found;
     int64_t each; /* numbers found of a piece */
-    int64_t next;
 } work;
 
-static int64_t pieces(int64_t n) { return (n + PIECE - 1) / PIECE; }
-
-static void *take_pieces(void *argument) {
+static void take_pieces(void *argument) {
     work *w = argument;
-    int64_t k = 0, before = 0; /* a tensor, and the pieces of those before it */
-    for (;;) {
-        int64_t next = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);
-        while (k < w->count && next >= before + pieces(w->n[k])) before += pieces(w->n[k++]);
-        if (k == w->count) return 0;
-        int64_t begin = (next - before) * PIECE, left = w->n[k] - begin;
-        w->piece(w, k, begin, left < PIECE ? left : PIECE, w->found + next * w->each);
-    }
-}
-static void pass(work *w, int64_t threads) {
-    pthread_t thread[threads];
-    int64_t started = 0;
-    for (; started < threads - 1; started++)
-        if (pthread_create(&thread[started], 0, take_pieces, w)) break;
-    take_pieces(w);
-    while (started) pthread_join(thread[--started], 0);
+    for (piece p = {0}; deal(&w->deck, &p);) w->take(w, &p, w->found + p.number * w->each);
 }
 
 static double sum_of(const double *lanes) {
@@ -71,15 +48,22 @@ static double sum_of(const double *lanes) {
 static double total(const work *w, int64_t place) {
     double sum = 0;
     const double *found = w->found + place;
-    for (int64_t k = 0; k < w->count; k++)
-        for (int64_t left = pieces(w->n[k]); left; left--, found += w->each) sum += *found;
+    for (int64_t k = 0; k < w->deck.count; k++)
+        for (int64_t left = pieces(w->deck.n[k]); left; left--, found += w->each) sum += *found;
     return sum;
 }
-/* STATEMENT for the value at i of n, in the lane l. */
-#define LANE_BY_LANE(STATEMENT)                                                               \
+/* Ask for what lies so many values after p: by itself the processor looks less far ahead. */
+#define AHEAD 2048
+#define ASK(p)                                                                                \
+    __builtin_prefetch((p) + first + AHEAD);                                                  \
+    __builtin_prefetch((p) + first + AHEAD + LANES / 2);
+/* STATEMENT for the value at i of the n of one and of other, in the lane l. */
+#define LANE_BY_LANE(one, other, STATEMENT)                                                   \
     int64_t whole = n - n % LANES;                                                            \
-    for (int64_t first = 0; first < whole; first += LANES)                                    \
+    for (int64_t first = 0; first < whole; first += LANES) {                                  \
+        ASK(one) ASK(other)                                                                   \
         for (int l = 0; l < LANES; l++) { int64_t i = first + l; STATEMENT }                  \
+    }                                                                                         \
     for (int64_t i = whole; i < n; i++) { int l = i - whole; STATEMENT }
 #define WIDEN(r)                                                                              \
     r.low[l] = x < r.low[l] ? x : r.low[l]; r.high[l] = x > r.high[l] ? x : r.high[l];
@@ -104,7 +88,7 @@ static double move(float *restrict m, const float *restrict side, int64_t n, flo
     double squares[LANES] = {0};
     range r = *ends;
     LANE_BY_LANE(
-        float x = side[i]; float d = x - m[i];
+        side, m, float x = side[i]; float d = x - m[i];
         m[i] += share * d; squares[l] += (double)d * d; WIDEN(r))
     *ends = r;
     return sum_of(squares);
@@ -113,17 +97,17 @@ static double move(float *restrict m, const float *restrict side, int64_t n, flo
 static double begin_with(float *restrict m, const float *restrict side, int64_t n, range *ends) {
     double zeros[LANES] = {0};
     range r = *ends;
-    LANE_BY_LANE(float x = side[i]; m[i] = x; zeros[l] += x - x; WIDEN(r))
+    LANE_BY_LANE(side, m, float x = side[i]; m[i] = x; zeros[l] += x - x; WIDEN(r))
     *ends = r;
     return sum_of(zeros);
 }
-static void fold_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
-    float *m = w->a[k] + begin;
-    range ends = from_value(w->sides[k][begin]);
+static void fold_piece(const work *w, const piece *p, double *found) {
+    float *m = w->a[p->k] + p->begin;
+    range ends = from_value(w->sides[p->k][p->begin]);
     for (int64_t j = 0; j < w->many; j++) {
-        const float *side = w->sides[j * w->count + k] + begin;
-        found[2 + j] = j || w->begun ? move(m, side, n, w->shares[j], &ends)
-                                 : begin_with(m, side, n, &ends);
+        const float *side = w->sides[j * w->deck.count + p->k] + p->begin;
+        found[2 + j] = j || w->begun ? move(m, side, p->n, w->shares[j], &ends)
+                                     : begin_with(m, side, p->n, &ends);
     }
     tell_ends(&ends, found);
 }
@@ -131,8 +115,8 @@ static void fold_piece(const work *w, int64_t k, int64_t begin, int64_t n, doubl
    squares of each way. */
 void fold(int64_t count, float **a, float **sides, const int64_t *n, int64_t many,
           const float *shares, int64_t begun, double *result, double *found, int64_t threads) {
-    work w = {fold_piece, count, a, 0, sides, n, many, shares, begun, found, 2 + many, 0};
-    pass(&w, threads);
+    work w = {fold_piece, {count, n, 0}, a, 0, sides, many, shares, begun, found, 2 + many};
+    on_threads(take_pieces, &w, threads);
     int64_t all = 0;
     for (int64_t k = 0; k < count; k++) all += pieces(n[k]);
     result[0] = INFINITY, result[1] = -INFINITY;
@@ -144,30 +128,33 @@ void fold(int64_t count, float **a, float **sides, const int64_t *n, int64_t man
     for (int64_t j = 0; j < many; j++) result[2 + j] = total(&w, 2 + j);
 }
 
-static void norms_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
-    const float *restrict a = w->a[k] + begin, *restrict b = w->b ? w->b[k] + begin : 0;
+static void norms_piece(const work *w, const piece *p, double *found) {
+    const float *restrict a = w->a[p->k] + p->begin;
+    const float *restrict b = w->b ? w->b[p->k] + p->begin : 0;
+    int64_t n = p->n;
     double squares[LANES] = {0}, ways[LANES] = {0};
     if (b) {
-        LANE_BY_LANE(float d = a[i] - b[i]; squares[l] += (double)a[i] * a[i];
+        LANE_BY_LANE(a, b, float d = a[i] - b[i]; squares[l] += (double)a[i] * a[i];
                      ways[l] += (double)d * d;)
     } else {
-        LANE_BY_LANE(squares[l] += (double)a[i] * a[i];)
+        LANE_BY_LANE(a, a, squares[l] += (double)a[i] * a[i];)
     }
     found[0] = sum_of(squares), found[1] = sum_of(ways);
 }
 /* |a|^2 and, unless b is null, |a - b|^2. */
 void norms(int64_t count, float **a, float **b, const int64_t *n, double *result, double *found,
            int64_t threads) {
-    work w = {norms_piece, count, a, b, 0, n, 0, 0, 0, found, 2, 0};
-    pass(&w, threads);
+    work w = {norms_piece, {count, n, 0}, a, b, 0, 0, 0, 0, found, 2};
+    on_threads(take_pieces, &w, threads);
     result[0] = total(&w, 0), result[1] = total(&w, 1);
 }
 
-static void ends_piece(const work *w, int64_t k, int64_t begin, int64_t n, double *found) {
-    const float *restrict a = w->a[k] + begin;
+static void ends_piece(const work *w, const piece *p, double *found) {
+    const float *restrict a = w->a[p->k] + p->begin;
+    int64_t n = p->n;
     range ends = from_value(a[0]);
     int strange[LANES] = {0}; /* x - x is 0 of finite values alone */
-    LANE_BY_LANE(float x = a[i]; WIDEN(ends) strange[l] |= x - x != 0;)
+    LANE_BY_LANE(a, a, float x = a[i]; WIDEN(ends) strange[l] |= x - x != 0;)
     tell_ends(&ends, found);
     for (int l = 0; l < LANES; l++)
         if (strange[l]) found[0] = found[1] = NAN;
@@ -175,8 +162,8 @@ static void ends_piece(const work *w, int64_t k, int64_t begin, int64_t n, doubl
 /* Of every tensor, which has values, in result. */
 void ends(int64_t count, float **a, const int64_t *n, double (*result)[2],
           double *found, int64_t threads) {
-    work w = {ends_piece, count, a, 0, 0, n, 0, 0, 0, found, 2, 0};
-    pass(&w, threads);
+    work w = {ends_piece, {count, n, 0}, a, 0, 0, 0, 0, 0, found, 2};
+    on_threads(take_pieces, &w, threads);
     for (int64_t k = 0; k < count; k++) {
         double low = found[0], high = found[1];
         for (int64_t left = pieces(n[k]); left; left--, found += 2) {
