@@ -335,8 +335,8 @@ def test_supernodes_that_are_killed_come_back_with_and_without_their_state(place
     assert [sorted(window["clients"]) for window in windows] == [everybody] * 2
     assert sorted(killed["clients"]) == ["client-0"]
     assert sorted(killed["left_out"]) == ["client-1", "client-2"]
-    # Flower's word while it is away, and ours if it was back before its turn to be asked for.
-    said_so = ("Node Unavailable", "its node went offline after it was asked")
+    # Flower's word while it is away, and ours if it was back before its turn to be listened to.
+    said_so = ("Node Unavailable", "its node answers, but has lost the request")
     for reason in killed["left_out"].values():
         assert any(words in reason for words in said_so), reason
     assert sorted(last["clients"]) == everybody

@@ -4,11 +4,12 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from faults import Faults, Phase, place
+from faults import Faults, Phase
 from federation import OPTIMIZERS, Quadratic, assert_close
 from flower_path import Run, Watch, oracle
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -284,33 +285,52 @@ def test_who_comes_and_goes_is_told(tmp_path):
     ]
 
 
-def test_who_went_and_is_back_while_another_is_listened_to_is_not_waited_for(tmp_path, monkeypatch):
+def test_who_has_lost_what_it_was_asked_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
-    monkeypatch.setattr("flower_desloc.flower.exchange._ROLL_CALL", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.exchange._PATIENT", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.federation.HttpGrid", InProcessGrid)
     faults = faulty("adam", None, tmp_path, timeout=60)
     faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
-    grid = faults.run.grid
-    pull, early = grid.pull_messages, []
-
-    def slow(message_ids):
-        (message_id,) = message_ids
-        asked = next(m for m in grid.sent if m.metadata.message_id == message_id)
-        if early:  # it is back, and client 0 is done
-            grid.away = set()
-            return [early.pop()]
-        replies = pull([message_id])
-        if place(asked) == (0, 3):
-            early.extend(replies)
-            grid.away = {2}
-            return []
-        return replies
-
-    grid.pull_messages = slow
     began = time.monotonic()
     assert_close(faults.run.start(), faults.expected())
     assert time.monotonic() - began < 30
     assert events(faults.run) == [(4, "failed", "client-2")]
-    assert "went offline" in faults.run.watch.records[3].left_out["client-2"]
+    assert "has lost the request" in faults.run.watch.records[3].left_out["client-2"]
+
+
+@pytest.mark.parametrize("looks", range(1, 7))
+def test_who_is_slow_is_asked_once_whether_it_is_there_and_waited_for(looks, monkeypatch):
+    """It answers in turn, and both answers are there at whatever moment the server looks."""
+    monkeypatch.setattr("flower_desloc.flower.exchange._PATIENT", 0.0)
+    sent: list[Message] = []
+    looked = [0]
+
+    class Node(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            sent.extend(messages)
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            (message_id,) = message_ids
+            looked[0] += 1
+            if looked[0] >= looks:
+                return super().pull_messages([message_id])
+            if message_id == sent[0].metadata.message_id:
+                return []
+            return [Message(Error(5, "Node Unavailable"), reply_to=sent[1])]  # not from the node
+
+    grid = Node(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
+    [node] = grid.get_node_ids()
+    [reply] = exchange(
+        grid,
+        [Message(RecordDict(), node, "train")],
+        patience=60,
+        are_you_there=lambda node: Message(RecordDict(), node, "query.there"),
+    )
+    assert not reply.has_error()
+    types = [m.metadata.message_type for m in sent]
+    assert types == (["train", "query.there"] if looks > 1 else ["train"])
 
 
 def test_a_client_that_moves_to_another_node_is_told(tmp_path):

@@ -27,6 +27,7 @@ from flower_desloc.flower.housing import house
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,
+    ARE_YOU_THERE,
     GOODBYE,
     HELLO,
     STATE_LOST,
@@ -163,6 +164,10 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         worker = build(request.config, context)
         reply = evaluate_average(worker, request, _state_file(request, context))
         return Message(reply.to_content(), reply_to=message)
+
+    @app.query(ARE_YOU_THERE.partition(".")[2])
+    def there(message: Message, context: Context) -> Message:  # noqa: ARG001
+        return Message(RecordDict(), reply_to=message)
 
     @app.query(GOODBYE.partition(".")[2])
     def goodbye(message: Message, context: Context) -> Message:

@@ -9,6 +9,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
 
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.content import records_of
@@ -16,6 +17,7 @@ from flower_desloc.flower.exchange import exchange, kind, time_to_live
 from flower_desloc.flower.members import Member, Policy, in_order
 from flower_desloc.flower.records import (
     ABOUT,
+    ARE_YOU_THERE,
     GOODBYE,
     HELLO,
     Request,
@@ -149,8 +151,13 @@ class Federation:
 
     def ask(self, requests: Iterable[Message]) -> Iterator[Message]:
         """Send ``requests`` and yield one reply to each, in their order."""
+        # A SuperNode serves one message after the other; a simulation several, and loses none.
+        in_turn = isinstance(self._grid, HttpGrid)
         for reply in exchange(
-            self._grid, map(self._counted_down, requests), patience=self._policy.timeout
+            self._grid,
+            map(self._counted_down, requests),
+            patience=self._policy.timeout,
+            are_you_there=self._question if in_turn else None,
         ):
             self.traffic += self._counted_up(reply)
             yield reply
@@ -185,6 +192,9 @@ class Federation:
         for reply in exchange(self._grid, requests, patience=patience):
             if reply.has_error():
                 log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
+
+    def _question(self, node_id: int) -> Message:
+        return self._message(RecordDict(), node_id, ARE_YOU_THERE, 0)
 
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, server_round: int

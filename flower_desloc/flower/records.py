@@ -38,6 +38,7 @@ _OWN_KEYS = {
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
+ARE_YOU_THERE = "query.there"
 GOODBYE = "query.goodbye"
 
 
