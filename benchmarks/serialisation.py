@@ -2,10 +2,11 @@
 
     python benchmarks/serialisation.py [--repeats 21] [--json FILE]
 
-The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Written: tensors to the records' bytes.
-Read: bytes to tensors; ours are views of them. Installed: read and copied into a model's tensors,
-which is what becomes of them on a client. Beside them the plain copy of the same tensors:
-`tensor.clone()` for what makes new memory, `copy_` for what does not. All take turns.
+The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Written: tensors, wherever they lie, to
+the records of a message; handed over: such as lie where a message will have them, as those of a
+client on the CPU do. Read: bytes to tensors; ours are views of them. Installed: read and copied
+into a model's tensors, which is what becomes of them on a client. Beside them the plain copy of the
+same tensors: `tensor.clone()` for what makes new memory, `copy_` for what does not. All take turns.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import torch
 from aggregation import about, ratio, shapes, spreads, take_turns
 from flwr.app import ArrayRecord
 
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.arrays import room
+from flower_desloc.flower.records import from_record, handed_over, to_record
 
 Stream = dict[str, torch.Tensor]
 
@@ -37,12 +39,15 @@ def main() -> None:
     noise = torch.Generator().manual_seed(0)
     stream = {name: torch.randn(shape, generator=noise) for name, shape in shapes().items()}
     model = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    places = room([(tensor.dtype, tensor.shape) for tensor in stream.values()])
+    housed = {key: place.copy_(stream[key]) for key, place in zip(stream, places, strict=True)}
     record = to_record(stream)
-    assert record == ArrayRecord(stream)
+    assert record == ArrayRecord(stream) == handed_over({**stream}) == handed_over({**housed})
     seconds = take_turns(
         {
             "clone": lambda: {key: tensor.clone() for key, tensor in stream.items()},
-            "write desloc": lambda: to_record(stream),
+            "write desloc": lambda: handed_over({**stream}),
+            "hand over desloc": lambda: handed_over({**housed}),
             "write flower": lambda: ArrayRecord(stream),
             "read desloc": lambda: from_record(record),
             "read flower": record.to_torch_state_dict,
@@ -54,17 +59,21 @@ def main() -> None:
     )
     pairs = {
         "write, to flower's": ("write flower", "write desloc"),
+        "hand over, to flower's": ("write flower", "hand over desloc"),
         "read, to flower's": ("read flower", "read desloc"),
         "install, to flower's": ("install flower", "install desloc"),
         "both, to flower's": ("both flower", "both desloc"),
+        "both, installed, to flower's": ("both, installed, flower", "both, installed, desloc"),
         "write, to clone": ("clone", "write desloc"),
+        "write, to copy": ("copy", "write desloc"),
         "read, to clone": ("clone", "read desloc"),
         "install, to copy": ("copy", "install desloc"),
     }
     for times in seconds.values():  # there and back
         for who in ("flower", "desloc"):
-            ways = zip(times[f"write {who}"], times[f"read {who}"], strict=True)
-            times[f"both {who}"] = [sum(way) for way in ways]
+            for way, back in {"both": "read", "both, installed,": "install"}.items():
+                ways = zip(times[f"write {who}"], times[f"{back} {who}"], strict=True)
+                times[f"{way} {who}"] = [sum(way) for way in ways]
     speeds = {
         clock: {what: ratio(times[a], times[b]) for what, (a, b) in pairs.items()}
         for clock, times in seconds.items()
@@ -79,9 +88,9 @@ def main() -> None:
     for clock, arms in result["seconds"].items():
         for name, times in arms.items():
             shown = (f"{what} {1e3 * s:7.1f} ms  " for what, s in times.items())
-            print(f"{clock:5}{name:20}", *shown)
+            print(f"{clock:5}{name:29}", *shown)
         for name, times in speeds[clock].items():
-            print(f"{clock:5}{name:20}", *(f"{what} {x:7.2f}     " for what, x in times.items()))
+            print(f"{clock:5}{name:29}", *(f"{what} {x:7.2f}     " for what, x in times.items()))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy
 
 from flower_desloc.flower.arrays import from_array, hand_over, room, to_array, values_bytes
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.records import from_record, handed_over, to_record
 
 DTYPES = [
     *(torch.float16, torch.float32, torch.float64, torch.bool),
@@ -93,6 +93,25 @@ def test_what_does_not_lie_there_as_it_is_is_copied(layout):
     array = hand_over(value)
     assert type(array.data) is bytes
     assert same(from_array(array), value.contiguous())
+
+
+@pytest.mark.parametrize("housed", [0, 3, len(SHAPES)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_stream_is_handed_over_wherever_its_tensors_lie(dtype, housed):
+    """All, some or none in a room; those that were elsewhere stay their owner's."""
+    values = {str(shape): tensor(shape, dtype) for shape in SHAPES}
+    places = room([(value.dtype, value.shape) for value in values.values()])
+    given = dict(values)
+    for key, place in list(zip(values, places, strict=True))[:housed]:
+        given[key] = place.copy_(values[key])
+    elsewhere = [value for key, value in values.items() if given[key] is value]
+    flowers = ArrayRecord(values)
+    record = handed_over(given)
+    assert given == {}
+    for value in elsewhere:
+        value.zero_()
+    assert record == flowers
+    assert all(same(from_array(array), from_array(flowers[k])) for k, array in record.items())
 
 
 def test_what_is_read_is_a_view_and_who_writes_into_it_is_told():

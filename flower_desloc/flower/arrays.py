@@ -71,16 +71,13 @@ def hand_over(tensor: Tensor) -> Array:
     Nobody may write to it as long as there is the Array (:func:`is_handed_over`). With a copy, as
     :func:`to_array` does, if it does not lie there.
     """
-    if not is_in_room(tensor):
+    written = _written(tensor)
+    if written is None:
         return to_array(tensor)
-    values = _handed_over.get(tensor.data_ptr())
-    if values is None:
-        begin = tensor.storage_offset() * tensor.itemsize
-        header = len(_header_of(tensor.dtype, tensor.shape))
-        values = _whole(tensor)[begin - header : begin + tensor.nbytes].numpy()
-        _handed_over[tensor.data_ptr()] = values
+    # One for all Arrays of that memory: it is there as long as any of them.
+    written = _handed_over.setdefault(tensor.data_ptr(), written)
     dtype = str(np.dtype(DESCRIPTIONS[tensor.dtype]))
-    return _restored(dtype, tuple(tensor.shape), _NUMPY, _Bytes(values.data.toreadonly()))
+    return _restored(dtype, tuple(tensor.shape), _NUMPY, _Bytes(written.data.toreadonly()))
 
 
 def is_handed_over(tensor: Tensor) -> bool:
@@ -90,18 +87,21 @@ def is_handed_over(tensor: Tensor) -> bool:
 
 def is_in_room(tensor: Tensor) -> bool:
     """Return whether a tensor lies after what NumPy writes before it."""
+    return _written(tensor) is not None
+
+
+def _written(tensor: Tensor) -> NDArray[np.uint8] | None:
+    """Return the memory of a tensor and of what NumPy writes before it, if that lies there."""
     header = _header_of(tensor.dtype, tensor.shape)
     if not (header and tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes > 0):
-        return False
-    begin = tensor.storage_offset() * tensor.itemsize
-    return begin >= len(header) and header == bytes(
-        _whole(tensor)[begin - len(header) : begin].numpy().data
-    )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return all the memory a tensor lies in, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.detach().untyped_storage())
+        return None
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    begin = end - tensor.nbytes - len(header)
+    if begin < 0:
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.detach().untyped_storage())
+    written: NDArray[np.uint8] = whole[begin:end].numpy()
+    return written if written[: len(header)].tobytes() == header else None
 
 
 def from_array(array: Array) -> Tensor:

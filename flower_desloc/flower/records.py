@@ -20,7 +20,14 @@ from flwr.app import (
 )
 
 from flower_desloc.averaging import Stream
-from flower_desloc.flower.arrays import from_array, hand_over, to_array, values_bytes
+from flower_desloc.flower.arrays import (
+    from_array,
+    hand_over,
+    is_in_room,
+    room,
+    to_array,
+    values_bytes,
+)
 from flower_desloc.flower.content import records_of
 from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
@@ -225,8 +232,13 @@ def to_record(stream: Stream) -> ArrayRecord:
 def handed_over(stream: dict[str, torch.Tensor]) -> ArrayRecord:
     """Return a stream that nobody writes to any more as an ArrayRecord, without a copy if it can.
 
-    It is empty then: where it cannot, tensors are let go one by one.
+    It is empty then: where it cannot, tensors are let go one by one. Flower sends and reads such a
+    record as any; to make another of its arrays takes bytes, as :func:`to_record` has.
     """
+    if not all(is_in_room(tensor) for tensor in stream.values() if tensor.nbytes > 0):
+        places = room([(tensor.dtype, tensor.shape) for tensor in stream.values()])
+        for key, place in zip(list(stream), places, strict=True):
+            stream[key] = place.copy_(stream[key].detach())
     record = ArrayRecord()
     for key in list(stream):
         record[key] = hand_over(stream.pop(key))
