@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.bundles import STYPE, bundled
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
 from flower_desloc.flower.members import Policy
@@ -146,6 +147,41 @@ def of_values() -> st.SearchStrategy[Wrong]:
     )
 
 
+def of_bundles() -> st.SearchStrategy[Wrong]:
+    stream = st.sampled_from(STREAMS)
+
+    def spoiled(name: str, what: str, change: Callable[[bytes], bytes]) -> Wrong:
+        def spoil(content: RecordDict) -> None:
+            content[name] = bundled(content[name])
+            (bundle,) = content[name].values()
+            bundle.data = change(bundle.data)
+
+        return f"the bundle of {name} {what}", spoil
+
+    return st.one_of(
+        st.tuples(stream, st.integers(0, 10**6)).map(
+            lambda a: spoiled(a[0], f"cut, {a[1]}", lambda data: data[: a[1] % len(data)])
+        ),
+        st.tuples(stream, st.binary(min_size=1, max_size=99)).map(
+            lambda a: spoiled(a[0], f"with {len(a[1])} bytes more", lambda data: data + a[1])
+        ),
+        st.tuples(stream, st.binary(min_size=8, max_size=8)).map(
+            lambda a: spoiled(
+                a[0],
+                f"with an index of {a[1]!r} bytes",
+                lambda data: (a[1] if a[1] != data[:8] else bytes(8)) + data[8:],
+            )
+        ),
+        st.tuples(stream, st.binary(max_size=60)).map(
+            lambda a: spoiled(
+                a[0],
+                f"with the index {a[1]!r}",
+                lambda data: len(a[1]).to_bytes(8, "little") + a[1] + data[8 + len(a[1]) :],
+            )
+        ),
+    )
+
+
 HEADERS = [
     b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }",
     b"{'descr': '<f8', 'fortran_order': False, 'shape': (-4,), }",
@@ -195,7 +231,7 @@ def of_bytes() -> st.SearchStrategy[Wrong]:
         st.tuples(place, begun).map(lambda a: is_data(*a)),
         st.tuples(place, st.integers(0, 10**6)).map(lambda a: cut(*a)),
         st.tuples(place, st.binary(min_size=1, max_size=99)).map(lambda a: longer(*a)),
-        st.tuples(place, st.text(max_size=9)).map(lambda a: is_of(*a)),
+        st.tuples(place, st.text(max_size=9) | st.just(STYPE)).map(lambda a: is_of(*a)),
         st.tuples(place, st.sampled_from(HEADERS)).map(lambda a: headed(*a)),
         st.tuples(place, st.sampled_from([archive.getvalue(), pickled])).map(lambda a: is_data(*a)),
     )
@@ -293,7 +329,14 @@ def put(content: RecordDict, at: tuple[str, str], values: np.ndarray) -> None:
 
 
 TRAINING = st.one_of(
-    of_records(), of_tensors(), of_values(), of_bytes(), of_metrics(), of_steps(), of_errors()
+    of_records(),
+    of_tensors(),
+    of_values(),
+    of_bytes(),
+    of_bundles(),
+    of_metrics(),
+    of_steps(),
+    of_errors(),
 )
 
 # ------------------------------------------------------------------------------------ Who is asked

@@ -193,6 +193,11 @@ class _Bytes:
         return self  # nobody changes them
 
 
+def made_of(dtype: str, shape: tuple[int, ...], stype: str, data: memoryview) -> Array:
+    """Return an Array of these bytes, which Flower would want copied first."""
+    return _restored(dtype, shape, stype, _Bytes(data))
+
+
 def _reduce(array: Array) -> tuple[object, ...]:
     return _restored, (array.dtype, array.shape, array.stype, _Bytes(array.data))
 

@@ -142,6 +142,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
                 **worker.about,
                 "client": client_name(context),
                 "num-examples": worker.num_examples,
+                "bundles": True,
                 "held-streams": list(held.versions) if held else [],
                 "held-versions": list(held.versions.values()) if held else [],
             }
@@ -155,8 +156,9 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         # What came is let go before the reply is made, which is as large.
         message.content.clear()
         reply = train_window(worker, request, _state_file(request, context))
+        bundles = request.bundles
         del request
-        return Message(reply.to_content(), reply_to=message)
+        return Message(reply.to_content(bundles=bundles), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:

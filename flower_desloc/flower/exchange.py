@@ -3,9 +3,10 @@
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
-from flwr.app import DEFAULT_TTL, Error, Message
+from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.members import printable
@@ -40,7 +41,7 @@ def exchange(
 
     Every reply says truly which node was asked: Flower's own errors may come from node 1.
     """
-    asked = [_Asked(request, _push(grid, request), time.monotonic()) for request in requests]
+    asked = [_asked(grid, request) for request in requests]
     heard = time.monotonic()
     while asked:
         turn = asked.pop(0)
@@ -54,7 +55,7 @@ def exchange(
 
 @dataclass(frozen=True)
 class _Asked:
-    request: Message
+    request: Message  # without its content, which is on its way
     message_id: str | None  # None: the link did not take it
     at: float
 
@@ -81,6 +82,13 @@ def _sentence(reason: str | None) -> str:
 def time_to_live(patience: float) -> float:
     """Return for how long Flower should keep a message, in seconds."""
     return max(DEFAULT_TTL, 2 * patience)
+
+
+def _asked(grid: Grid, request: Message) -> _Asked:
+    message_id = _push(grid, request)
+    bare = copy(request)
+    bare.content = RecordDict()
+    return _Asked(bare, message_id, time.monotonic())
 
 
 def _push(grid: Grid, message: Message) -> str | None:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -11,6 +12,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid
 
+from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import exchange, kind, time_to_live
@@ -45,6 +47,8 @@ class Federation:
         self.checkpoint = -1
         """Step of the last checkpoint; -1: none."""
         self._grid = grid
+        self._is_deployment = isinstance(grid, HttpGrid)
+        self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
         self._policy = policy
         self._run_key = run_key
         self._members: dict[str, Member] = {}
@@ -144,20 +148,20 @@ class Federation:
 
         The records are shared between messages: they are never changed.
         """
-        content = request.to_content(server_round)
+        bundles = self._is_deployment and member.reads_bundles
+        content = replace(request, bundles=bundles).to_content(server_round)
         for name, record in averages.items():
-            content[name] = record
+            content[name] = self._bundled(record) if bundles else record
         return self._message(content, member.node_id, message_type, server_round)
 
     def ask(self, requests: Iterable[Message]) -> Iterator[Message]:
         """Send ``requests`` and yield one reply to each, in their order."""
         # A SuperNode serves one message after the other; a simulation several, and loses none.
-        in_turn = isinstance(self._grid, HttpGrid)
         for reply in exchange(
             self._grid,
-            map(self._counted_down, requests),
+            self._each_counted(requests),
             patience=self._policy.timeout,
-            are_you_there=self._question if in_turn else None,
+            are_you_there=self._question if self._is_deployment else None,
         ):
             self.traffic += self._counted_up(reply)
             yield reply
@@ -207,9 +211,19 @@ class Federation:
             return Traffic(up=payload_bytes(reply), framed_up=framed_bytes(reply))
         return Traffic(up=payload_bytes(reply))
 
+    def _each_counted(self, requests: Iterable[Message]) -> Iterator[Message]:
+        yield from map(self._counted_down, requests)
+        self._bundles.clear()
+
     def _counted_down(self, message: Message) -> Message:
         self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))
         return message
+
+    def _bundled(self, record: ArrayRecord) -> ArrayRecord:
+        """Return a record in bundles, the same for all requests that are sent one after another."""
+        if id(record) not in self._bundles:
+            self._bundles[id(record)] = record, bundled(record)
+        return self._bundles[id(record)][1]
 
 
 def _about(reply: Message) -> ConfigRecord:

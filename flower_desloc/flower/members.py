@@ -76,20 +76,21 @@ class Member:
     about: Mapping[str, str]
     held: dict[str, int] = field(default_factory=dict)
     """Of every stream it holds, the step of the average or reset it descends from."""
+    reads_bundles: bool = False
 
     @classmethod
     def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
         """Read what a client says of itself; raises ``ValueError`` when it says no name."""
         about = dict(hello)
         streams, versions = about.pop("held-streams", []), about.pop("held-versions", [])
-        name = about.pop("client", None)
+        name, reads_bundles = about.pop("client", None), about.pop("bundles", False) is True
         if not isinstance(name, str) or not is_name(name):
             raise ValueError(f"{name!r} is not a name")
         if not isinstance(streams, list) or not isinstance(versions, list):
             raise ValueError("it did not say which streams it holds")
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
         told = {printable(k): printable(str(v)) for k, v in about.items()}
-        return cls(name, node_id, told, held)
+        return cls(name, node_id, told, held, reads_bundles)
 
     def lacks(self, versions: Mapping[str, int], resets: Container[str] = ()) -> list[str]:
         """Return the streams that must be sent to this client, given the ``versions`` of all."""

@@ -5,7 +5,7 @@ Down: an ArrayRecord for each stream that travels, named after it, and one Confi
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ from flower_desloc.flower.arrays import (
     to_array,
     values_bytes,
 )
+from flower_desloc.flower.bundles import bundled, unbundled
 from flower_desloc.flower.content import records_of
 from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.schedule import Window
@@ -41,7 +42,7 @@ STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
-    *("attempt", "checkpoint-step", "stream-formats", "differences", "former-version"),
+    *("attempt", "checkpoint-step", "stream-formats", "differences", "former-version", "bundles"),
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
@@ -74,6 +75,8 @@ class Request:
     """Of ``streams``, those that are a difference to ``former``."""
     former: int = -1
     """Version of the parameters before the last average of them; -1: there was none."""
+    bundles: bool = False
+    """Whether the reply may have its small arrays in bundles."""
     config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """The app's own settings."""
 
@@ -93,6 +96,7 @@ class Request:
         config["stream-formats"] = [str(self.formats.get(n, EXACT)) for n in self.versions]
         config["differences"] = sorted(self.differences)
         config["former-version"] = self.former
+        config["bundles"] = self.bundles
         content = RecordDict({CONFIG: config})
         for name, stream in self.streams.items():
             content[name] = to_record(stream)
@@ -125,6 +129,7 @@ class Request:
                 formats=lossy({str(k): str(v) for k, v in zip(names, formats, strict=True)}),
                 differences=frozenset(str(name) for name in differences),
                 former=_integer(config.pop("former-version")),
+                bundles=config.pop("bundles") is True,
                 streams=_streams(content),
                 config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
             )
@@ -139,14 +144,15 @@ class Reply:
     metrics: Mapping[str, int | float | list[int] | list[float]]
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
-    def to_content(self) -> RecordDict:
-        """Return the records of the reply.
+    def to_content(self, *, bundles: bool = False) -> RecordDict:
+        """Return the records of the reply, with ``bundles`` or without.
 
         Streams are handed over: nobody may write to them as long as the records are there.
         """
         content = RecordDict({METRICS: MetricRecord({**self.metrics})})
         for name, stream in self.streams.items():
-            content[name] = handed_over({**stream})
+            record = handed_over({**stream})
+            content[name] = bundled(record) if bundles else record
         return content
 
     @classmethod
@@ -250,10 +256,11 @@ def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
 
     Raises ``ValueError`` when they cannot be read.
     """
-    stream = {key: from_array(array) for key, array in record.items()}
+    arrays = unbundled(record)
+    stream = {key: from_array(array) for key, array in arrays.items()}
     for key, tensor in stream.items():
         # NumPy reads what it needs and leaves the rest, which has travelled all the same.
-        if (came := values_bytes(record[key])) != tensor.nbytes:
+        if (came := values_bytes(arrays[key])) != tensor.nbytes:
             raise ValueError(f"{key!r} came with {came} bytes for {tensor.nbytes} bytes of values")
     return stream
 
@@ -275,7 +282,14 @@ def payload_bytes(message: Message) -> dict[str, int]:
     if not message.has_content():
         return {}
     records = records_of(ArrayRecord, message.content)
-    return {name: sum(map(values_bytes, record.values())) for name, record in records.items()}
+    return {name: sum(map(values_bytes, _arrays(record))) for name, record in records.items()}
+
+
+def _arrays(record: ArrayRecord) -> Iterable[Array]:
+    try:
+        return unbundled(record).values()
+    except ValueError:
+        return record.values()
 
 
 def framed_bytes(message: Message) -> int:

@@ -1,0 +1,157 @@
+"""Arrays in bundles are the arrays they were; what is no bundle is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, generator
+from flower_path import Run
+from flwr.app import Array, ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_desloc.flower import bundles
+from flower_desloc.flower.arrays import to_array
+from flower_desloc.flower.bundles import STYPE, bundled, unbundled
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.records import HELLO, from_record
+from flower_desloc.schedule import SyncSchedule
+from flower_desloc.streams import digest
+
+DTYPES = [torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(bundles, "_SMALL", 1000)
+    monkeypatch.setattr(bundles, "_FULL", 3000)
+
+
+def record_of(sizes, dtypes=(torch.float32,)):
+    return ArrayRecord(
+        {
+            f"a.{i}": to_array(
+                torch.randn(size, generator=generator(3, i)).to(dtypes[i % len(dtypes)])
+            )
+            for i, size in enumerate(sizes)
+        }
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=30))
+def test_every_array_comes_out_as_it_went_in(sizes):
+    record = record_of(sizes, DTYPES)
+    packed = bundled(record)
+    back = unbundled(packed)
+    assert dict(back) == dict(record)
+    alone = {name: array for name, array in packed.items() if array.stype != STYPE}
+    assert all(array is record[name] for name, array in alone.items())
+    assert alone.keys() >= {name for name, array in record.items() if len(array.data) > 1000}
+    streams = from_record(packed), from_record(record)
+    assert streams[0].keys() == streams[1].keys()
+    assert all(torch.equal(streams[0][key], streams[1][key]) for key in streams[0])
+
+
+def test_few_are_left_and_they_are_views():
+    packed = bundled(record_of([10] * 100))
+    assert len(packed) == 6  # 17 of 168 bytes to each
+    got = list(from_record(packed).values())
+    assert got[1].data_ptr() - got[0].data_ptr() == 192  # with NumPy's header, and no new memory
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        got[0].add_(1)
+
+
+def changed_index(change):
+    def spoil(data: bytes) -> bytes:
+        end = 8 + int.from_bytes(data[:8], "little")
+        index = json.loads(data[8:end])
+        text = json.dumps(change(index), separators=(",", ":")).encode()
+        head = len(text).to_bytes(8, "little") + text
+        return head + bytes(-len(head) % 64) + data[end + -end % 64 :]
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda data: data[:-64], "bundle 'a.0' cannot be read"),
+        (lambda data: data + bytes(64), "bytes, its arrays"),
+        (lambda data: b"", "bundle 'a.0' cannot be read"),
+        (lambda data: b"\xff" * 8 + data[8:], "cannot be read"),
+        (lambda data: data[:8] + b"[" * (len(data) - 8), "cannot be read"),
+        (lambda data: (10**6).to_bytes(8, "little") + b"[" * 10**6, "cannot be read"),
+        (changed_index(lambda index: index[:-1]), "bytes, its arrays"),
+        (changed_index(lambda index: [*index, index[0]]), "two arrays 'a.0'"),
+        (changed_index(lambda index: {"a": 1}), "cannot be read"),
+        (changed_index(lambda index: 7), "cannot be read"),
+        (changed_index(lambda index: [[*row[:4], -1] for row in index]), "has -1 bytes"),
+        (changed_index(lambda index: [[*row[:4], 1e3] for row in index]), "has 1000.0 bytes"),
+        (changed_index(lambda index: [[*row[:4], 10**30] for row in index]), "cannot be read"),
+        (changed_index(lambda index: [[7, *row[1:]] for row in index]), "no array 7"),
+        (changed_index(lambda index: [[row[0], row[1], 7, *row[3:]] for row in index]), "read"),
+        (changed_index(lambda index: [row[:3] for row in index]), "cannot be read"),
+    ],
+)
+def test_what_is_no_bundle_is_refused(spoil, said):
+    (bundle,) = bundled(record_of([10, 20, 30])).values()
+    data = spoil(bundle.data)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_record(ArrayRecord({"a.0": Array("uint8", (len(data),), STYPE, data)}))
+
+
+def test_a_bundle_within_a_bundle_is_no_array():
+    (inner,) = bundled(record_of([10, 20])).values()
+    (outer,) = bundled(ArrayRecord({"x": inner, "y": to_array(torch.zeros(3))})).values()
+    with pytest.raises(ValueError, match="cannot be read"):
+        from_record(ArrayRecord({"x": outer}))
+
+
+def test_a_name_within_and_without_is_one_too_many():
+    record = bundled(record_of([10, 20]))
+    record["a.1"] = to_array(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"two arrays 'a\.1'"):
+        from_record(record)
+
+
+@pytest.mark.parametrize("understood", [True, False])
+@pytest.mark.parametrize("formats", [{}, {"params": "int8", "exp_avg_sq": "bf16"}], ids=str)
+def test_a_deployment_gives_the_same_bits(formats, understood, tmp_path, monkeypatch):
+    """In bundles, unless a client that does not say that it reads them is sent to."""
+
+    def run(folder):
+        case = OPTIMIZERS["adam"]
+        run = Run(
+            Quadratic(),
+            case,
+            SyncSchedule(case.periods(2, 3, 5)),
+            folder,
+            num_clients=3,
+            num_steps=12,
+            formats=formats,
+        )
+        stypes = set()
+
+        def look(asked, reply):
+            if not understood and asked.metadata.message_type == HELLO:
+                del reply.content["about"]["bundles"]
+            for message in (asked, reply):
+                for name, record in message.content.items():
+                    if isinstance(record, ArrayRecord):
+                        stypes.update((name, array.stype) for array in record.values())
+            return reply
+
+        run.grid.meddle = look
+        run.start()
+        weights = digest(from_record(run.result.arrays))
+        traffic = [(r.traffic.up, r.traffic.down) for r in run.watch.records]
+        return weights, traffic, {stype == STYPE for _, stype in stypes}
+
+    plain = run(tmp_path / "plain")
+    monkeypatch.setattr("flower_desloc.flower.federation.HttpGrid", InProcessGrid)
+    deployed = run(tmp_path / "deployed")
+    assert plain[:2] == deployed[:2]
+    assert plain[2] == {False}
+    assert deployed[2] == {understood}
