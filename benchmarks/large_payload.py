@@ -137,12 +137,13 @@ def engine(name: str, folder: Path) -> Iterator[tuple[SuperLink, list[str]]]:
         yield superlink, []
 
 
-def measure(name: str, values: int, tensors: int) -> dict[str, Any]:
+def measure(name: str, values: int, tensors: int, *, bundles: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="desloc-bench-") as temporary:
         folder = Path(temporary)
         os.environ[STATE_DIR] = temporary
         output = folder / "result.json"
         settings = {"values": values, "tensors": tensors, "output": str(output)}
+        settings["bundles"] = int(bundles)
         memory = Memory(temporary)
         memory.start()
         with engine(name, folder) as (superlink, options):
