@@ -5,6 +5,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
-from flower_desloc.flower.exchange import exchange
+from flower_desloc.flower.exchange import Question, exchange
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
@@ -287,7 +288,7 @@ def test_who_comes_and_goes_is_told(tmp_path):
 
 def test_who_has_lost_what_it_was_asked_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
-    monkeypatch.setattr("flower_desloc.flower.exchange._PATIENT", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.federation.Question", partial(Question, after=0.0))
     monkeypatch.setattr("flower_desloc.flower.federation.HttpGrid", InProcessGrid)
     faults = faulty("adam", None, tmp_path, timeout=60)
     faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
@@ -299,9 +300,8 @@ def test_who_has_lost_what_it_was_asked_is_not_waited_for(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("looks", range(1, 7))
-def test_who_is_slow_is_asked_once_whether_it_is_there_and_waited_for(looks, monkeypatch):
+def test_who_is_slow_is_asked_whether_it_is_there_and_waited_for(looks):
     """It answers in turn, and both answers are there at whatever moment the server looks."""
-    monkeypatch.setattr("flower_desloc.flower.exchange._PATIENT", 0.0)
     sent: list[Message] = []
     looked = [0]
 
@@ -318,7 +318,7 @@ def test_who_is_slow_is_asked_once_whether_it_is_there_and_waited_for(looks, mon
                 return super().pull_messages([message_id])
             if message_id == sent[0].metadata.message_id:
                 return []
-            return [Message(Error(5, "Node Unavailable"), reply_to=sent[1])]  # not from the node
+            return [Message(Error(5, "Node Unavailable"), reply_to=sent[-1])]  # not from the node
 
     grid = Node(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
     [node] = grid.get_node_ids()
@@ -326,11 +326,59 @@ def test_who_is_slow_is_asked_once_whether_it_is_there_and_waited_for(looks, mon
         grid,
         [Message(RecordDict(), node, "train")],
         patience=60,
-        are_you_there=lambda node: Message(RecordDict(), node, "query.there"),
+        question=Question(there, after=0.0),
     )
     assert not reply.has_error()
     types = [m.metadata.message_type for m in sent]
-    assert types == (["train", "query.there"] if looks > 1 else ["train"])
+    assert types == ["train", *["query.there"] * (len(sent) - 1)]
+    assert len(sent) == [1, 2, 2, 2, 3, 3][looks - 1]  # again where the question is gone
+
+
+def there(node: int) -> Message:
+    return Message(RecordDict(), node, "query.there")
+
+
+class Slow(InProcessGrid):
+    """A node whose replies are there so many seconds after they were asked for."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
+        self.seconds = seconds
+        self.asked: dict[str, float] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        for message_id in super().push_messages(messages):
+            self.asked[message_id] = time.monotonic()
+            yield message_id
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        now = time.monotonic()
+        there = [i for i in message_ids if now >= self.asked[i] + self.seconds]
+        return super().pull_messages(there)
+
+
+def test_nobody_is_asked_before_replies_have_taken_longer_than_ever():
+    grid = Slow(0.4)
+    [node] = grid.get_node_ids()
+    question = Question(there, after=0.1)
+    numbers = []
+    for _ in range(3):
+        grid.asked.clear()
+        [reply] = exchange(
+            grid, [Message(RecordDict(), node, "train")], patience=60, question=question
+        )
+        assert not reply.has_error()
+        numbers.append(len(grid.asked))
+    assert numbers == [2, 1, 1]
+    assert 0.4 < question.after < 60
+
+
+def test_what_the_link_does_not_take_is_known_at_once():
+    grid = InProcessGrid(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
+    grid.push_messages = lambda messages: ["" for _ in messages]  # as Flower's link says it
+    [node] = grid.get_node_ids()
+    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60)
+    assert reply.error.reason == "the request was not taken by the link"
 
 
 def test_a_client_that_moves_to_another_node_is_told(tmp_path):

@@ -158,7 +158,34 @@ def of_bundles() -> st.SearchStrategy[Wrong]:
 
         return f"the bundle of {name} {what}", spoil
 
+    def reindexed(name: str, what: str, change: Callable[[list[Any]], object]) -> Wrong:
+        def change_index(data: bytes) -> bytes:
+            end = 8 + int.from_bytes(data[:8], "little")
+            text = json.dumps(change(json.loads(data[8:end]))).encode()
+            head = len(text).to_bytes(8, "little") + text
+            return head + bytes(-len(head) % 64) + data[end + -end % 64 :]
+
+        return spoiled(name, what, change_index)
+
+    def says(name: str, row: int, column: int, value: object) -> Wrong:
+        def change(index: list[Any]) -> object:
+            here = index[row % len(index)]
+            here[column] = value if type(value) is not type(here[column]) else "another"
+            return index
+
+        return reindexed(name, f"with {value!r} in row {row} column {column}", change)
+
+    value = st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=9),
+        lambda v: st.lists(v, max_size=6) | st.dictionaries(st.text(max_size=3), v, max_size=3),
+    )
     return st.one_of(
+        st.tuples(stream, value).map(
+            lambda a: reindexed(a[0], f"with the index {a[1]!r}", lambda _: a[1])
+        ),
+        st.tuples(stream, st.integers(0, 9), st.sampled_from([0, 1, 5]), value).map(
+            lambda a: says(*a)
+        ),
         st.tuples(stream, st.integers(0, 10**6)).map(
             lambda a: spoiled(a[0], f"cut, {a[1]}", lambda data: data[: a[1] % len(data)])
         ),

@@ -3,6 +3,8 @@
 import ctypes
 import logging
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -74,6 +76,17 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(dtype):
 def test_it_has_the_threads_of_a_pytorch_that_has_threads():
     pointer = ctypes.c_void_p.in_dll(library("a pass over a stream", passes._SOURCE), "parallel")
     assert bool(pointer.value) == torch.backends.openmp.is_available()
+
+
+@compiled
+def test_the_child_of_a_fork_does_not_wait_for_threads_it_does_not_have(two_threads):
+    tensors = [torch.randn(200_000, generator=generator(1))]
+    before = passes.squared_norms(tensors, None)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(passes.squared_norms(tensors, None) != before)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @compiled

@@ -17,54 +17,63 @@ STYPE = "flower-desloc.bundle"
 
 _SMALL = 4 << 20  # bytes; Flower cuts what is larger than 5 MiB
 _FULL = 64 << 20  # bytes; who receives an array has it twice for a moment
+_MANY = 4096  # arrays
+_LONG = 256  # characters of a name
+_INDEX = 16 << 20  # bytes: more than so many of such names take
 _ALIGNMENT = 64  # bytes
+
+_Row = tuple[int, str, Array]
+"""Position in the record, name, and array."""
 
 
 def bundled(record: ArrayRecord) -> ArrayRecord:
     """Return a record with small arrays side by side, each bundle under its first one's name."""
     result = ArrayRecord()
-    for names in _groups(record):
-        first, *others = names
-        result[first] = _bundle({name: record[name] for name in names}) if others else record[first]
+    for rows in sorted(_groups(record), key=lambda rows: rows[0][0]):  # those alone in their order
+        (_, name, array), *others = rows
+        result[name] = _bundle(rows) if others else array
     return result
 
 
 def unbundled(record: ArrayRecord) -> dict[str, Array]:
-    """Return the arrays of a record, of which some may be in bundles; they are views of these.
+    """Return the arrays of a record in their order, of which some may be in bundles, as views.
 
     Raises ``ValueError`` where a bundle is not one that :func:`bundled` makes.
     """
-    arrays: dict[str, Array] = {}
-    for key, array in record.items():
-        each = [(key, array)] if array.stype != STYPE else _parts(key, array)
-        for name, part in each:
-            if name in arrays:
-                raise ValueError(f"there are two arrays {name!r}")
-            arrays[name] = part
-    return arrays
+    alone = [(key, array) for key, array in record.items() if array.stype != STYPE]
+    rows = [row for k, a in record.items() if a.stype == STYPE for row in _rows(k, a)]
+    placed = {position: (name, array) for position, name, array in rows}
+    rest = iter(alone)
+    total = len(alone) + len(rows)
+    # Of two arrays at one place, or one beyond the end, another place has none.
+    arrays = dict(placed[i] if i in placed else next(rest, ("", None)) for i in range(total))
+    if len(arrays) != total or None in arrays.values():
+        raise ValueError("two of its arrays have one name or place")
+    return arrays  # type: ignore[return-value]
 
 
-def _groups(record: ArrayRecord) -> Iterator[list[str]]:
-    group: list[str] = []
+def _groups(record: ArrayRecord) -> Iterator[list[_Row]]:
+    group: list[_Row] = []
     size = 0
-    for name, array in record.items():
-        if len(array.data) > _SMALL:
-            yield [name]
+    for position, (name, array) in enumerate(record.items()):
+        row = position, name, array
+        if not 0 < len(array.data) <= _SMALL or len(name) > _LONG:
+            yield [row]
             continue
-        if size + len(array.data) > _FULL:
+        if size + len(array.data) > _FULL or len(group) == _MANY:
             yield group
             group, size = [], 0
-        group.append(name)
+        group.append(row)
         size += len(array.data)
     if group:
         yield group
 
 
-def _bundle(arrays: dict[str, Array]) -> Array:
-    index = [[name, a.dtype, a.shape, a.stype, len(a.data)] for name, a in arrays.items()]
+def _bundle(rows: list[_Row]) -> Array:
+    index = [[i, name, a.dtype, a.shape, a.stype, len(a.data)] for i, name, a in rows]
     text = json.dumps(index, separators=(",", ":")).encode()
     head = len(text).to_bytes(8, "little") + text
-    data = b"".join(_padded([head, *(array.data for array in arrays.values())]))
+    data = b"".join(_padded([head, *(array.data for _, _, array in rows)]))
     return Array("uint8", (len(data),), STYPE, data)
 
 
@@ -74,18 +83,27 @@ def _padded(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview
         yield bytes(-len(piece) % _ALIGNMENT)
 
 
-def _parts(key: str, bundle: Array) -> Iterator[tuple[str, Array]]:
+def _rows(key: str, bundle: Array) -> list[_Row]:
     data = memoryview(bundle.data)
+    rows = []
     try:
-        end = 8 + int.from_bytes(data[:8], "little")
-        index = json.loads(bytes(data[8:end]))
-        for name, dtype, shape, stype, size in index:
+        length = int.from_bytes(data[:8], "little")
+        if length > _INDEX:
+            raise ValueError(f"its index of {length} bytes is too long")
+        end = 8 + length
+        for position, name, dtype, shape, stype, size in json.loads(bytes(data[8:end])):
             begin = end + -end % _ALIGNMENT
-            end = begin + size
-            if not (isinstance(name, str) and isinstance(size, int) and 0 <= size <= len(data)):
-                raise ValueError(f"no array {name!r} has {size!r} bytes")
-            yield name, made_of(str(dtype), tuple(map(int, shape)), str(stype), data[begin:end])
+            end = begin + _whole(size, 1, len(data))
+            array = made_of(str(dtype), tuple(map(_whole, shape)), str(stype), data[begin:end])
+            rows.append((_whole(position), str(name), array))
         if end + -end % _ALIGNMENT != len(data):
             raise ValueError(f"it has {len(data)} bytes, its arrays {end}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the bundle {key!r} cannot be read: {error}") from error
+    return rows
+
+
+def _whole(value: object, least: int = 0, most: int = 2**63) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is no number from {least} to {most}")
+    return value

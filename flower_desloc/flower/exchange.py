@@ -13,31 +13,39 @@ from flower_desloc.flower.members import printable
 from flower_desloc.record import EventKind
 
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
-_PATIENT = 120.0  # seconds until a node that has not replied is asked whether it is there
+_PATIENT = 120.0  # seconds of silence until a node is asked whether it is there, at least
+_LONGER = 1.5  # times as long as any reply has taken so far
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
 
 
+@dataclass
+class Question:
+    """What to ask a silent node, and after how long, where nodes answer one message after another.
+
+    Flower hands out a message once, and says that a node is offline only while it is: of one that
+    was killed and is back nobody would hear any more. A question that is sent after the request is
+    answered when the reply is there, or will never be. It costs a node the start of a process, so
+    it waits for longer than replies are known to take.
+    """
+
+    to: Callable[[int], Message]
+    """Makes the question to a node."""
+    after: float = _PATIENT
+    """Seconds; more by and by, as replies take longer."""
+
+
 def exchange(
-    grid: Grid,
-    requests: Iterable[Message],
-    *,
-    patience: float,
-    are_you_there: Callable[[int], Message] | None = None,
+    grid: Grid, requests: Iterable[Message], *, patience: float, question: Question | None = None
 ) -> Iterator[Message]:
     """Send ``requests`` and yield one reply to each, in their order.
 
     A reply is pulled when its turn has come, and only then: the link holds the early ones, as it
     does anyway, so the server app holds no more replies than it wants however many clients there
     are, and their sum has one order. A client whose reply is not there ``patience`` seconds after
-    the last one was taken is given an error for a reply.
-
-    So is one whose node has lost what it was asked. Flower hands out a message once, and says that
-    a node is offline only while it is: of one that was killed and is back nobody would hear any
-    more. Where nodes answer one message after the other, in the order they were asked,
-    ``are_you_there`` makes a message to a node, to be sent after two minutes: once that is
-    answered, the reply is there or will never be.
+    the last one was taken is given an error for a reply; so is one whose node answers the
+    ``question`` and has lost what it was asked.
 
     Every reply says truly which node was asked: Flower's own errors may come from node 1.
     """
@@ -45,7 +53,7 @@ def exchange(
     heard = time.monotonic()
     while asked:
         turn = asked.pop(0)
-        reply = _wait(grid, turn, are_you_there, heard, patience)
+        reply = _wait(grid, turn, question, heard, patience)
         if isinstance(reply, Message):
             heard = time.monotonic()
             reply = _wrong(reply, turn.node) or reply
@@ -93,41 +101,42 @@ def _asked(grid: Grid, request: Message) -> _Asked:
 
 def _push(grid: Grid, message: Message) -> str | None:
     # One by one: of a batch, those that cannot be sent are left out without saying which.
-    return next(iter(grid.push_messages([message])), None)
+    return next(iter(grid.push_messages([message])), None) or None
 
 
 def _wait(
-    grid: Grid,
-    asked: _Asked,
-    are_you_there: Callable[[int], Message] | None,
-    heard: float,
-    patience: float,
+    grid: Grid, asked: _Asked, question: Question | None, heard: float, patience: float
 ) -> Message | Error:
     """Return the reply, or why there is none."""
     if asked.message_id is None:
         return Error(_NOT_SENT, "the request was not taken by the link")
-    began = time.monotonic()
-    question = None
+    began = now = time.monotonic()
+    silent_since = max(asked.at, heard)
+    question_id = None
     while True:
         # In this order: a node that answers the question has replied before, or never will.
-        is_there = question is not None and _is_answered(grid, question)
-        for reply in grid.pull_messages([asked.message_id]):
+        answers = _pulled(grid, question_id)
+        for reply in _pulled(grid, asked.message_id):
+            if question is not None and now > began and not reply.has_error():
+                question.after = max(question.after, _LONGER * (now - asked.at))
             return reply
-        if is_there:
-            return Error(_FORGOTTEN, "its node answers, but has lost the request")
         now = time.monotonic()
+        for answer in answers:
+            if not answer.has_error():
+                return Error(_FORGOTTEN, "its node answers, but has lost the request")
+            # Flower's own, not the node's: the question is gone.
+            question_id, silent_since = None, now
         if now >= heard + patience:
             return Error(_NO_REPLY, f"the request was not answered in {patience:g} s")
-        if question is None and are_you_there is not None and now - asked.at > _PATIENT:
-            question = _push(grid, are_you_there(asked.node))
+        if question is not None and not question_id and now - silent_since > question.after:
+            question_id, silent_since = _push(grid, question.to(asked.node)), now
         # A look costs a request: one every twentieth of the wait so far adds 5 % at most.
         pause = min(max((now - began) / 20, _SHORTEST), _LONGEST)
         time.sleep(min(pause, heard + patience - now))
 
 
-def _is_answered(grid: Grid, message_id: str) -> bool:
-    # Not by an error: those of Flower do not come from the node.
-    return any(not reply.has_error() for reply in grid.pull_messages([message_id]))
+def _pulled(grid: Grid, message_id: str | None) -> Iterable[Message]:
+    return () if message_id is None else list(grid.pull_messages([message_id]))
 
 
 def _wrong(reply: Message, node: int) -> Error | None:

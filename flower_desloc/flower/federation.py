@@ -15,7 +15,7 @@ from flwr.superlink.grid import HttpGrid
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.content import records_of
-from flower_desloc.flower.exchange import exchange, kind, time_to_live
+from flower_desloc.flower.exchange import Question, exchange, kind, time_to_live
 from flower_desloc.flower.members import Member, Policy, in_order
 from flower_desloc.flower.records import (
     ABOUT,
@@ -48,6 +48,12 @@ class Federation:
         """Step of the last checkpoint; -1: none."""
         self._grid = grid
         self._is_deployment = isinstance(grid, HttpGrid)
+        # A SuperNode serves one message after the other; a simulation several, and loses none.
+        self._question = (
+            Question(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE, 0))
+            if self._is_deployment
+            else None
+        )
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
         self._policy = policy
         self._run_key = run_key
@@ -156,12 +162,11 @@ class Federation:
 
     def ask(self, requests: Iterable[Message]) -> Iterator[Message]:
         """Send ``requests`` and yield one reply to each, in their order."""
-        # A SuperNode serves one message after the other; a simulation several, and loses none.
         for reply in exchange(
             self._grid,
             self._each_counted(requests),
             patience=self._policy.timeout,
-            are_you_there=self._question if self._is_deployment else None,
+            question=self._question,
         ):
             self.traffic += self._counted_up(reply)
             yield reply
@@ -197,9 +202,6 @@ class Federation:
             if reply.has_error():
                 log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
 
-    def _question(self, node_id: int) -> Message:
-        return self._message(RecordDict(), node_id, ARE_YOU_THERE, 0)
-
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, server_round: int
     ) -> Message:
@@ -212,8 +214,10 @@ class Federation:
         return Traffic(up=payload_bytes(reply))
 
     def _each_counted(self, requests: Iterable[Message]) -> Iterator[Message]:
-        yield from map(self._counted_down, requests)
-        self._bundles.clear()
+        try:
+            yield from map(self._counted_down, requests)
+        finally:
+            self._bundles.clear()
 
     def _counted_down(self, message: Message) -> Message:
         self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))

@@ -54,7 +54,7 @@ STEP(adopt_float64, double, sqrt)
 """
 
 _ELEMENTS_A_THREAD = 1 << 18
-"""Fewer are done before another thread has started."""
+"""Fewer are done before another thread has woken."""
 
 _NAMES = {torch.float32: "adopt_float32", torch.float64: "adopt_float64"}
 

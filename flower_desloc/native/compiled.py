@@ -78,8 +78,10 @@ def _library(source: str) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(library))
     parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
     if parallel is not None:  # a PyTorch without OpenMP has one thread
-        address = ctypes.cast(parallel, ctypes.c_void_p)
-        ctypes.c_void_p.in_dll(loaded, "parallel").value = address.value
+        place = ctypes.c_void_p.in_dll(loaded, "parallel")
+        place.value = ctypes.cast(parallel, ctypes.c_void_p).value
+        # OpenMP's threads are not in a child of a fork, which would wait for them.
+        os.register_at_fork(after_in_child=lambda: setattr(place, "value", None))
     return loaded
 
 
