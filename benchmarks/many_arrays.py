@@ -9,14 +9,11 @@ a ratio is the median of those of the turns.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from aggregation import about
 from large_payload import measure
 
 
@@ -28,9 +25,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here as well")
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("flwr", "torch")},
+        **about(),
         "megabytes": args.megabytes,
         "seconds": {},
     }

@@ -43,13 +43,13 @@ def unbundled(record: ArrayRecord) -> dict[str, Array]:
     alone = [(key, array) for key, array in record.items() if array.stype != STYPE]
     rows = [row for k, a in record.items() if a.stype == STYPE for row in _rows(k, a)]
     placed = {position: (name, array) for position, name, array in rows}
-    rest = iter(alone)
+    names = {name for name, _ in (*alone, *placed.values())}
     total = len(alone) + len(rows)
-    # Of two arrays at one place, or one beyond the end, another place has none.
-    arrays = dict(placed[i] if i in placed else next(rest, ("", None)) for i in range(total))
-    if len(arrays) != total or None in arrays.values():
+    # With all at places of their own, and none beyond the end, those alone fill the rest.
+    if len(names) != total or max(placed, default=-1) >= total:
         raise ValueError("two of its arrays have one name or place")
-    return arrays  # type: ignore[return-value]
+    rest = iter(alone)
+    return dict(placed[i] if i in placed else next(rest) for i in range(total))
 
 
 def _groups(record: ArrayRecord) -> Iterator[list[_Row]]:
