@@ -34,12 +34,12 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from flower_desloc import Mean
-from flower_desloc.averaging import Stream
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.flower.arrays import to_array
 from flower_desloc.flower.housing import Rooms
 from flower_desloc.flower.records import Reply, from_record, handed_over
 from flower_desloc.flower.together import add_all, enough
-from flower_desloc.schedule import PARAMS, Window
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 384, 1024, 32_000, 10
 WINDOW = Window(0, 16, frozenset({PARAMS}))

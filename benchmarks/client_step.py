@@ -39,9 +39,9 @@ from torch.profiler import ProfilerActivity, profile
 from client_app.worker import build_worker
 from flower_desloc.config import dump, load
 from flower_desloc.config.schema import Config
+from flower_desloc.core.local_steps import local_steps
+from flower_desloc.core.streams import prime
 from flower_desloc.flower.client import Worker
-from flower_desloc.local import local_steps
-from flower_desloc.streams import prime
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import autocast
 

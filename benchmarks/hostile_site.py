@@ -33,12 +33,12 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.core.lr_schedule import wsd
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.lr_schedule import wsd
 from flower_desloc.optim import ADOPT
 
 CLIENTS, STEPS, BATCH = 8, 192, 16

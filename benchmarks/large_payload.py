@@ -36,9 +36,9 @@ from typing import Any
 import psutil
 
 from flower_desloc.cli.federate import federation
-from flower_desloc.cli.superlink import SuperLink, private_superlink
-from flower_desloc.deployment.arguments import as_argument
 from flower_desloc.flower.client import STATE_DIR
+from flower_desloc.sites.deployment.arguments import as_argument
+from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 APP = Path(__file__).with_name("large_payload_app")
 ENGINES = ("simulation", "deployment")

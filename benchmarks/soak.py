@@ -39,9 +39,9 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client import STATE_DIR, Worker, client_app
 from flower_desloc.flower.members import Policy
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import to_record
 from flower_desloc.optim import Adam
-from flower_desloc.record import WindowRecord
 
 WIDTH = 64
 EVERY = 10

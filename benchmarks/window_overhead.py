@@ -32,9 +32,9 @@ from flwr.simulation import run_simulation
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import to_record
 from flower_desloc.optim import ADOPT
-from flower_desloc.record import WindowRecord
 
 WARM_UP = 5
 

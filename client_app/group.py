@@ -9,16 +9,16 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from client_app.worker import config_of, model_of, task_of, worker_of
-from flower_desloc.build import build_optimizer
 from flower_desloc.config import Config
+from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.client import Worker, state_folder
-from flower_desloc.group.group import Group
-from flower_desloc.group.layout import Layout
-from flower_desloc.group.member import Member
-from flower_desloc.group.settings import Setting
-from flower_desloc.group.whole import Whole
-from flower_desloc.group.worker import GroupWorker
-from flower_desloc.schedule import GRADIENTS
+from flower_desloc.setup.build import build_optimizer
+from flower_desloc.sites.multiprocess.group import Group
+from flower_desloc.sites.multiprocess.layout import Layout
+from flower_desloc.sites.multiprocess.member import Member
+from flower_desloc.sites.multiprocess.settings import Setting
+from flower_desloc.sites.multiprocess.whole import Whole
+from flower_desloc.sites.multiprocess.worker import GroupWorker
 from flower_desloc.tasks import Batch, Task
 from flower_desloc.tasks.compute import SharesBatches
 
@@ -65,7 +65,7 @@ def build_member(device: torch.device, setting: Setting, about: str) -> Member:
 
 
 def _sharded(*parts: Any) -> Layout:
-    from flower_desloc.group.sharded import Sharded  # to import FSDP takes a second
+    from flower_desloc.sites.multiprocess.sharded import Sharded  # to import FSDP takes a second
 
     return Sharded(*parts)
 

@@ -9,14 +9,14 @@ from flwr.app import Context
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc import streams
-from flower_desloc.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.config import Config, parse
+from flower_desloc.core import streams
 from flower_desloc.flower.client import Worker
-from flower_desloc.group.settings import Node, Setting
-from flower_desloc.preflight.machine import about_device
-from flower_desloc.preflight.needs import about_micro_batch
-from flower_desloc.record import DATA
+from flower_desloc.flower.observer import DATA
+from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
+from flower_desloc.setup.preflight.machine import about_device
+from flower_desloc.setup.preflight.needs import about_micro_batch
+from flower_desloc.sites.multiprocess.settings import Node, Setting
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 
 

@@ -1,19 +1,19 @@
 """DES-LOC: averaging parameters and optimizer states on clocks of their own.
 
 Every name is imported when first asked for: ``DesLoc`` is the Flower strategy, and the algorithm
-itself needs PyTorch alone; a process that only hands messages on (:mod:`flower_desloc.warm`) needs
-neither.
+itself needs PyTorch alone; a process that only forwards messages
+(:mod:`flower_desloc.sites.warm`) needs neither.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flower_desloc.averaging import Drift, Mean
+    from flower_desloc.core.averaging import Drift, Mean
+    from flower_desloc.core.local_steps import Clipping, StepMetrics, local_steps
+    from flower_desloc.core.schedule import NEVER, PARAMS, SyncSchedule, Window
+    from flower_desloc.core.streams import prime, put, set_step, stream_names, take
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.local import Clipping, StepMetrics, local_steps
-    from flower_desloc.schedule import NEVER, PARAMS, SyncSchedule, Window
-    from flower_desloc.streams import prime, put, set_step, stream_names, take
 
 __version__ = "0.1.0"
 

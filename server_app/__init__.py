@@ -15,22 +15,22 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
-from flower_desloc.averaging import Stream
-from flower_desloc.build import build_outer, build_schedule, build_streams
 from flower_desloc.config import Config, ConfigError, dump, load
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.robust import Average
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS
+from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
-from flower_desloc.outputs import RunFolder, RunRecorder
-from flower_desloc.outputs.resume import to_resume
-from flower_desloc.preflight.at_start import Checked
-from flower_desloc.robust import Average
-from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS
-from flower_desloc.start import OF_MODEL_CONFIG, initial, settled
-from flower_desloc.streams import BUFFERS, check_like, digest, frozen
+from flower_desloc.runs import RunFolder, RunRecorder
+from flower_desloc.runs.resume import to_resume
+from flower_desloc.setup.build import build_outer, build_schedule, build_streams
+from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, settled
+from flower_desloc.setup.preflight.at_start import Checked
 from flower_desloc.tasks import Task, build_task
 
 app = ServerApp()

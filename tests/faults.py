@@ -32,7 +32,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from reference import State, Tree
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.record import EventKind
+from flower_desloc.flower.observer import EventKind
 
 Phase = Literal["starting", "training", "saving", "uploading"]
 """Where a client may be when it dies: before its first step, in the last of them, half through its

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_desloc import Clipping, Mean, SyncSchedule, Window, local_steps, prime, put, take
-from flower_desloc.lr_schedule import LRSchedule, constant
+from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.schedule import PARAMS, Period
+from flower_desloc.core.streams import stream_names
 from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
-from flower_desloc.schedule import PARAMS, Period
-from flower_desloc.streams import stream_names
 
 # ------------------------------------------------------------------------------------- Optimizers
 

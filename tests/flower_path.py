@@ -10,15 +10,15 @@ from flwr.app import Context, Message
 from reference import State
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
+from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
+from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.records import to_record
-from flower_desloc.flower.state import StateFile
-from flower_desloc.lr_schedule import LRSchedule, constant
-from flower_desloc.outer import Outer
-from flower_desloc.record import Plan, WindowRecord
-from flower_desloc.schedule import GRADIENTS, PARAMS
 
 RUN = "run"
 

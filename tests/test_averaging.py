@@ -175,7 +175,7 @@ def test_the_mean_is_the_same_bits_whatever_the_size_of_a_block(size, dtype, mon
     clients += [{"params": {"a": large(m, 1003).to(dtype)}} for m in range(3)]
     weights = [1.0, 2.5, 1 / 3, 7.0, 0.1, 1.0]
     whole = mean_of(clients, weights)
-    monkeypatch.setattr("flower_desloc.averaging._BLOCK", size)
+    monkeypatch.setattr("flower_desloc.core.averaging._BLOCK", size)
     parts = mean_of(clients, weights)
     assert torch.equal(parts.result()["params"]["a"], whole.result()["params"]["a"])
     ours, theirs = (it.drift(it.result())["params"] for it in (parts, whole))

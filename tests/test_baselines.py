@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule
-from flower_desloc.build import build_outer, build_schedule
 from flower_desloc.config import ConfigError, load
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.optim import SGDM
-from flower_desloc.outer import Outer
-from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS, RESET
+from flower_desloc.setup.build import build_outer, build_schedule
 
 STATES = ("exp_avg", "exp_avg_sq")
 DATA_PARALLEL = SyncSchedule({GRADIENTS: 1})

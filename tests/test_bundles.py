@@ -12,13 +12,13 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_desloc.core.schedule import SyncSchedule
+from flower_desloc.core.streams import digest
 from flower_desloc.flower import bundles
 from flower_desloc.flower.arrays import to_array
 from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.records import HELLO, from_record
-from flower_desloc.schedule import SyncSchedule
-from flower_desloc.streams import digest
 
 DTYPES = [torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
 

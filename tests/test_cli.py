@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import flower_desloc
-from flower_desloc.cli import app, checkout, run, simulation, superlink
-from flower_desloc.cli.simulation import federation, flwr_run, without_flower
+from flower_desloc.cli import app, checkout, run
 from flower_desloc.config import Config, load, parse
-from flower_desloc.deployment import processes
-from flower_desloc.outputs import RunFolder
-from flower_desloc.outputs.resume import cut_off_since
+from flower_desloc.runs import RunFolder
+from flower_desloc.runs.resume import cut_off_since
+from flower_desloc.sites.deployment import processes
+from flower_desloc.tools.engines import simulation, superlink
+from flower_desloc.tools.engines.simulation import federation, flwr_run, without_flower
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_desloc.build import build_optimizer
 from flower_desloc.config import ConfigError, load
+from flower_desloc.setup.build import build_optimizer
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import TrainingLoss, to_device
 

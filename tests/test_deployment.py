@@ -23,11 +23,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
-from flower_desloc.cli.superlink import SuperLink, private_superlink
-from flower_desloc.deployment.arguments import as_argument
-from flower_desloc.deployment.certificates import make_certificates
-from flower_desloc.deployment.keys import make_key
-from flower_desloc.deployment.processes import (
+from flower_desloc.sites.deployment.arguments import as_argument
+from flower_desloc.sites.deployment.certificates import make_certificates
+from flower_desloc.sites.deployment.keys import make_key
+from flower_desloc.sites.deployment.processes import (
     ProcessError,
     flower_environment,
     free_port,
@@ -36,7 +35,8 @@ from flower_desloc.deployment.processes import (
     private_home,
     program,
 )
-from flower_desloc.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 BIN = Path(sys.executable).parent
 SMALL = [
@@ -260,7 +260,7 @@ class Place:
         (node,) = [
             process
             for process in self.ours()
-            if "flower_desloc.deployment.node " in process.command
+            if "flower_desloc.sites.deployment.node " in process.command
             and "guard.py" not in process.command
             and f"partition-id={number} " in process.command
         ]

@@ -19,17 +19,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 from client_app.worker import model_of
-from flower_desloc.build import build_optimizer, check_streams
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
+from flower_desloc.config.imports import IMPORT_FROM
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.streams import check_optimizer, frozen
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
 from flower_desloc.flower.stock_client import train_round
-from flower_desloc.imports import IMPORT_FROM
-from flower_desloc.outer import Outer
-from flower_desloc.outputs import RunFolder
-from flower_desloc.streams import check_optimizer, frozen
+from flower_desloc.runs import RunFolder
+from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
 

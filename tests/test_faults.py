@@ -22,11 +22,11 @@ from flower_desloc import SyncSchedule
 from flower_desloc.flower.exchange import Question, exchange
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
-from flower_desloc.outputs.metrics import to_line
-from flower_desloc.outputs.replay import from_line
-from flower_desloc.record import WindowRecord
+from flower_desloc.runs.metrics import to_line
+from flower_desloc.runs.replay import from_line
 
 PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
 COINS = {"periods": None, "coins": 4}

@@ -21,8 +21,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.members import Policy
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.record import WindowRecord
 
 
 @pytest.mark.parametrize("num_clients", [1, 3, 7])

@@ -24,9 +24,9 @@ from torch import nn
 from client_app.worker import build_worker
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import evaluate_average, train_window
+from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.records import Request
-from flower_desloc.flower.state import StateFile
-from flower_desloc.group.group import Group, GroupError
+from flower_desloc.sites.multiprocess.group import Group, GroupError
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.compute import share_rows
 
@@ -255,7 +255,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_group
-from flower_desloc.group.group import Group
+from flower_desloc.sites.multiprocess.group import Group
 client = test_group.Client(Path(sys.argv[2]), processes=2)
 client.window(0, 1, {"params"})
 print(*[other.process.pid for other in Group._current._others], flush=True)

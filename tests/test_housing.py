@@ -7,6 +7,7 @@ from flower_path import Run
 from torch import nn
 
 from flower_desloc import SyncSchedule
+from flower_desloc.core.streams import digest, prime
 from flower_desloc.flower.arrays import (
     from_array,
     hand_over,
@@ -21,7 +22,6 @@ from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import Reply, from_record
 from flower_desloc.optim import ADOPT
-from flower_desloc.streams import digest, prime
 
 KINDS = [(torch.float32, torch.Size(shape)) for shape in ((3, 5), (), (0,), (7,))]
 

@@ -25,13 +25,13 @@ from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, load
+from flower_desloc.core.local_steps import Clipping, local_steps
+from flower_desloc.core.lr_schedule import constant
 from flower_desloc.flower.inprocess import run_in_process
-from flower_desloc.local import Clipping, local_steps
-from flower_desloc.lr_schedule import constant
 from flower_desloc.optim import ADOPT
-from flower_desloc.outputs.fairness import fairness
-from flower_desloc.outputs.metrics import read_lines
-from flower_desloc.outputs.partition import draw_partition, labels, unlikeness
+from flower_desloc.runs.fairness import fairness
+from flower_desloc.runs.figures.partition import draw_partition, labels, unlikeness
+from flower_desloc.runs.metrics import read_lines
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.dealing import Rule, deal
 from flower_desloc.tasks.image_classification import ImageClassification

@@ -25,9 +25,9 @@ from reference import E, each
 from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import NEVER, Clipping, SyncSchedule, Window, prime, put, set_step, take
-from flower_desloc.lr_schedule import constant, wsd
+from flower_desloc.core.lr_schedule import constant, wsd
+from flower_desloc.core.streams import stream_names
 from flower_desloc.optim import Adam
-from flower_desloc.streams import stream_names
 
 T = 30
 PROBLEMS = {"quadratic": Quadratic(), "tied_mlp": Regression()}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
-from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
-from flower_desloc.wire import wire_bytes
+from flower_desloc.core.compression import wire_bytes
+from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")

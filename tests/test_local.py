@@ -9,8 +9,8 @@ from federation import Quadratic, Regression, TiedMLP
 from torch import nn
 
 from flower_desloc import Clipping, StepMetrics, local_steps, prime
-from flower_desloc.local import accumulated
-from flower_desloc.lr_schedule import constant, wsd
+from flower_desloc.core.local_steps import accumulated
+from flower_desloc.core.lr_schedule import constant, wsd
 from flower_desloc.optim import SGDM, Adam
 
 PROBLEM = Regression()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from flower_desloc.lr_schedule import constant, cosine, wsd
+from flower_desloc.core.lr_schedule import constant, cosine, wsd
 
 T, W, D = 100, 10, 20
 SCHEDULES = {"constant": constant(W), "wsd": wsd(T, W, D), "cosine": cosine(T, W, final=0.1)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from federation import compiled, generator
 
-from flower_desloc.averaging import Mean, distance
+from flower_desloc.core.averaging import Mean, distance
 from flower_desloc.native import adopt as native
 from flower_desloc.native import passes
 from flower_desloc.native.compiled import compiled as library

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flower_desloc.deployment.node import Pauses
+from flower_desloc.sites.deployment.node import Pauses
 
 
 class Clock:

@@ -22,19 +22,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flower_desloc.averaging import Drift
 from flower_desloc.config import Config, ConfigError, parse
-from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes
-from flower_desloc.outputs import RunFolder, RunRecorder
-from flower_desloc.outputs.methods import Uploads
-from flower_desloc.outputs.metrics import read_lines
-from flower_desloc.outputs.picture import draw
-from flower_desloc.outputs.progress import Progress
-from flower_desloc.outputs.summary import download_bytes
-from flower_desloc.outputs.tensorboard import TensorBoard
-from flower_desloc.outputs.units import bytes_text
-from flower_desloc.record import ClientRecord, EvaluationRecord, Plan, Traffic, WindowRecord
-from flower_desloc.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.averaging import Drift
+from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
+from flower_desloc.flower.observer import (
+    ClientRecord,
+    EvaluationRecord,
+    Plan,
+    Traffic,
+    WindowRecord,
+)
+from flower_desloc.runs import RunFolder, RunRecorder
+from flower_desloc.runs.figures.overview import draw
+from flower_desloc.runs.methods import Uploads
+from flower_desloc.runs.metrics import read_lines
+from flower_desloc.runs.progress import Progress
+from flower_desloc.runs.summary import download_bytes
+from flower_desloc.runs.tensorboard import TensorBoard
+from flower_desloc.runs.units import bytes_text
 
 PERIODS = {"params": 16, "exp_avg": 48, "exp_avg_sq": 96}
 SIZES = dict.fromkeys(PERIODS, 275_200)
@@ -660,7 +666,7 @@ def test_a_run_without_evaluation_or_windows_can_be_drawn(tmp_path: Path) -> Non
 
 def test_outputs_need_neither_flower_nor_pyplot() -> None:
     code = (
-        "import sys, flower_desloc.outputs, flower_desloc.outputs.picture;"
+        "import sys, flower_desloc.runs, flower_desloc.runs.figures.overview;"
         "print([m for m in ('flwr', 'matplotlib.pyplot', 'tensorboard') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
-from flower_desloc.build import build_optimizer, build_streams
 from flower_desloc.cli import app
 from flower_desloc.config import load
-from flower_desloc.ledger import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
-from flower_desloc.tasks import build_task
-from flower_desloc.theory import from_config, traffic
-from flower_desloc.theory.advice import MULTIPLES, recommended, warnings
-from flower_desloc.theory.moments import drift_bound, half_life, kept
-from flower_desloc.theory.setting import Setting, Stream
-from flower_desloc.theory.step_size import averaging_limit, psi, step_size_bound
-from flower_desloc.theory.wall_clock import (
+from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+from flower_desloc.plan import from_config, traffic
+from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
+from flower_desloc.plan.moments import drift_bound, half_life, kept
+from flower_desloc.plan.setting import Setting, Stream
+from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
+from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
     communication_seconds,
@@ -33,6 +31,8 @@ from flower_desloc.theory.wall_clock import (
     ring_seconds,
     star_seconds,
 )
+from flower_desloc.setup.build import build_optimizer, build_streams
+from flower_desloc.tasks import build_task
 
 ROOT = Path(__file__).parents[1]
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")

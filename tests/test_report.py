@@ -20,19 +20,19 @@ from test_outputs import PERIODS, record
 from typer.testing import CliRunner
 
 import flower_desloc
-from flower_desloc import report
 from flower_desloc.cli import app
 from flower_desloc.flower.inprocess import run_in_process
-from flower_desloc.outputs.units import bytes_text, figures, loss_text
-from flower_desloc.record import Event, WindowRecord
-from flower_desloc.report import NoRunError, find, grouped, load, write_report
-from flower_desloc.report import figures as draw
-from flower_desloc.report.runs import Run, Spread
-from flower_desloc.report.sections import sections
-from flower_desloc.report.series import Band, Curve
-from flower_desloc.report.tables import TIMES, attendance, comparison, event_counts, events
-from flower_desloc.report.time_model import DEFAULT_LINK, modelled, seconds_per_step
-from flower_desloc.theory.wall_clock import Link, star_seconds
+from flower_desloc.flower.observer import Event, WindowRecord
+from flower_desloc.plan.wall_clock import Link, star_seconds
+from flower_desloc.runs import figures as draw
+from flower_desloc.runs import report
+from flower_desloc.runs.figures.series import Band, Curve
+from flower_desloc.runs.loaded import Run, Spread
+from flower_desloc.runs.report import NoRunError, find, grouped, load, write_report
+from flower_desloc.runs.report.sections import sections
+from flower_desloc.runs.report.tables import TIMES, attendance, comparison, event_counts, events
+from flower_desloc.runs.report.time_model import DEFAULT_LINK, modelled, seconds_per_step
+from flower_desloc.runs.units import bytes_text, figures, loss_text
 
 VOID = {"meta", "img", "br", "link"}
 TINY = (
@@ -226,7 +226,7 @@ def test_the_report_is_a_view_the_run_can_do_without(
 
 
 def test_the_report_needs_no_pyplot_and_fits_into_a_bundle() -> None:
-    code = "import sys, flower_desloc.report; print('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, flower_desloc.runs.report; print('matplotlib.pyplot' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
     # Flower's bundle takes *.py along, and nothing else of the package.

@@ -18,14 +18,14 @@ from flwr.app import Message
 
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, load
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
+from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record
-from flower_desloc.outer import Outer
-from flower_desloc.outputs.resume import to_resume
-from flower_desloc.schedule import GRADIENTS, PARAMS, RESET
-from flower_desloc.streams import digest
+from flower_desloc.runs.resume import to_resume
 
 
 class Killed(BaseException):

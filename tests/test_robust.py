@@ -16,10 +16,10 @@ from scipy.stats import trim_mean
 
 from flower_desloc import Mean, SyncSchedule
 from flower_desloc.config import ConfigError, load
+from flower_desloc.core.robust import Gathered, beyond, coordinate_median, trimmed_mean
 from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.robust import Gathered, beyond, coordinate_median, trimmed_mean
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_they_are_the_same_bits_whatever_the_size_of_a_block(size, dtype, monkey
     rows = [torch.randn(10, 31, generator=noise).to(dtype) for _ in range(8)]
     rows[3] = rows[3].T.contiguous().T  # the same values, in another order in memory
     whole = coordinate_median(rows), trimmed_mean(rows, 2)
-    monkeypatch.setattr("flower_desloc.averaging._BLOCK", size)
+    monkeypatch.setattr("flower_desloc.core.averaging._BLOCK", size)
     assert_same(
         [{"median": whole[0], "trimmed": whole[1]}],
         [{"median": coordinate_median(rows), "trimmed": trimmed_mean(rows, 2)}],

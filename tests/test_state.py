@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flower_desloc.flower.state import Held, StateFile
+from flower_desloc.flower.client_state import Held, StateFile
 
 
 class Killed(BaseException):

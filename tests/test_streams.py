@@ -6,7 +6,7 @@ from federation import OPTIMIZERS, TiedMLP, generator
 from torch import nn
 
 from flower_desloc import prime, put, set_step, stream_names, take
-from flower_desloc.streams import BUFFERS, digest, starts_at_zero
+from flower_desloc.core.streams import BUFFERS, digest, starts_at_zero
 
 
 class Lion(torch.optim.Optimizer):

@@ -18,19 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flower_desloc.build import build_schedule
 from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, dump
-from flower_desloc.outputs import RunFolder
-from flower_desloc.outputs.summary import build
-from flower_desloc.record import Plan
-from flower_desloc.study import read_study, results, table, worker
-from flower_desloc.study.conduct import conduct
-from flower_desloc.study.pictures import draw
-from flower_desloc.study.pool import Pool
-from flower_desloc.study.results import markdown, write
-from flower_desloc.study.store import OUTCOME, Store
-from flower_desloc.study.sweep import best, is_bracketed, untried
+from flower_desloc.flower.observer import Plan
+from flower_desloc.runs import RunFolder
+from flower_desloc.runs.summary import build
+from flower_desloc.setup.build import build_schedule
+from flower_desloc.tools.study import read_study, results, table, worker
+from flower_desloc.tools.study.conduct import conduct
+from flower_desloc.tools.study.pictures import draw
+from flower_desloc.tools.study.pool import Pool
+from flower_desloc.tools.study.results import markdown, write
+from flower_desloc.tools.study.store import OUTCOME, Store
+from flower_desloc.tools.study.sweep import best, is_bracketed, untried
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.yaml"))

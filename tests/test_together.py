@@ -5,9 +5,9 @@ import torch
 from federation import compiled, generator
 
 from flower_desloc import Mean
+from flower_desloc.core.robust import Gathered
 from flower_desloc.flower.records import Reply
 from flower_desloc.flower.together import add_all, enough, held_together
-from flower_desloc.robust import Gathered
 
 SIZE = 70_000
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flower_desloc.cli import app
-from flower_desloc.toy import search
-from flower_desloc.toy.federation import Points, federate
-from flower_desloc.toy.problem import (
+from examples.toy import search
+from examples.toy.federation import Points, federate
+from examples.toy.problem import (
     BLOCK,
     OPTIMUM,
     SIGMA,
@@ -26,9 +25,10 @@ from flower_desloc.toy.problem import (
     noisy_value,
     value,
 )
-from flower_desloc.toy.search import Grid, Row
-from flower_desloc.toy.setting import K_V, K_X, METHODS, Setting
-from flower_desloc.toy.transcription import noise, transcribe
+from examples.toy.search import Grid, Row
+from examples.toy.setting import K_V, K_X, METHODS, Setting
+from examples.toy.transcription import noise, transcribe
+from flower_desloc.cli import app
 
 COORDINATE = st.floats(-2, 2)
 

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import digest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import run_in_process
-from flower_desloc.schedule import PARAMS
-from flower_desloc.start import initial, is_pretrained, settled
-from flower_desloc.streams import digest
+from flower_desloc.setup.initial import initial, is_pretrained, settled
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer
-from flower_desloc.trained.card import card
-from flower_desloc.trained.export import export
+from flower_desloc.tools.models.card import card
+from flower_desloc.tools.models.export import export
 
 SMALL = [
     "run.steps=6",
@@ -49,9 +49,9 @@ SMALL = [
 @pytest.fixture(scope="module", autouse=True)
 def _neither_report_nor_pictures():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flower_desloc.report.write_report", lambda *_, **__: None)
-        patch.setattr("flower_desloc.outputs.picture.draw", lambda *_, **__: None)
-        patch.setattr("flower_desloc.outputs.partition.draw_partition", lambda *_, **__: None)
+        patch.setattr("flower_desloc.runs.report.write_report", lambda *_, **__: None)
+        patch.setattr("flower_desloc.runs.figures.overview.draw", lambda *_, **__: None)
+        patch.setattr("flower_desloc.runs.figures.partition.draw_partition", lambda *_, **__: None)
         yield
 
 

@@ -21,16 +21,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.flower.records import Request, from_record, to_record
-from flower_desloc.warm import WarmClientApp
-from flower_desloc.warm.wire import read_context, read_message, write_context, write_message
+from flower_desloc.sites.warm import WarmClientApp
+from flower_desloc.sites.warm.wire import read_context, read_message, write_context, write_message
 
 ROOT = Path(__file__).resolve().parents[1]
 
 NODE = """\
 import json, os, sys, traceback
 from flwr.supercore.task_identity import TaskIdentity
-from flower_desloc.warm import WarmClientApp
-from flower_desloc.warm.wire import read_context, read_message, write_context, write_message
+from flower_desloc.sites.warm import WarmClientApp
+from flower_desloc.sites.warm.wire import read_context, read_message, write_context, write_message
 
 def answer(reference, folder):
     sys.argv = ["/somewhere/flwr-clientapp"]

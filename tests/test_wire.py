@@ -13,12 +13,12 @@ from reference import State
 from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.averaging import Mean
+from flower_desloc.core.averaging import Mean
+from flower_desloc.core.compression import coded_bytes, decode, encode, receive, send, wire_bytes
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import put, take
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, payload_bytes
-from flower_desloc.schedule import PARAMS
-from flower_desloc.streams import put, take
-from flower_desloc.wire import coded_bytes, decode, encode, receive, send, wire_bytes
 
 LOSSY = ["bf16", "int8", "int4"]
 BLOCK = {"int8": 256, "int4": 64}

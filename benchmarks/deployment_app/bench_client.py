@@ -9,8 +9,8 @@ BEGAN = time.time()  # Flower's own imports are done
 from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
-from flower_desloc.warm import WarmClientApp
-from flower_desloc.warm.app import load
+from flower_desloc.sites.warm import WarmClientApp
+from flower_desloc.sites.warm.app import load
 
 
 class Both(ClientApp):

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from client_app.worker import build_worker
-from flower_desloc.local import local_steps
+from flower_desloc.core.local_steps import local_steps
 
 IMPORTED = time.time()
 

@@ -15,7 +15,7 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower import federation
 from flower_desloc.flower.arrays import from_array, to_array
 from flower_desloc.flower.members import Policy
-from flower_desloc.record import WindowRecord
+from flower_desloc.flower.observer import WindowRecord
 
 app = ServerApp()
 

@@ -20,7 +20,7 @@ from flower_desloc.cli import (
     supernode,
     toy,
 )
-from flower_desloc.imports import IMPORT_FROM
+from flower_desloc.config.imports import IMPORT_FROM
 
 __all__ = ["app"]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from flower_desloc.cli.terminal import FAILED, USAGE, fail
 
 if TYPE_CHECKING:
-    from flower_desloc.trained.evaluate import Score
+    from flower_desloc.tools.models.evaluate import Score
 
 
 def evaluate(
@@ -51,9 +51,9 @@ def evaluate(
     for its length.
     """
     # Imported when wanted: transformers takes seconds.
-    from flower_desloc.trained.evaluate import evaluate as score
-    from flower_desloc.trained.evaluate import require_lm_eval, to_json
-    from flower_desloc.trained.model import load
+    from flower_desloc.tools.models.evaluate import evaluate as score
+    from flower_desloc.tools.models.evaluate import require_lm_eval, to_json
+    from flower_desloc.tools.models.model import load
 
     if json is not None and not (json.parent.is_dir() and os.access(json.parent, os.W_OK)):
         fail(USAGE, f"--json {json}: there is no folder {json.parent} that may be written to")

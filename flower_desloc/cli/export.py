@@ -24,7 +24,7 @@ def export(
     tells how they came about, and names no client, path or domain.
     """
     # Imported when wanted: it takes seconds.
-    from flower_desloc.trained.export import export as write
+    from flower_desloc.tools.models.export import export as write
 
     try:
         written = write(run, folder, overwrite=overwrite)

@@ -23,8 +23,8 @@ def generate(
     `data.seq_len` tokens, the prompt's among them.
     """
     # Imported when wanted: transformers takes seconds.
-    from flower_desloc.trained.generate import generate as go_on
-    from flower_desloc.trained.model import load
+    from flower_desloc.tools.models.generate import generate as go_on
+    from flower_desloc.tools.models.model import load
 
     if not 0 <= temperature < math.inf:
         fail(USAGE, f"--temperature {temperature}: must be a number at least 0")

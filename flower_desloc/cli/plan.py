@@ -11,10 +11,10 @@ from rich.console import Console
 from flower_desloc.cli.checkout import app_folder, opening_comments, presets
 from flower_desloc.cli.terminal import USAGE, fail
 from flower_desloc.config import Config, ConfigError, load
-from flower_desloc.theory import from_config
-from flower_desloc.theory.setting import Setting
-from flower_desloc.theory.tables import Assumptions, show
-from flower_desloc.theory.wall_clock import Link, compute_seconds
+from flower_desloc.plan import from_config
+from flower_desloc.plan.setting import Setting
+from flower_desloc.plan.tables import Assumptions, show
+from flower_desloc.plan.wall_clock import Link, compute_seconds
 
 _GIGABIT: Final = 1e9 / 8
 _TEXT: Final = "causal_lm"
@@ -219,7 +219,7 @@ def _tokens(config: Config, workers: int) -> float | None:
 
 def _draw(setting: Setting, path: Path) -> None:
     # matplotlib takes a second to import.
-    from flower_desloc.theory.picture import draw
+    from flower_desloc.plan.picture import draw
 
     try:
         draw(setting, path)

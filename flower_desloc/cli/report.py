@@ -30,9 +30,9 @@ def report(
     same name holds the figures as PNGs.
     """
     # Imported when wanted: matplotlib takes a second.
-    from flower_desloc.report import NoRunError, write_report
-    from flower_desloc.report.time_model import MBIT
-    from flower_desloc.theory.wall_clock import Link
+    from flower_desloc.plan.wall_clock import Link
+    from flower_desloc.runs.report import NoRunError, write_report
+    from flower_desloc.runs.report.time_model import MBIT
 
     try:
         link = Link(bandwidth=bandwidth * MBIT, latency=latency)

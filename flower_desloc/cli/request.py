@@ -9,12 +9,12 @@ from pathlib import Path
 
 import typer
 
-from flower_desloc.build import check_streams
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
 from flower_desloc.cli.terminal import USAGE, fail
 from flower_desloc.config import Config, ConfigError, load
-from flower_desloc.outputs.resume import AUTO
-from flower_desloc.start import OF_MODEL_CONFIG, settled
+from flower_desloc.runs.resume import AUTO
+from flower_desloc.setup.build import check_streams
+from flower_desloc.setup.initial import OF_MODEL_CONFIG, settled
 
 _A_LIST = re.compile(r"[^=]+=[\[{]")
 _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")

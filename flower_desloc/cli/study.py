@@ -11,13 +11,13 @@ from rich.console import Console
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, opening_comments
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import ConfigError
-from flower_desloc.study import Study, read_study, results
-from flower_desloc.study.conduct import conduct, plans
-from flower_desloc.study.plan import Plan
-from flower_desloc.study.pool import Pool, default_jobs
-from flower_desloc.study.progress import Progress
-from flower_desloc.study.results import rich_table, write
-from flower_desloc.study.store import Store
+from flower_desloc.tools.study import Study, read_study, results
+from flower_desloc.tools.study.conduct import conduct, plans
+from flower_desloc.tools.study.plan import Plan
+from flower_desloc.tools.study.pool import Pool, default_jobs
+from flower_desloc.tools.study.progress import Progress
+from flower_desloc.tools.study.results import rich_table, write
+from flower_desloc.tools.study.store import Store
 
 
 def study(
@@ -78,8 +78,8 @@ def _run(study: Study, store: Store, app: Path, jobs: int | None) -> None:
     write(rows, store.path)
     console.print(rich_table(rows))
     # Imported when wanted: matplotlib takes a second.
-    from flower_desloc.report import write_report
-    from flower_desloc.study.pictures import draw
+    from flower_desloc.runs.report import write_report
+    from flower_desloc.tools.study.pictures import draw
 
     draw(rows, store.path)
     if runs := [done.folder.path for row in rows for done in row.runs]:

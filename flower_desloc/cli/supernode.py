@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from flower_desloc.deployment.node import COMMAND
+from flower_desloc.sites.deployment.node import COMMAND
 
 
 def supernode(context: typer.Context) -> None:

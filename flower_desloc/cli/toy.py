@@ -11,11 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
-from flower_desloc.preflight.machine import cores
-from flower_desloc.toy.problem import SPLITS
-from flower_desloc.toy.runs import NUM_PARTS, Size, run_all
-from flower_desloc.toy.search import (
+from examples.toy.problem import SPLITS
+from examples.toy.runs import NUM_PARTS, Size, run_all
+from examples.toy.search import (
     Grid,
     Row,
     best,
@@ -26,8 +24,10 @@ from flower_desloc.toy.search import (
     where_all_hold,
     write,
 )
-from flower_desloc.toy.setting import METHODS, Setting
-from flower_desloc.toy.tables import best_table, ends, ends_table, verdicts_table
+from examples.toy.setting import METHODS, Setting
+from examples.toy.tables import best_table, ends, ends_table, verdicts_table
+from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.setup.preflight.machine import cores
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def _run(setting: Setting, size: Size, folder: Path, jobs: int, console: Console
     }
     (folder / "toy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console.print(ends_table(found, ways))
-    from flower_desloc.toy.picture import draw  # matplotlib takes a second
+    from examples.toy.picture import draw  # matplotlib takes a second
 
     for path in draw(ways, folder):
         _say(path, console)
@@ -121,7 +121,7 @@ def _search(grid: Grid, folder: Path, jobs: int, console: Console) -> None:
     for setting in all_hold:
         console.print(f"  {setting.describe()}", highlight=False)
     console.print(best_table(best(rows)))
-    from flower_desloc.toy.picture import draw_map
+    from examples.toy.picture import draw_map
 
     _say(folder / "search.csv", console)
     _say(draw_map(rows, folder, like=Setting()), console)

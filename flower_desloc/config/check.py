@@ -8,8 +8,8 @@ from typing import Any
 
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config, Optimizer
-from flower_desloc.formats import lossy
-from flower_desloc.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.formats import lossy
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 
 _CHOICES = {
     "run.preflight": ("stop", "warn"),

@@ -20,9 +20,14 @@ from flwr.common.logger import log
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.averaging import Stream, distance, norms
-from flower_desloc.flower.code import fingerprint
+from flower_desloc.core.averaging import Stream, distance, norms
+from flower_desloc.core.local_steps import Clipping, StepMetrics, gradients, local_steps, seed_adopt
+from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.streams import check_finite, prime, put, starts_at_zero, stream_names, take
+from flower_desloc.flower.client_state import Held, StateFile
 from flower_desloc.flower.coding import kept_beside, outgoing, received
+from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.housing import house
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
@@ -36,13 +41,8 @@ from flower_desloc.flower.records import (
     Reply,
     Request,
 )
-from flower_desloc.flower.state import Held, StateFile
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.local import Clipping, StepMetrics, gradients, local_steps, seed_adopt
-from flower_desloc.lr_schedule import LRSchedule, constant
 from flower_desloc.optim import ADOPT
-from flower_desloc.schedule import GRADIENTS, PARAMS
-from flower_desloc.streams import check_finite, prime, put, starts_at_zero, stream_names, take
 
 T = TypeVar("T")
 Config = Mapping[str, str | int | float | bool]

@@ -6,11 +6,11 @@ a sign what its code has not said yet.
 
 from collections.abc import Mapping
 
-from flower_desloc.averaging import Stream
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.compression import receive, send
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.flower.client_state import Held, StateFile
 from flower_desloc.flower.records import Request
-from flower_desloc.flower.state import Held, StateFile
-from flower_desloc.schedule import PARAMS
-from flower_desloc.wire import receive, send
 
 _REFERENCE, _RESIDUAL = "reference.", "residual."
 

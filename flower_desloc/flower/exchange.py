@@ -10,7 +10,7 @@ from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.members import printable
-from flower_desloc.record import EventKind
+from flower_desloc.flower.observer import EventKind
 
 _SHORTEST, _LONGEST = 0.002, 0.25  # seconds between two looks
 _PATIENT = 120.0  # seconds of silence until a node is asked whether it is there, at least

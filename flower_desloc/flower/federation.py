@@ -13,10 +13,11 @@ from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid
 
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.code import fingerprint
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import Question, exchange, kind, time_to_live
+from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.members import Member, Policy, in_order
+from flower_desloc.flower.observer import Event, EventKind, Traffic
 from flower_desloc.flower.records import (
     ABOUT,
     ARE_YOU_THERE,
@@ -26,7 +27,6 @@ from flower_desloc.flower.records import (
     framed_bytes,
     payload_bytes,
 )
-from flower_desloc.record import Event, EventKind, Traffic
 
 _LOOK_AGAIN = 0.1  # seconds
 _GOODBYE_PATIENCE = 60.0

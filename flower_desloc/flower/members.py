@@ -8,8 +8,8 @@ from typing import get_args
 
 from flwr.app import ConfigRecord
 
-from flower_desloc.robust import Average
-from flower_desloc.streams import starts_at_zero
+from flower_desloc.core.robust import Average
+from flower_desloc.core.streams import starts_at_zero
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 from flwr.app import MetricRecord, MetricRecordValues
 
+from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.records import TOTALS, Reply
-from flower_desloc.record import ClientRecord, EvaluationRecord
 
 FromTotals = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Metrics from totals added over clients."""

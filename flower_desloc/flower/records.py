@@ -19,7 +19,10 @@ from flwr.app import (
     RecordDict,
 )
 
-from flower_desloc.averaging import Stream
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
+from flower_desloc.core.schedule import Window
+from flower_desloc.core.streams import check_like, finite_ends
 from flower_desloc.flower.arrays import (
     from_array,
     hand_over,
@@ -30,9 +33,6 @@ from flower_desloc.flower.arrays import (
 )
 from flower_desloc.flower.bundles import bundled, unbundled
 from flower_desloc.flower.content import records_of
-from flower_desloc.formats import EXACT, NEVER_NEGATIVE, Format, lossy
-from flower_desloc.schedule import Window
-from flower_desloc.streams import check_like, finite_ends
 
 CONFIG = "config"
 METRICS = "metrics"

@@ -16,19 +16,19 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
-from flower_desloc.averaging import Stream
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.streams import BUFFERS, check_finite
+from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.globals import Globals
 from flower_desloc.flower.members import Policy
 from flower_desloc.flower.metrics import evaluation_record, pooled
+from flower_desloc.flower.observer import Observer, Plan, Traffic, WindowRecord
 from flower_desloc.flower.records import CONFIG, from_record, plain, to_record
+from flower_desloc.flower.server_state import Globals
 from flower_desloc.flower.stock_client import WEIGHTED_BY
 from flower_desloc.flower.stock_link import Link, Round
 from flower_desloc.flower.strategy import EvaluateFn
-from flower_desloc.ledger import stream_bytes
-from flower_desloc.record import Observer, Plan, Traffic, WindowRecord
-from flower_desloc.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.streams import BUFFERS, check_finite
 
 
 class Stock:

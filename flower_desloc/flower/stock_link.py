@@ -11,16 +11,16 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flower_desloc.averaging import Drift, Mean
+from flower_desloc.core.averaging import Drift, Mean
+from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind, time_to_live
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import FromTotals, check_evaluation, client_record, number
+from flower_desloc.flower.observer import ClientRecord, EventKind
 from flower_desloc.flower.records import CONFIG, Reply, from_record
 from flower_desloc.flower.stock_client import ACTION, START, STOP, WEIGHTED_BY
-from flower_desloc.record import ClientRecord, EventKind
-from flower_desloc.schedule import PARAMS, Window
 
 _TRAIN, _EVALUATE = f"train.{ACTION}", f"evaluate.{ACTION}"
 _DUE = frozenset({PARAMS})

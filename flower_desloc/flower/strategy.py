@@ -18,12 +18,18 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.averaging import Drift, Mean, Stream
+from flower_desloc.core.averaging import Drift, Mean, Stream
+from flower_desloc.core.compression import wire_bytes
+from flower_desloc.core.formats import lossy
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.robust import Gathered
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
+from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
+from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.globals import Globals
 from flower_desloc.flower.housing import Rooms
 from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
 from flower_desloc.flower.metrics import (
@@ -32,6 +38,14 @@ from flower_desloc.flower.metrics import (
     evaluation_record,
     number,
     pooled,
+)
+from flower_desloc.flower.observer import (
+    ClientRecord,
+    EventKind,
+    Observer,
+    Plan,
+    Traffic,
+    WindowRecord,
 )
 from flower_desloc.flower.records import (
     STATE_LOST,
@@ -42,22 +56,8 @@ from flower_desloc.flower.records import (
     plain,
     to_record,
 )
+from flower_desloc.flower.server_state import Globals
 from flower_desloc.flower.together import add_all, enough
-from flower_desloc.formats import lossy
-from flower_desloc.ledger import stream_bytes
-from flower_desloc.outer import Outer
-from flower_desloc.record import (
-    ClientRecord,
-    EventKind,
-    Observer,
-    Plan,
-    Traffic,
-    WindowRecord,
-)
-from flower_desloc.robust import Gathered
-from flower_desloc.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
-from flower_desloc.streams import BUFFERS, check_finite, starts_at_zero
-from flower_desloc.wire import wire_bytes
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -103,7 +103,7 @@ class DesLoc(Strategy):
         Whether the clients evaluate the averaged parameters on their own held-out data.
     formats : Mapping[str, str], optional
         How a stream travels that is not sent as it is: ``bf16``, ``int8`` or ``int4``
-        (:mod:`flower_desloc.wire`); of optimizer states, ``states`` must have them.
+        (:mod:`flower_desloc.core.compression`); of optimizer states, ``states`` must have them.
     run_key : str, optional
         Names the run for the clients' own files. Drawn at random: two runs share nothing.
     checkpoints : Checkpoints, optional

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flower_desloc.averaging import Stream
+from flower_desloc.core.averaging import Stream
 
 _ABOUT = "desloc"
 _CHECKSUMS = "checksums"

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from flower_desloc.averaging import Mean
+from flower_desloc.core.averaging import Mean
+from flower_desloc.core.robust import Gathered
+from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.records import Reply, limits
-from flower_desloc.ledger import stream_bytes
-from flower_desloc.robust import Gathered
 
 _MOST = 1 << 30  # bytes
 _MANY = 8  # the mean itself is an eighth of the memory passed over then, and more tell for little

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from flower_desloc.config import Config, ConfigError
-from flower_desloc.imports import imported, is_path
+from flower_desloc.config.imports import imported, is_path
 
 Batch = Any
 """What a task's own ``loss`` takes; on the CPU until the task moves it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_desloc.config import Config
-from flower_desloc.local import accumulated
+from flower_desloc.core.local_steps import accumulated
 
 Loss = Callable[..., Tensor]
 """The mean loss of a model on tensors that have an example a row, ``loss(model, *tensors)``."""
@@ -53,7 +53,7 @@ class TrainingLoss:
 
     def _micro_batch_size(self, model: nn.Module) -> int:
         # Imported when asked for, as it builds tasks.
-        from flower_desloc.preflight.needs import micro_batch_size
+        from flower_desloc.setup.preflight.needs import micro_batch_size
 
         self._size = micro_batch_size(self._config, next(model.parameters()).device)
         return self._size

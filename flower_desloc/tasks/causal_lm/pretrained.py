@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flower_desloc.config import Config, ConfigError
-from flower_desloc.schedule import BUFFERS, PARAMS
-from flower_desloc.streams import check_finite
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.streams import check_finite
 from flower_desloc.tasks.causal_lm.model import given_architecture
 from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from flower_desloc.tasks.quiet import quiet

@@ -1,0 +1,1 @@
+"""The algorithm: schedules, streams, averages, local steps. PyTorch only."""

@@ -1,0 +1,27 @@
+"""Names of the wire formats; :mod:`flower_desloc.core.compression` encodes and decodes them."""
+
+from collections.abc import Mapping
+from typing import Final, Literal, cast, get_args
+
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS
+
+Format = Literal["fp32", "bf16", "int8", "int4"]
+"""``fp32`` is what the tensors are, bit for bit."""
+
+EXACT: Final = "fp32"
+NEVER_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+"""Streams whose values are means of squares."""
+
+
+def lossy(formats: Mapping[str, str]) -> dict[str, Format]:
+    """Return the formats of those streams that are coded.
+
+    Raises ``ValueError`` for a format that does not exist, or not for that stream.
+    """
+    for name, format_ in formats.items():
+        if format_ not in get_args(Format):
+            known = ", ".join(get_args(Format))
+            raise ValueError(f"{name}={format_}: no such format; there are {known}")
+        if name in (BUFFERS, GRADIENTS) and format_ != EXACT:
+            raise ValueError(f"{name}={format_}: {name} travel as {EXACT} only")
+    return {name: cast(Format, format_) for name, format_ in formats.items() if format_ != EXACT}

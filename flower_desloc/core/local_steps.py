@@ -1,0 +1,179 @@
+"""A worker's local steps between two sync events."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from flower_desloc.core.lr_schedule import LRSchedule
+from flower_desloc.core.streams import set_step
+from flower_desloc.optim import ADOPT
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped: to a global ``norm`` rho, or each coordinate to +-``value``.
+
+    The paper's experiments clip the norm (rho = 1); its listings clip coordinates.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
+    """The norm of all gradients, from that of those here, where other processes have the rest."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What the local steps of one window measured, one number a step.
+
+    ``grad_norms`` are those before clipping, ``learning_rates`` those of the first group.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+
+
+def local_steps(
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss_at: Callable[[int], Tensor],
+    *,
+    start: int,
+    stop: int,
+    lr_schedule: LRSchedule,
+    clipping: Clipping,
+    origin: int = 0,
+) -> StepMetrics:
+    """Take the local steps ``start + 1 .. stop`` of the federation.
+
+    ``loss_at(step)`` is the loss of the batch of the step taken after ``step`` completed steps: a
+    pure function, so that any window can be taken again. The learning rate is
+    the optimizer's own times ``lr_schedule(step)``. The optimizer counts its steps from
+    ``origin``, where its states were last reset.
+    """
+    set_step(optimizer, start - origin)
+    module.train()
+    params = _params(optimizer)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    losses, grad_norms, rates = [], [], []
+    for step in range(start, stop):
+        for p in params:
+            p.grad = None  # as optimizer.zero_grad(), whose hooks cost a small model a tenth
+        loss = loss_at(step)
+        loss.backward()
+        grad_norms.append(clip(params, clipping))
+        losses.append(loss.detach())
+        factor = lr_schedule(step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    # Read once a window: a read in the loop would make the device wait for the host.
+    return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
+
+
+def seed_adopt(
+    optimizer: ADOPT, loss_at: Callable[[int], Tensor], *, step: int, clipping: Clipping
+) -> None:
+    """Give an ADOPT that starts with zeros at a later ``step`` the v its first step would have.
+
+    This costs the gradient of one batch, which is then used again for the step itself.
+    """
+    loss_at(step).backward()
+    clip(_params(optimizer), clipping)
+    optimizer.seed()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def gradients(
+    module: nn.Module, optimizer: Optimizer, loss_at: Callable[[int], Tensor], *, step: int
+) -> tuple[dict[str, Tensor], StepMetrics]:
+    """Return the gradient of the step taken after ``step`` completed ones, under parameters' names.
+
+    Nothing is clipped and no step is taken: that is for whoever has all gradients. A parameter
+    the loss does not depend on has a gradient of zeros.
+    """
+    module.train()
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_at(step)
+    loss.backward()
+    grads = {
+        key: torch.zeros_like(p) if p.grad is None else p.grad
+        for key, p in module.named_parameters()
+        if p.requires_grad
+    }
+    optimizer.zero_grad(set_to_none=True)
+    norm = _norm(list(grads.values()))
+    return grads, StepMetrics([float(loss.detach())], [float(norm)], [])
+
+
+def accumulated(losses: Iterable[Tensor], params: Sequence[Tensor]) -> Tensor:
+    """Return the sum of ``losses``, one at a time: no two of their graphs are held at once.
+
+    The gradients with respect to ``params`` are known when it returns; differentiating it hands
+    them over, and gives none for anything else.
+    """
+    trained = [p for p in params if p.requires_grad]
+    total: Tensor = _Accumulated.apply(losses, *trained)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Iterable[Tensor], *params: Tensor) -> Tensor:
+        kept = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        values = []
+        with torch.enable_grad():
+            for loss in losses:
+                loss.backward()
+                values.append(loss.detach())
+        ctx.gradients = [p.grad for p in params]
+        for p, gradient in zip(params, kept, strict=True):
+            p.grad = gradient
+        return torch.stack(values).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        # Handed over, not copied; as of any graph, there is nothing left for a second time.
+        gradients, ctx.gradients = ctx.gradients, None
+        torch._foreach_mul_([g for g in gradients if g is not None], outer[0])
+        return None, *gradients
+
+
+def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+    """Clip the gradients of ``params`` in place; return their norm before that."""
+    grads = [p.grad for p in params if p.grad is not None]
+    if clipping.whole is not None:
+        norm = clipping.whole(_norm(grads))
+        if clipping.norm is not None:
+            clip_grads_with_norm_(params, clipping.norm, norm)
+    else:
+        norm = _norm(grads) if clipping.norm is None else clip_grad_norm_(params, clipping.norm)
+    if clipping.value is not None:
+        torch._foreach_clamp_min_(grads, -clipping.value)
+        torch._foreach_clamp_max_(grads, clipping.value)
+    return norm
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    # get_total_norm() sorts by device and type first, which costs as much as a small step.
+    if not tensors:
+        return torch.zeros(())
+    norms = torch._foreach_norm(tensors)
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))

@@ -1,0 +1,105 @@
+"""The server's own optimizer: DiLoCo's outer step, and the one optimizer of data parallelism."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.local_steps import Clipping, clip
+from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.streams import STEP, prime, set_step
+
+
+class Outer:
+    """An optimizer of the federation's parameters, driven by what the clients' mean says.
+
+    In DiLoCo (Douillard et al., 2023) the difference from the clients' mean to the last
+    parameters is the gradient of an SGD with Nesterov momentum. In data parallelism it is the mean
+    of the clients' gradients, and ``build`` makes the optimizer that clients run elsewhere.
+
+    Parameters
+    ----------
+    build : Callable
+        Makes the optimizer from a list of parameters.
+    lr_schedule : LRSchedule, optional
+        Factor of its learning rate, by the global step.
+    clipping : Clipping, optional
+        How its gradient is clipped.
+
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Iterable[nn.Parameter]], Optimizer],
+        *,
+        lr_schedule: LRSchedule | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
+        self._build = build
+        self._lr_schedule = lr_schedule or constant()
+        self._clipping = clipping or Clipping()
+        self._params: dict[str, nn.Parameter] = {}
+        self._optimizer: Optimizer
+
+    def begin(self, params: Stream) -> None:
+        """Take a copy of the parameters that training starts from."""
+        self._params = {key: nn.Parameter(tensor.clone()) for key, tensor in params.items()}
+        self._optimizer = self._build(list(self._params.values()))
+        for group in self._optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    @torch.no_grad()
+    def go_on_from(self, params: Stream) -> None:
+        """Take other parameters for those of the last step, which nobody else has exactly."""
+        for key, tensor in params.items():
+            self._params[key].copy_(tensor)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters as they are, not copied."""
+        return {key: p.detach() for key, p in self._params.items()}
+
+    @property
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state by its own names, ``step`` included; not copied."""
+        state: dict[str, dict[str, Tensor]] = {}
+        (group,) = self._optimizer.param_groups
+        count = {STEP: group[STEP]} if STEP in group else {}  # as other libraries count
+        for key, parameter in self._params.items():
+            for name, value in {**count, **self._optimizer.state.get(parameter, {})}.items():
+                if value is not None:  # SGD without momentum
+                    state.setdefault(name, {})[key] = torch.as_tensor(value)
+        return state
+
+    def restore(self, state: Mapping[str, Stream]) -> None:
+        """Go on with what :attr:`state` was, after :meth:`begin` with the parameters of then."""
+        if not state:
+            return
+        prime(self._optimizer)
+        for name, stream in state.items():
+            for key, tensor in stream.items():
+                if name == STEP:
+                    set_step(self._optimizer, int(tensor))
+                else:
+                    self._optimizer.state[self._params[key]][name] = tensor.clone()
+
+    def towards(self, mean: Stream, step: int) -> dict[str, Tensor]:
+        """Take a step along ``x - mean``, the pseudo-gradient; return the new parameters."""
+        return self.step({key: p - mean[key] for key, p in self.params.items()}, step)
+
+    def step(self, gradients: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Take the step that follows ``step`` completed ones; return the new parameters.
+
+        They are a copy: the next step does not change them.
+        """
+        for key, parameter in self._params.items():
+            parameter.grad = gradients[key].to(parameter.dtype)
+        clip(list(self._params.values()), self._clipping)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._lr_schedule(step)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            return {key: p.clone() for key, p in self._params.items()}

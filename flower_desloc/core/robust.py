@@ -1,0 +1,135 @@
+"""Averages that a minority of clients cannot move at will.
+
+Coordinate-wise median and trimmed mean: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust
+Distributed Learning: Towards Optimal Statistical Rates" (2018, arXiv:1803.01498). A bound on the
+norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?"
+(2019, arXiv:1911.07963).
+
+They need every client's value at once: :class:`Gathered` holds all replies, where
+:class:`~flower_desloc.core.averaging.Mean` holds none.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flower_desloc.core.averaging import Drift, Mean, Stream, blocks, distance, norms, require_same
+
+Average = Literal["mean", "median", "trimmed_mean"]
+
+
+def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
+    """Return, for each coordinate, the mean without its ``trim`` least and greatest values.
+
+    In the tensors' own type, half precision by way of fp32. Values that are not negative have a
+    trimmed mean that is not: a second moment stays one.
+
+    >>> trimmed_mean([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([90.0])], 1)
+    tensor([2.])
+
+    Raises ``ValueError`` when nothing would be left.
+    """
+    count = len(tensors)
+    if not 0 <= 2 * trim < count:
+        raise ValueError(f"of {count} values {trim} cannot be cut on each side")
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    result = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+    for into, *values in zip(*(blocks(t) for t in (result, *tensors)), strict=True):
+        ranked = torch.stack([value.to(wide) for value in values]).sort(dim=0).values
+        into.copy_(ranked[trim : count - trim].mean(dim=0))
+    return result
+
+
+def coordinate_median(tensors: Sequence[Tensor]) -> Tensor:
+    """Return each coordinate's median; of an even number, the mean of the middle two."""
+    return trimmed_mean(tensors, (len(tensors) - 1) // 2)
+
+
+def beyond(norms: Sequence[float], bound: float) -> list[int]:
+    """Return which of ``norms`` are above ``bound`` times their median.
+
+    >>> beyond([1.0, 1.2, 0.9, 30.0], 3.0)
+    [3]
+    """
+    most = bound * median(norms)
+    return [index for index, norm in enumerate(norms) if norm > most]
+
+
+class Gathered:
+    """Like :class:`~flower_desloc.core.averaging.Mean`, but holds all replies until the end.
+
+    ``average`` is how :meth:`result` takes it, ``trim`` how many values a trimmed mean leaves out
+    on each side. ``reference`` are the last averages: what a client's update starts from.
+    """
+
+    def __init__(
+        self,
+        reference: Mapping[str, Stream] | None = None,
+        average: Average = "mean",
+        trim: int = 0,
+    ) -> None:
+        self._reference = reference or {}
+        self._average, self._trim = average, trim
+        self._held: list[tuple[Mapping[str, Stream], float]] = []
+
+    @property
+    def count(self) -> int:
+        """How many clients' streams are held."""
+        return len(self._held)
+
+    def add(self, streams: Mapping[str, Stream], weight: float = 1.0) -> None:
+        """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
+        if self._held:
+            require_same(streams, self._held[0][0])
+        self._held.append((streams, weight))
+
+    def outliers(self, bound: float) -> dict[int, str]:
+        """Return which clients' updates are too long, by the order they were added in, and why.
+
+        The update of a stream is its distance from the last average, or from zero; too long is
+        more than ``bound`` times the median of all clients'.
+        """
+        found: dict[int, str] = {}
+        for name in self._held[0][0] if self._held else ():
+            lengths = [
+                distance(streams[name], self._reference.get(name)) for streams, _ in self._held
+            ]
+            for index in beyond(lengths, bound):
+                why = f"its update of {name} has the norm {lengths[index]:.4g}, the median is "
+                found.setdefault(index, f"{why}{median(lengths):.4g}")
+        return found
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Forget these clients' streams."""
+        self._held = [it for index, it in enumerate(self._held) if index not in indices]
+
+    def result(self) -> dict[str, dict[str, Tensor]]:
+        """Return the average of every stream; raises ``ValueError`` when nothing was added."""
+        if self._average == "mean" or not self._held:
+            mean = Mean()
+            for streams, weight in self._held:
+                mean.add(streams, weight)
+            return mean.result()
+        trim = (self.count - 1) // 2 if self._average == "median" else self._trim
+        return {
+            name: {
+                key: trimmed_mean([streams[name][key] for streams, _ in self._held], trim)
+                for key in stream
+            }
+            for name, stream in self._held[0][0].items()
+        }
+
+    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
+        """Return how far the clients were apart, given the ``average`` that :meth:`result` gave."""
+        total = sum(weight for _, weight in self._held)
+        drifts = {}
+        for name, stream in average.items():
+            apart = (math.sqrt(w) * distance(streams[name], stream) for streams, w in self._held)
+            spread = math.hypot(*apart) / math.sqrt(total)
+            norm, moved = norms(stream, self._reference.get(name))
+            drifts[name] = Drift(spread=spread, moved=moved, norm=norm)
+        return drifts

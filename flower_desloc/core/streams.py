@@ -1,0 +1,295 @@
+"""Taking streams out of a module and its optimizer, and putting them back in place.
+
+Streams carry PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_head.weight": ...}}``.
+Tied weights go once. Parameters that the optimizer does not train belong to no stream.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.core.averaging import OneThread, Stream
+from flower_desloc.core.schedule import BUFFERS as BUFFERS
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.native import passes
+
+STEP: Final = "step"
+"""PyTorch's name of the step count; it is set, never averaged."""
+_TRIAL = 12  # steps; some optimizers do something else after ten
+
+
+def prime(optimizer: Optimizer) -> None:
+    """Create every optimizer state as it is before the first step, with ``step`` at 0.
+
+    Optimizers create their states when first needed, but a worker that joins must have tensors
+    to put the federation's states into. A step on zero gradients creates them for any optimizer;
+    the parameters are zero meanwhile, or weight decay would put them into the moments.
+
+    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam.
+    """
+    kept = [(p, p.detach().clone()) for p in _given(optimizer)]
+    with torch.no_grad():
+        for p, _ in kept:
+            p.zero_()
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for p, x in kept:
+            p.copy_(x)
+    set_step(optimizer, 0)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                # Not exactly zero: Adamax adds its eps to the gradient.
+                if (value.abs() > 1e-6).any():
+                    what = f"{name!r} of {type(optimizer).__name__}"
+                    raise ValueError(f"{what} is not zero before the first step")
+                value.zero_()
+
+
+def check_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], *shape: int
+) -> tuple[str, ...]:
+    """Return the streams of the optimizer that ``make`` makes for one tensor of that shape.
+
+    It is tried for some steps, once as it is, and once in windows of a single step, each taken by
+    a new optimizer that is given the streams and the step count of the one before, as by another
+    client. Both must end as the same, bit for bit.
+
+    Raises ``ValueError`` when they do not: it remembers something that would be lost, or mixed
+    up, between windows.
+    """
+    whole, expected = _steps(make, shape, range(_TRIAL))
+    streams: dict[str, dict[str, Tensor]] = {}
+    for step in range(_TRIAL):
+        module, optimizer = _steps(make, shape, [step], streams)
+        names = stream_names(module, optimizer)
+        streams = take(module, optimizer, names)
+    ends = [(m.state_dict(), o.state_dict()) for m, o in ((whole, expected), (module, optimizer))]
+    if not _equal(*ends):
+        raise ValueError(
+            f"{type(optimizer).__name__} remembers more than its step count and the states "
+            f"{', '.join(names[1:]) or '(none)'}, or does not begin with zeros; what is not a "
+            "floating-point tensor beside a parameter cannot be kept between windows"
+        )
+    return names
+
+
+def set_step(optimizer: Optimizer, step: int) -> None:
+    """Set the number of completed steps of every parameter to the federation's ``step``.
+
+    Bias correction and ADOPT's clip follow it, so a worker that joined late or was away takes
+    the server's count, never its own.
+    """
+    # PyTorch counts beside each parameter's states, other libraries once for a group.
+    for memory in (*optimizer.state.values(), *optimizer.param_groups):
+        if isinstance(memory.get(STEP), Tensor):
+            memory[STEP].fill_(step)
+        elif STEP in memory:
+            memory[STEP] = step
+
+
+def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the streams of a primed optimizer: ``params``, then its states as it names them.
+
+    A module with floating-point buffers that it saves (BatchNorm's statistics) has a last
+    stream, ``buffers``.
+    """
+    names = dict.fromkeys(
+        name
+        for p in _trained(module, optimizer).values()
+        for name, value in optimizer.state.get(p, {}).items()
+        if name != STEP and isinstance(value, Tensor) and value.is_floating_point()
+    )
+    return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
+
+
+def starts_at_zero(name: str) -> bool:
+    """Return whether a stream is all zeros before the first step, as optimizer states are."""
+    return name not in (PARAMS, BUFFERS)
+
+
+def take(
+    module: nn.Module, optimizer: Optimizer, names: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the named streams as views: the tensors themselves, detached and not copied.
+
+    Raises ``ValueError`` for a stream the optimizer does not have; prime the optimizer first.
+    """
+    known = stream_names(module, optimizer)
+    return {
+        name: {k: t.detach() for k, t in _tensors(module, optimizer, name, known).items()}
+        for name in names
+    }
+
+
+@torch.no_grad()
+def put(
+    module: nn.Module,
+    optimizer: Optimizer,
+    streams: Mapping[str, Stream],
+    before: Callable[[str, Collection[Tensor]], None] = lambda *_: None,
+) -> None:
+    """Write ``streams`` into the module and the primed optimizer, in place.
+
+    ``before`` is given a stream's name and its tensors, whose values are about to be written, and
+    may give them other memory.
+
+    Raises ``ValueError``, with nothing written, when a stream is unknown or its tensors are not
+    those of the module by name and shape.
+    """
+    known = stream_names(module, optimizer)
+    targets = {name: _tensors(module, optimizer, name, known) for name in streams}
+    for name, stream in streams.items():
+        check_like(name, stream, targets[name])
+    for name, stream in streams.items():
+        before(name, targets[name].values())
+        for key, tensor in stream.items():
+            targets[name][key].copy_(tensor)
+
+
+def digest(stream: Stream) -> str:
+    """Return the SHA-256 of a stream's names, types, shapes and values."""
+    sha = hashlib.sha256()
+    for key in sorted(stream):
+        tensor = stream[key].detach().cpu().contiguous()
+        sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel() > 0:  # or it may have any stride, and no view as bytes
+            sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def frozen(module: nn.Module) -> str:
+    """Return the SHA-256 of the parameters that are not trained; empty where all are.
+
+    They do not travel. A federation whose sites have other ones averages what does not belong
+    together.
+    """
+    stream = {key: p for key, p in module.named_parameters() if not p.requires_grad}
+    return digest(stream) if stream else ""
+
+
+def check_like(name: str, stream: Stream, like: Stream) -> None:
+    """Raise ``ValueError`` unless ``stream`` has the tensors of ``like`` by name and shape."""
+    if missing := like.keys() - stream.keys():
+        raise ValueError(f"stream {name!r} lacks {_some(missing)}")
+    if unknown := stream.keys() - like.keys():
+        raise ValueError(f"stream {name!r} has {_some(unknown)}, which the model does not have")
+    for key, tensor in stream.items():
+        if tensor.shape != like[key].shape:
+            raise ValueError(
+                f"{key!r} of stream {name!r} has shape {tuple(tensor.shape)}, "
+                f"the model's is {tuple(like[key].shape)}"
+            )
+
+
+def check_finite(name: str, stream: Stream) -> None:
+    """Raise ``ValueError`` when a tensor of ``stream`` holds NaN or infinity."""
+    finite_ends(name, stream)
+
+
+def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
+    """Return the least and the greatest value of every tensor that has any, in one pass.
+
+    Raises ``ValueError`` when one holds NaN or infinity. The ends of complex values are those of
+    their parts.
+    """
+    full = {key: _real(tensor) for key, tensor in stream.items() if tensor.numel() > 0}
+    found = passes.ends(list(full.values()))
+    if found is None:
+        with OneThread():
+            found = [(float(low), float(high)) for low, high in map(torch.aminmax, full.values())]
+    ends = dict(zip(full, found, strict=True))
+    for key, (low, high) in ends.items():
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+    return ends
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _steps(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    shape: tuple[int, ...],
+    steps: Iterable[int],
+    streams: Mapping[str, Stream] | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """Return a small module and its optimizer after ``steps``, begun with ``streams`` if given."""
+    numbers = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    module = nn.ParameterDict({"x": nn.Parameter(numbers.cos())})
+    optimizer = make(list(module.parameters()))
+    for number, step in enumerate(steps):
+        if number == 0 and streams is not None:
+            prime(optimizer)
+            put(module, optimizer, streams)
+            set_step(optimizer, step)
+        module["x"].grad = (numbers * (step + 1)).sin()
+        optimizer.step()
+    return module, optimizer
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    try:
+        return bool(a == b)
+    except Exception:  # an array, or whatever else an optimizer may keep: it is refused
+        return False
+
+
+def _tensors(
+    module: nn.Module, optimizer: Optimizer, name: str, known: tuple[str, ...]
+) -> dict[str, Tensor]:
+    if name not in known:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no stream {name!r}; its streams are {', '.join(known)}"
+        )
+    if name == BUFFERS:
+        return _buffers(module)
+    trained = _trained(module, optimizer)
+    if name == PARAMS:
+        return trained
+    return {
+        key: optimizer.state[p][name]
+        for key, p in trained.items()
+        if name in optimizer.state.get(p, {})
+    }
+
+
+def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    # named_parameters() yields a tied weight once; state_dict() would yield it twice.
+    ids = {id(p) for p in _given(optimizer)}
+    trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
+    if len(trained) != len(ids):
+        raise ValueError(
+            f"the optimizer trains {len(ids)} tensors, of which the module owns {len(trained)}; "
+            "build it from the module's parameters"
+        )
+    return trained
+
+
+def _given(optimizer: Optimizer) -> list[Tensor]:
+    # What it trains of what it was given: Adam(model.parameters()) hands over frozen ones too.
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    saved = module.state_dict().keys()
+    return {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(repr(name) for name in listed[:most]) + more

@@ -1,0 +1,201 @@
+"""A plan on the terminal."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flower_desloc.core.schedule import NEVER, PARAMS, RESET
+from flower_desloc.plan.advice import reasons, recommended, warnings
+from flower_desloc.plan.moments import drift_bound, half_life, kept
+from flower_desloc.plan.setting import Setting, Stream
+from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
+from flower_desloc.plan.traffic import rate
+from flower_desloc.plan.units import bandwidth_text, number_text, seconds_text, times_text
+from flower_desloc.plan.wall_clock import Topology
+from flower_desloc.runs.units import bytes_text, figures, period_text
+
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the theory asks for and no setting tells: tau's psi, Theorem 1's L and B."""
+
+    psi: float = 0.5
+    smoothness: float = 1.0
+    dissimilarity: float = 1.0
+
+
+def show(setting: Setting, console: Console, assumed: Assumptions) -> None:
+    """Print the whole plan."""
+    console.print(_heading(setting))
+    never = "; never: K = T" if NEVER in setting.periods.values() else ""
+    _print(
+        console,
+        "Moments",
+        f"left: beta^K; drift bound: 2 ceiling (1 - beta^K){never}",
+        _moments(setting, assumed.psi),
+    )
+    if setting.optimizer == "adopt":
+        remark = "ADOPT clips g / sqrt(v) at T^(1/4): that, not rho, is exp_avg's ceiling"
+        console.print(Text(remark, style="dim"))
+    _print(console, "Bytes", "up, by one worker; right: times as much others send", _bytes(setting))
+    for topology, how in (
+        (Topology.STAR, "what is due of all workers, up and then down the server's link"),
+        (Topology.RING, "an all-reduce for each stream, as the paper counts"),
+    ):
+        _print(console, f"Time on a {topology}", how, _times(setting, topology))
+    remark = "right: the bandwidth at which waiting takes so many times what compute takes"
+    console.print(Text(remark, style="dim"))
+    if table := _theorem(setting, assumed):
+        constants = f"L = {assumed.smoothness:g}, B = {assumed.dissimilarity:g}"
+        root = f"1/sqrt(T) = {1 / math.sqrt(setting.steps):.3g}"
+        _print(console, "Theorem 1", f"for SGDM, p = 1/K; {constants}, {root}", table)
+    _print_list(console, "Recommended", _recommended(setting))
+    _print_list(console, "Beware", warnings(setting), style="yellow")
+
+
+def _heading(setting: Setting) -> Text:
+    link, workers = setting.link, setting.workers
+    of_tokens = f" of {setting.tokens:,.0f} tokens" if setting.tokens else ""
+    hidden = f"; {1 - setting.alpha:.0%} of communication hidden" if setting.alpha < 1 else ""
+    coins = "; averaged by coins" if setting.coins else ""
+    return Text.assemble(
+        (setting.name, "bold"),
+        f": {setting.num_params:,.0f} parameters, {setting.optimizer} on {workers} "
+        f"worker{'' if workers == 1 else 's'}\n"
+        f"{setting.steps:,} steps{of_tokens}; a step computes {seconds_text(setting.compute)}\n"
+        f"{bandwidth_text(link.bandwidth)}, {seconds_text(link.latency)} latency{hidden}{coins}",
+    )
+
+
+def _moments(setting: Setting, share: float) -> Table:
+    tau = f"tau_{share:g}"
+    table = _table("stream", "averaged", tau, "K / tau", "left", "ceiling", "drift bound")
+    for stream in setting.streams:
+        table.add_row(stream.name, period_text(stream.period), *_moment(stream, setting, share))
+    return table
+
+
+def _moment(stream: Stream, setting: Setting, share: float) -> list[str]:
+    cells = ["-"] * 5
+    if stream.beta is None:
+        return cells
+    tau = half_life(stream.beta, share)
+    cells[0] = f"{tau:,.1f}"
+    if stream.period == RESET:
+        return cells  # nothing it held outlives an average of params
+    steps = stream.period if isinstance(stream.period, int) else setting.steps
+    cells[1] = number_text(steps / tau) if tau else "-"
+    cells[2] = f"{kept(stream.beta, steps):.3g}"
+    if stream.ceiling is not None:
+        cells[3] = f"{stream.ceiling:.3g}"
+        cells[4] = f"{drift_bound(stream.beta, steps, stream.ceiling):.3g}"
+    return cells
+
+
+def _bytes(setting: Setting) -> Table:
+    table = _table("method", "payloads", "a step", "a day of compute", "DDP", "Local Adam")
+    ddp, local_adam, *_ = setting.methods
+    for method in setting.methods:
+        sent = method.num_bytes
+        table.add_row(
+            method.name,
+            f"{sent / setting.sizes[PARAMS]:.3g}",
+            bytes_text(sent),
+            bytes_text(sent * _DAY / setting.compute),
+            *(times_text(m.num_bytes / sent if sent else math.inf) for m in (ddp, local_adam)),
+            style="bold" if method is setting.desloc else None,
+        )
+    return table
+
+
+def _times(setting: Setting, topology: Topology) -> Table:
+    share = f"{setting.share:.3g}x at"
+    table = _table("method", "waiting a step", "the run", "computing", share, "1x at")
+    for method in setting.methods:
+        waiting = setting.waiting(method, topology)
+        step = setting.compute + waiting
+        enough = (setting.bandwidth_for(method, topology, s) for s in (setting.share, 1))
+        table.add_row(
+            method.name,
+            seconds_text(waiting),
+            seconds_text(setting.steps * step),
+            f"{100 * setting.compute / step:.3g}%",
+            *("none" if b is None else bandwidth_text(b) if b else "any" for b in enough),
+            style="bold" if method is setting.desloc else None,
+        )
+    return table
+
+
+def _theorem(setting: Setting, assumed: Assumptions) -> Table | None:
+    moment = next(iter(setting.moments), None)
+    if moment is None or moment.beta is None or moment.period == RESET:
+        return None  # of what is reset it says nothing
+    beta = moment.beta
+    p_x, p_u = rate(setting.periods[PARAMS]), rate(moment.period)
+    table = _table("momentum averaged", "p_x", "p_u", "psi", "eta_0", "limited by")
+    # What is stated comes last, and takes the place of a row that is the same.
+    for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():
+        value = psi(p_x, p, beta)
+        bound = step_size_bound(
+            value, beta, smoothness=assumed.smoothness, dissimilarity=assumed.dissimilarity
+        )
+        by_averages = averaging_limit(value, assumed.dissimilarity) < 1 - beta
+        table.add_row(
+            name,
+            f"{p_x:.3g}",
+            f"{p:.3g}",
+            figures(value),
+            f"{bound:.3g}",
+            "psi" if by_averages else "1 - beta",
+            style="bold" if name == "as stated" else None,
+        )
+    return table
+
+
+def _recommended(setting: Setting) -> Iterator[str]:
+    for topology in Topology:
+        periods = recommended(setting, topology)
+        if periods is None:
+            yield (
+                f"{topology}: none; communication takes more than {setting.share:.0%} of compute "
+                f"at any K_x up to the run's {setting.steps:,} steps"
+            )
+            continue
+        words = " ".join(f"sync.{stream}={period}" for stream, period in periods.items())
+        yield f"{topology}: {words}"
+        for reason in reasons(setting, periods, topology):
+            yield f"  {reason}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _print(console: Console, title: str, what: str, table: Table) -> None:
+    console.print()
+    console.print(Text.assemble((title, "bold"), (f"  {what}", "dim")))
+    console.print(table)
+
+
+def _print_list(console: Console, title: str, items: Iterable[str], style: str = "") -> None:
+    lines = list(items)
+    if lines:
+        console.print()
+        console.print(Text(title, style="bold"))
+    for line in lines:
+        indent = " " * (2 + len(line) - len(line.lstrip()))
+        wrapped = textwrap.wrap(
+            line.strip(), console.width, initial_indent=indent, subsequent_indent=f"{indent}  "
+        )
+        console.print(Text("\n".join(wrapped), style=style), soft_wrap=True)

@@ -1,0 +1,179 @@
+"""From the configuration to the algorithm's objects."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc import optim
+from flower_desloc.config import Config, ConfigError
+from flower_desloc.config.imports import imported, is_path
+from flower_desloc.core import lr_schedule
+from flower_desloc.core.local_steps import Clipping
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.schedule import GRADIENTS, RESET, SyncSchedule
+from flower_desloc.core.streams import (
+    BUFFERS,
+    check_optimizer,
+    prime,
+    starts_at_zero,
+    stream_names,
+    take,
+)
+from flower_desloc.tasks import find_task
+
+
+def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the local optimizer of those of ``params`` that are trained.
+
+    Raises :class:`ConfigError` when one of somebody else's cannot be imported or made.
+    """
+    o = config.optimizer
+    params = [p for p in params if p.requires_grad]
+    if is_path(o.name):
+        return _own_optimizer(config, params)
+    fused = all(p.device.type in ("cpu", "cuda") for p in params)
+    match o.name:
+        case "adopt":
+            return optim.ADOPT(
+                params, o.lr, o.betas, o.eps, weight_decay=o.weight_decay, decouple=True
+            )
+        case "adam":
+            return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
+        case "adamw":
+            return optim.AdamW(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
+        case "amsgrad":
+            return optim.Adam(
+                params, o.lr, o.betas, o.eps, o.weight_decay, amsgrad=True, fused=fused
+            )
+        case "sgdm":
+            return optim.SGDM(params, o.lr, o.momentum, weight_decay=o.weight_decay)
+        case "paper_adam":
+            return optim.PaperAdam(params, o.lr, o.betas, o.eps)
+    raise AssertionError(o.name)
+
+
+def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
+    o = config.optimizer
+    make = imported(o.name, "optimizer.name")
+    try:
+        optimizer = make(params, lr=o.lr, **o.options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"optimizer.name={o.name}: it cannot be made with optimizer.lr={o.lr} and "
+            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer.name={o.name}: makes a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the streams a run of ``model`` begins with; optimizer states as meta tensors.
+
+    The model's own tensors, and for the states no more memory than it takes to find them.
+
+    Raises :class:`ConfigError` when the optimizer remembers more than can be kept.
+    """
+    _known_streams(config)
+    optimizer = build_optimizer(config, model.parameters())
+    prime(optimizer)
+    streams = take(model, optimizer, stream_names(model, optimizer))
+    return {
+        name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
+        for name, stream in streams.items()
+    }
+
+
+def check_streams(config: Config) -> None:
+    """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other.
+
+    Or when what is named by an import path cannot be imported. No model is built: of an optimizer
+    whose states depend on the shape of a tensor, some streams are known in the run only.
+    """
+    find_task(config)
+    always, sometimes = _known_streams(config)
+    names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
+    try:
+        build_schedule(config).require(names, config.optimizer.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_schedule(config: Config) -> SyncSchedule:
+    """Return when each stream is averaged."""
+    coins = config.run.seed if config.sync_mode == "probabilistic" else None
+    periods = config.sync
+    if config.strategy != "desloc":
+        periods = dict.fromkeys(_known_streams(config)[0], RESET) | periods
+    return SyncSchedule(periods, coin_seed=coins, once_at=frozenset(config.sync_once_at))
+
+
+def _known_streams(config: Config) -> tuple[list[str], list[str]]:
+    """Return the streams that the optimizer has for any tensor, and those for some shapes only."""
+
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return build_optimizer(config, params)
+
+    if not is_path(config.optimizer.name):
+        module = nn.Linear(1, 1)
+        optimizer = make(list(module.parameters()))
+        prime(optimizer)
+        return list(stream_names(module, optimizer)), []
+    try:
+        found = [check_optimizer(make, 3, 2)]
+        with suppress(ConfigError):  # as of Muon, which is for matrices
+            found.append(check_optimizer(make, 3))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"optimizer.name={config.optimizer.name}: {error}") from error
+    names = list(dict.fromkeys(name for each in found for name in each))
+    always = [name for name in names if all(name in each for each in found)]
+    return always, [name for name in names if name not in always]
+
+
+def build_outer(config: Config) -> Outer | None:
+    """Return the server's own optimizer, if there is one."""
+    o = config.outer
+    if GRADIENTS in config.sync:
+        return Outer(
+            lambda params: build_optimizer(config, params),
+            lr_schedule=build_lr_schedule(config),
+            clipping=build_clipping(config),
+        )
+    match o.name:
+        case "sgd":
+            return Outer(
+                lambda params: torch.optim.SGD(
+                    params, o.lr, momentum=o.momentum, nesterov=o.nesterov
+                )
+            )
+        case "adam":
+            return Outer(lambda params: optim.Adam(params, o.lr, o.betas, o.eps))
+    return None
+
+
+def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:
+    """Return the learning rate's factor as a function of the global step."""
+    s, steps = config.lr_schedule, config.run.steps
+    warmup = steps // 12 if s.warmup_steps is None else s.warmup_steps
+    match s.name:
+        case "wsd":
+            decay = steps // 10 if s.decay_steps is None else s.decay_steps
+            return lr_schedule.wsd(steps, warmup, decay)
+        case "cosine":
+            return lr_schedule.cosine(steps, warmup, s.final)
+        case "constant":
+            return lr_schedule.constant(warmup)
+    raise AssertionError(s.name)
+
+
+def build_clipping(config: Config) -> Clipping:
+    """Return how gradients are clipped."""
+    return Clipping(norm=config.optimizer.clip_norm, value=config.optimizer.clip_value)

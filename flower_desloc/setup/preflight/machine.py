@@ -1,0 +1,79 @@
+"""What a machine has: memory, and the device a client computes on."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from flower_desloc.config import Config
+from flower_desloc.flower.observer import MEMORY_FREE, MEMORY_TOTAL
+
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def about_device(device: torch.device) -> dict[str, str]:
+    """Return what a client says of the device it computes on, memory in bytes."""
+    about = {"device": str(device)}
+    if device.type == "cuda":
+        about["name"] = torch.cuda.get_device_name(device)
+    if device.type in ("cpu", "cuda"):
+        total, free = device_memory(device)
+        about |= {MEMORY_TOTAL: str(total), MEMORY_FREE: str(free)}
+    return about
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of memory that ``device`` has, and those of them that are free.
+
+    On the CPU those of the machine, as all but a GPU of CUDA are taken to compute in.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    return memory()
+
+
+def memory() -> tuple[int, int]:
+    """Return the bytes of memory this process may have, and those of them that are free.
+
+    What the machine has, or less where a container says so.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _available(total)
+    limit = _number(_LIMIT)
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit - (_number(_USED) or 0))
+    return total, free
+
+
+def clients_at_once(config: Config) -> int:
+    """Return how many simulated clients train at a time on this machine."""
+    f = config.federation
+    at_once = max(1, cores() // f.client_cpus)
+    if f.client_gpus > 0:
+        at_once = min(at_once, max(1, int(torch.cuda.device_count() / f.client_gpus)))
+    return min(f.num_clients, at_once)
+
+
+def cores() -> int:
+    """Return the CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _available(total: int) -> int:
+    # Not the free pages: most of what the system caches is to be had as well.
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not on macOS
+        return total
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # there is none, or it says "max"
+        return None

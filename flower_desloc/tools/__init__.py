@@ -1,0 +1,1 @@
+"""Commands around a run: studies, exports, evaluation, dry runs."""

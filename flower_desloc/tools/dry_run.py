@@ -1,0 +1,170 @@
+"""What is known of a run before it starts, as it is printed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from flower_desloc.config import Config
+from flower_desloc.config.check import AUTO
+from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
+from flower_desloc.plan.units import seconds_text
+from flower_desloc.plan.wall_clock import Link, star_seconds
+from flower_desloc.runs.summary import download_bytes
+from flower_desloc.runs.units import bytes_text
+from flower_desloc.setup.build import build_schedule
+from flower_desloc.setup.preflight.machine import cores, memory
+from flower_desloc.setup.preflight.needs import Needs, Parts
+from flower_desloc.setup.preflight.sketch import TEXT
+from flower_desloc.setup.preflight.verdict import Place
+from flower_desloc.tools.step_time import timed_step
+
+_LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
+
+
+def whole(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield all that is known, line by line; a step is measured."""
+    yield from _model(needs)
+    yield _machine()
+    yield from _memory(needs, place)
+    yield from _bytes(needs)
+    yield from _time(needs, place)
+
+
+def brief(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield what is to be seen before a run that is about to start."""
+    sketch = needs.sketch
+    try:
+        client = sum(needs.client(place.device, place.micro_batch).values())
+    except ValueError:
+        return
+    yield (
+        f"{sketch.num_params:,} parameters; by estimate a client fills {bytes_text(client)} "
+        f"{_on(place)}, the server {bytes_text(sum(needs.server().values()))}"
+    )
+
+
+def _on(place: Place) -> str:
+    return "on the CPU" if place.device.type == "cpu" else "on a GPU"
+
+
+def _model(needs: Needs) -> Iterator[str]:
+    sketch, config = needs.sketch, needs.config
+    rest = sketch.num_params - sketch.num_embeddings
+    yield (
+        f"{sketch.num_params:,} parameters: {sketch.num_embeddings:,} in embeddings, "
+        f"{rest:,} in the rest"
+    )
+    if hidden := _not_looked_at(config):
+        yield f"not looked at, as it may come from the network: {', '.join(hidden)}"
+
+
+def _not_looked_at(config: Config) -> list[str]:
+    if config.task != TEXT:
+        return []
+    keys = ["source"] + ["tokenizer"] * (config.model.vocab_size is not None)
+    named = {key: str(getattr(config.data, key)) for key in keys}
+    return [
+        f"data.{key}={value}"
+        for key, value in named.items()
+        if value not in ("builtin", "bytes") and not Path(value).expanduser().exists()
+    ]
+
+
+def _machine() -> str:
+    total, free = memory()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return (
+        f"this machine: {cores()} CPU cores, {bytes_text(total)} of memory, {bytes_text(free)} "
+        f"free, {', '.join(gpus) or 'no GPU'}"
+    )
+
+
+def _memory(needs: Needs, place: Place) -> Iterator[str]:
+    config = needs.config
+    at_once = f"{place.micro_batch} of {config.data.batch_size} at once"
+    if not place.exists and config.data.micro_batch_size == AUTO:
+        at_once += "; auto takes what the GPU holds"
+    try:
+        yield from _table(
+            f"a client needs, {_on(place)} ({at_once})",
+            needs.client(place.device, place.micro_batch),
+        )
+    except ValueError as error:
+        yield f"what a step takes cannot be known before it is taken: {error}"
+    if place.device.type != "cpu":
+        yield from _table("and beside it", needs.beside())
+    yield from _table("the server needs", needs.server())
+    clients = config.federation.num_clients * needs.client_disk()
+    yield (
+        f"on disk: up to {bytes_text(needs.server_disk())} in the run's folder, and "
+        f"{bytes_text(clients)} for the state of {config.federation.num_clients} clients"
+    )
+
+
+def _table(title: str, parts: Parts) -> Iterator[str]:
+    yield f"{title}: {bytes_text(sum(parts.values()))}"
+    for what, count in parts.items():
+        if count:
+            yield f"  {what:<40} {bytes_text(count):>10}"
+
+
+def _bytes(needs: Needs) -> Iterator[str]:
+    config = needs.config
+    schedule, steps = build_schedule(config), config.run.steps
+    events = schedule.num_events(steps)
+    sent = desloc_bytes(schedule, needs.wire, steps)
+    yield f"each client will send, in {steps} steps:"
+    for stream, count in sent.items():
+        times = f"{events[stream]} times {bytes_text(needs.wire[stream])}"
+        yield f"  {stream:<16} {times:>24} {bytes_text(count):>10}"
+    total = sum(sent.values())
+    yield f"  {'total':<16} {'':>24} {bytes_text(total):>10}"
+    windows = [sum(needs.wire[name] for name in w.due) for w in schedule.windows(steps)]
+    yield (
+        f"in {len(windows)} windows, each from {bytes_text(min(windows))} to "
+        f"{bytes_text(max(windows))}"
+    )
+    if config.strategy == "desloc":
+        sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
+        federated = config.evaluation.federated
+        down = download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
+        yield f"and will be sent {bytes_text(sum(down.values()))}"
+    others = {
+        "Local Adam": sum(local_adam_bytes(schedule, needs.sizes, steps).values()),
+        "DDP": ddp_bytes(needs.sizes, steps),
+    }
+    for name, other in others.items():
+        if other and total:
+            yield f"{name} would send {bytes_text(other)}, {other / total:.2f} times as much"
+
+
+def _time(needs: Needs, place: Place) -> Iterator[str]:
+    config = needs.config
+    device = place.device if place.exists else torch.device("cpu")
+    try:
+        timing = timed_step(config, device, needs.sketch.num_params)
+    except ValueError as error:
+        yield f"the time of a step is not known: {error}"
+        return
+    clients, steps = config.federation.num_clients, config.run.steps
+    turns = -(-clients // place.at_once)
+    here = "GPU" if device.type == "cuda" else "CPU"
+    yield f"a step takes {seconds_text(timing.seconds)} on this {here}, by {timing.of}"
+    if not place.exists:
+        return
+    compute = turns * steps * timing.seconds
+    yield f"{clients} clients, {place.at_once} at a time, compute {seconds_text(compute)}"
+    schedule = build_schedule(config)
+    windows = list(schedule.windows(steps))
+    sent = sum(desloc_bytes(schedule, needs.wire, steps).values())
+    waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))
+    yield f"between sites, links of 1 Gbit/s would add {seconds_text(waiting)} (see `desloc plan`)"
+    longest = turns * timing.seconds * max(w.stop - w.start for w in windows)
+    if longest > config.federation.timeout:
+        yield (
+            f"beware: a window takes {seconds_text(longest)} here, longer than "
+            f"federation.timeout={config.federation.timeout:g} s; set a longer one"
+        )

@@ -1,0 +1,140 @@
+"""The model of a run, of one of its checkpoints, or of a folder, as transformers loads it."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Self
+
+import torch
+
+from flower_desloc.config import Config, parse
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import BUFFERS, digest
+from flower_desloc.flower.checkpoint import Checkpoint
+from flower_desloc.runs import RunFolder
+from flower_desloc.runs.metrics import read_lines
+from flower_desloc.runs.resume import completed, last_checkpoint
+from flower_desloc.runs.summary import build
+from flower_desloc.setup.build import build_schedule
+from flower_desloc.setup.initial import is_pretrained
+from flower_desloc.tasks import build_task
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has learned: by its end, or up to a checkpoint."""
+
+    run: RunFolder
+    checkpoint: Path | None
+    """None: the run is complete, and its model in ``final/``."""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Return the model of a run's folder, or of the checkpoint named.
+
+        Of a run that is not complete it is the last checkpoint's. Raises ``ValueError`` when there
+        is none.
+        """
+        folder = RunFolder(path.expanduser().resolve())
+        if completed(folder) and folder.final.is_dir():
+            return cls(folder, None)
+        return cls(*last_checkpoint(path.expanduser()))
+
+    def write(self, folder: Path) -> None:
+        """Write the model into ``folder``, which is there, as the run itself does."""
+        if self.checkpoint is None:
+            shutil.copytree(self.run.final, folder, dirs_exist_ok=True)
+            return
+        checkpoint = Checkpoint.read(self.checkpoint)
+        task = build_task(parse(checkpoint.settings))
+        model = task.build_model()
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
+                for key, tensor in checkpoint.averages[name].items():
+                    own[key].copy_(tensor)
+        task.save(model, folder)
+
+    def facts(self) -> tuple[Config, dict[str, Any]]:
+        """Return the run's configuration, and its summary as far as the model has come."""
+        if self.checkpoint is None:
+            config = parse(self.run.config.read_text(encoding="utf-8"))
+            summary: dict[str, Any] = json.loads(self.run.summary.read_text(encoding="utf-8"))
+            return config, summary
+        checkpoint = Checkpoint.read(self.checkpoint)
+        config = parse(checkpoint.settings)
+        lines = (line for line in read_lines(self.run.metrics) if line["round"] <= checkpoint.round)
+        schedule = build_schedule(config)
+        weights = digest(checkpoint.averages[PARAMS])
+        return config, build(
+            lines,
+            config=config,
+            schedule=schedule,
+            plan=None,
+            status="failed",
+            weights_sha256=weights,
+        )
+
+
+@contextmanager
+def loadable(source: str) -> Iterator[str]:
+    """Yield what ``from_pretrained`` takes for ``source``.
+
+    That is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the hub.
+    Raises ``ValueError`` when it is none of them.
+    """
+    path = Path(source).expanduser()
+    if is_pretrained(source) or _holds_adapters(path):
+        yield str(path) if path.exists() else source
+        return
+    trained = Trained.of(path)
+    if trained.checkpoint is None:
+        yield str(trained.run.final)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        trained.write(Path(folder))
+        yield folder
+
+
+def load(source: str) -> tuple[Any, Any]:
+    """Return the model of ``source`` and its tokenizer, on the accelerator if there is one.
+
+    Raises ``ValueError`` when there is none that transformers can load, whole and of safetensors.
+    """
+    # Imported when wanted: transformers takes seconds.
+    from transformers import AutoTokenizer
+
+    from flower_desloc.tasks.causal_lm.pretrained import architecture_of, read
+    from flower_desloc.tasks.causal_lm.tokens import knows_nothing
+    from flower_desloc.tasks.quiet import quiet
+
+    with loadable(source) as name:
+        if _holds_adapters(Path(name)):
+            raise ValueError(
+                f"{source}: holds adapters of peft without their model; merge them first: "
+                "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...)"
+            )
+        try:
+            architecture_of(name)
+            model = read(name)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        try:
+            with quiet():
+                tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        except Exception as error:
+            why = shorten(str(error), 200)
+            raise ValueError(f"{source}: has no tokenizer that can be loaded ({why})") from error
+        if knows_nothing(tokenizer):
+            raise ValueError(f"{source}: has no tokenizer; its files are not there")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def _holds_adapters(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
