@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "averaging": ["Drift", "Mean"],
+    "core.averaging": ["Drift", "Mean"],
     "flower.strategy": ["DesLoc"],
-    "local": ["Clipping", "StepMetrics", "local_steps"],
-    "schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
-    "streams": ["prime", "put", "set_step", "stream_names", "take"],
+    "core.local_steps": ["Clipping", "StepMetrics", "local_steps"],
+    "core.schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
+    "core.streams": ["prime", "put", "set_step", "stream_names", "take"],
 }
 
 

@@ -14,8 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flower_desloc"
 CORE = [
-    *(PACKAGE / f"{name}.py" for name in ("schedule", "streams", "averaging", "local")),
-    *(PACKAGE / f"{name}.py" for name in ("lr_schedule", "ledger", "robust")),
+    *sorted((PACKAGE / "core").glob("*.py")),
     *sorted((PACKAGE / "optim").glob("*.py")),
 ]
 CORE_MODULES = {

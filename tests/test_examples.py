@@ -54,8 +54,8 @@ def _in_the_examples() -> Iterator[None]:
         patch.chdir(EXAMPLES)
         patch.setenv(IMPORT_FROM, str(EXAMPLES))
         patch.setattr(sys, "path", [*sys.path])
-        pictures = ("outputs.picture.draw", "outputs.partition.draw_partition")
-        for name in ("report.write_report", *pictures):
+        pictures = ("runs.figures.overview.draw", "runs.figures.partition.draw_partition")
+        for name in ("runs.report.write_report", *pictures):
             patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
         yield
 

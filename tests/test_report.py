@@ -230,7 +230,7 @@ def test_the_report_needs_no_pyplot_and_fits_into_a_bundle() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
     # Flower's bundle takes *.py along, and nothing else of the package.
-    files = (Path(flower_desloc.__file__).parent / "report").rglob("*")
+    files = (Path(flower_desloc.__file__).parent / "runs").rglob("*")
     assert {path.suffix for path in files if path.is_file()} <= {".py", ".pyc"}
 
 
