@@ -1,0 +1,73 @@
+"""The graph of imports between the files of a source tree, from their syntax alone."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def modules(root: Path, packages: list[str]) -> dict[str, Path]:
+    """Return the file of each module of ``packages``, by dotted name."""
+    files = (path for package in packages for path in sorted((root / package).rglob("*.py")))
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the dotted name of every import of a file, also of those inside functions.
+
+    ``from a import b`` yields ``a.b``. ``import_module("a.b")`` counts where the name is a literal.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, f"{path}: imports are absolute"
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                called = getattr(function, "attr", getattr(function, "id", ""))
+                if called in {"import_module", "__import__"}:
+                    yield name
+
+
+def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return which of the modules each module imports."""
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        graph[module] = set()
+        for name in imported_names(path):
+            # `from a.b import C` names a module, or something in the module a.b.
+            target = name if name in files else name.rpartition(".")[0]
+            if target in files and target != module:
+                graph[module].add(target)
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other (Tarjan's strong components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in graph[module]:
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            component = set(stack[stack.index(module) :])
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                found.append(component)
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
