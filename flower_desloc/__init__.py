@@ -1,7 +1,7 @@
-"""DES-LOC: averaging parameters and optimizer states on clocks of their own.
+"""DES-LOC for Flower: average parameters and optimizer states on periods of their own.
 
-Every name is imported when first asked for: ``DesLoc`` is the Flower strategy, and the algorithm
-itself needs PyTorch alone; a process that only forwards messages
+Names are imported when first used: ``DesLoc``, ``Worker`` and ``client_app`` need Flower, the
+algorithm needs only PyTorch, and a process that forwards messages
 (:mod:`flower_desloc.sites.warm`) needs neither.
 """
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from flower_desloc.core.local_steps import Clipping, StepMetrics, local_steps
     from flower_desloc.core.schedule import NEVER, PARAMS, SyncSchedule, Window
     from flower_desloc.core.streams import prime, put, set_step, stream_names, take
+    from flower_desloc.flower.client import Worker, client_app
+    from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
 
 __version__ = "0.1.0"
@@ -27,20 +29,26 @@ __all__ = [
     "StepMetrics",
     "SyncSchedule",
     "Window",
+    "Worker",
+    "client_app",
+    "from_record",
     "local_steps",
     "prime",
     "put",
     "set_step",
     "stream_names",
     "take",
+    "to_record",
 ]
 
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
-    "flower.strategy": ["DesLoc"],
     "core.local_steps": ["Clipping", "StepMetrics", "local_steps"],
     "core.schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
     "core.streams": ["prime", "put", "set_step", "stream_names", "take"],
+    "flower.client": ["Worker", "client_app"],
+    "flower.records": ["from_record", "to_record"],
+    "flower.strategy": ["DesLoc"],
 }
 
 

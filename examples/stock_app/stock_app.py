@@ -1,4 +1,4 @@
-"""A Flower app of one's own, with DES-LOC as its strategy."""
+"""A Flower app with its own model and data, and DES-LOC as its strategy."""
 
 import torch
 from flwr.app import ConfigRecord
@@ -6,9 +6,7 @@ from flwr.serverapp import ServerApp
 from torch.nn import Linear
 from torch.nn.functional import mse_loss
 
-from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower.client import Worker, client_app
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc import DesLoc, SyncSchedule, Worker, client_app, from_record, to_record
 
 
 def build(config, context):
