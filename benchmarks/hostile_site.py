@@ -37,7 +37,7 @@ from flower_desloc.core.lr_schedule import wsd
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.federation import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.optim import ADOPT
 

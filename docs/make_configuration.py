@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "config" / "schema.py"
+POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # base class of the section federation
 
 _AS_YAML = {
     "None": "null",
@@ -56,7 +57,12 @@ def page() -> str:
 def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:
     for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            yield node.name, (ast.get_docstring(node) or "", list(_fields(node)))
+            fields = list(_fields(node))
+            if any(isinstance(base, ast.Name) and base.id == "Policy" for base in node.bases):
+                policy = ast.parse(POLICY.read_text(encoding="utf-8"))
+                bases = (base for base in policy.body if isinstance(base, ast.ClassDef))
+                fields += [field for base in bases for field in _fields(base)]
+            yield node.name, (ast.get_docstring(node) or "", fields)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from flower_desloc.config import Config, ConfigError, dump, load
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.robust import Average
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
@@ -60,7 +58,8 @@ def main(grid: Grid, context: Context) -> None:
             config,
             schedule,
             config.run.steps,
-            policy=_policy(config),
+            policy=config.federation,
+            seed=config.run.seed,
             eval_every=config.run.eval_every,
             states=streams,
             metrics=task.metrics,
@@ -141,23 +140,6 @@ def _strategy(
             make = partial(FedAdam, eta=f.lr, beta_1=f.betas[0], beta_2=f.betas[1], tau=f.tau)
             return Stock(make, *args, **kwargs)
     raise AssertionError(config.strategy)
-
-
-def _policy(config: Config) -> Policy:
-    f = config.federation
-    return Policy(
-        min_clients=f.min_clients,
-        attendance=f.attendance,
-        fraction_train=f.fraction_train,
-        weighting=f.weighting,
-        average=cast(Average, f.average),
-        trim=f.trim,
-        norm_bound=f.norm_bound,
-        on_failure=f.on_failure,
-        timeout=f.timeout,
-        repeats=f.repeats,
-        seed=config.run.seed,
-    )
 
 
 def _leave_buffers_local(config: Config, streams: Container[str]) -> None:

@@ -16,8 +16,8 @@ from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.observer import Plan, WindowRecord
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
 
 RUN = "run"
@@ -87,6 +87,7 @@ class Run:
         clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
         policy: Policy | None = None,
+        seed: int = 0,
         outer: Outer | None = None,
         formats: Mapping[str, str] | None = None,
     ) -> None:
@@ -117,6 +118,7 @@ class Run:
             schedule,
             num_steps,
             policy=policy,
+            seed=seed,
             outer=outer,
             formats=formats,
             states=streams,

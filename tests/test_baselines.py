@@ -16,7 +16,7 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.optim import SGDM
 from flower_desloc.setup.build import build_outer, build_schedule

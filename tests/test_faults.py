@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from flower_desloc import SyncSchedule
 from flower_desloc.flower.exchange import Question, exchange
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.runs.metrics import to_line

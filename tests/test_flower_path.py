@@ -20,8 +20,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 
 
@@ -300,11 +300,18 @@ def failing(run: Run, client: int, start: int, times: int = 1) -> None:
     run.grid.client_app = app
 
 
-def quadratic(tmp_path: Path, policy: Policy, num_clients: int = 3) -> Run:
+def quadratic(tmp_path: Path, policy: Policy, num_clients: int = 3, seed: int = 0) -> Run:
     case = OPTIMIZERS["adam"]
     schedule = SyncSchedule(case.periods(2, 4, 8))
     return Run(
-        Quadratic(), case, schedule, tmp_path, num_clients=num_clients, num_steps=8, policy=policy
+        Quadratic(),
+        case,
+        schedule,
+        tmp_path,
+        num_clients=num_clients,
+        num_steps=8,
+        policy=policy,
+        seed=seed,
     )
 
 
@@ -507,8 +514,8 @@ def test_weighting_by_examples_weighs_by_examples(tmp_path):
 
 
 def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
-    policy = Policy(fraction_train=0.5, seed=3)
-    runs = [quadratic(tmp_path / str(i), policy, num_clients=6) for i in range(2)]
+    policy = Policy(fraction_train=0.5)
+    runs = [quadratic(tmp_path / str(i), policy, num_clients=6, seed=3) for i in range(2)]
     states = [run.start() for run in runs]
     assert_same(*states)
     chosen = [set(record.clients) for record in runs[0].watch.records[1:]]

@@ -19,7 +19,7 @@ from flower_desloc.flower.arrays import (
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.housing import Rooms, house
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import Reply, from_record
 from flower_desloc.optim import ADOPT
 

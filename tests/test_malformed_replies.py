@@ -30,7 +30,7 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.bundles import STYPE, bundled
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 
 EACH = 40

@@ -23,7 +23,7 @@ from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.runs.resume import to_resume
 
@@ -75,7 +75,8 @@ class Case:
             num_steps=12,
             outer=self.outer() if self.outer else None,
             formats=self.formats,
-            policy=Policy(fraction_train=self.fraction, seed=5),
+            policy=Policy(fraction_train=self.fraction),
+            seed=5,
             present=self.present,
         )
         strategy, checkpoints = run.strategy, Burning(fuse, folder / "checkpoints", self.every)

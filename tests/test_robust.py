@@ -18,7 +18,7 @@ from flower_desloc import Mean, SyncSchedule
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.robust import Gathered, beyond, coordinate_median, trimmed_mean
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 
 

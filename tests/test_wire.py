@@ -17,7 +17,7 @@ from flower_desloc.core.averaging import Mean
 from flower_desloc.core.compression import coded_bytes, decode, encode, receive, send, wire_bytes
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import put, take
-from flower_desloc.flower.members import Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, payload_bytes
 
 LOSSY = ["bf16", "int8", "int4"]

@@ -13,8 +13,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.config import Config, dump, load
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
 from flower_desloc.tasks import build_task
 

@@ -14,8 +14,8 @@ from flwr.superlink.grid import InMemoryGrid
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower import federation
 from flower_desloc.flower.arrays import from_array, to_array
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.policy import Policy
 
 app = ServerApp()
 

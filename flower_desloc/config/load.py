@@ -151,6 +151,8 @@ def _typed(values: Mapping[str, Any]) -> Config:
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or a ???
         raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
+    except ValueError as error:  # of Policy, the only section that checks itself
+        raise ConfigError(f"federation.{error}") from error
     assert isinstance(config, Config)
     check(config)
     return config

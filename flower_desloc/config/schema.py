@@ -7,6 +7,8 @@ is made from them.
 from dataclasses import dataclass, field
 from typing import Any
 
+from flower_desloc.flower.policy import Policy
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -208,8 +210,8 @@ class LRSchedule:
 
 
 @dataclass(kw_only=True)
-class Federation:
-    """Who takes part, and what happens when somebody does not."""
+class Federation(Policy):
+    """Who takes part, and what happens when a client fails."""
 
     num_clients: int = 4
     """Clients that `desloc run` simulates; in a deployment the SuperNodes are what they are."""
@@ -218,32 +220,6 @@ class Federation:
     bits."""
     client_gpus: float = 0.0
     """Share of a GPU a simulated client gets."""
-    min_clients: int = 1
-    """Quorum: wait for so many clients, and average no window with fewer."""
-    attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number. From the first window that begins at that step or later,
-    the first so many clients take part, as in `{0: 4, 96: 8}` (on the command line
-    `federation.attendance.96=8`). Before the first step named, all do."""
-    fraction_train: float = 1.0
-    """Share of the clients online, drawn by the seed, that train in a window."""
-    weighting: str = "uniform"
-    """`uniform` (the paper's E_m) or `examples`."""
-    average: str = "mean"
-    """`mean`, or against clients that send what they should not, coordinate by coordinate, `median`
-    or `trimmed_mean`; these hold all replies of a window in memory, where the mean holds one."""
-    trim: int = 1
-    """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
-    that."""
-    norm_bound: float | None = None
-    """Leave out a client whose update of a stream is longer than so many times the median of all
-    clients'; holds all replies of a window in memory; null: do not."""
-    on_failure: str = "stop"
-    """What a failed client does to the run: `stop` it, or `continue` without that client."""
-    timeout: float = 3600.0
-    """Seconds to wait for the next reply, in the clients' order, before going on without it; at
-    least what a whole window takes, clients that wait for a core included."""
-    repeats: int = 2
-    """How often a window below the quorum is repeated before the run stops."""
 
 
 @dataclass(kw_only=True)

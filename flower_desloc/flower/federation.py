@@ -16,8 +16,9 @@ from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import Question, exchange, kind, time_to_live
 from flower_desloc.flower.fingerprint import fingerprint
-from flower_desloc.flower.members import Member, Policy, in_order
+from flower_desloc.flower.members import Member, in_order
 from flower_desloc.flower.observer import Event, EventKind, Traffic
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import (
     ABOUT,
     ARE_YOU_THERE,

@@ -21,9 +21,9 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.members import Policy
 from flower_desloc.flower.metrics import evaluation_record, pooled
 from flower_desloc.flower.observer import Observer, Plan, Traffic, WindowRecord
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import CONFIG, from_record, plain, to_record
 from flower_desloc.flower.server_state import Globals
 from flower_desloc.flower.stock_client import WEIGHTED_BY
@@ -46,7 +46,7 @@ class Stock:
         Local steps of every client; the last round may be shorter.
     policy : Policy, optional
         Who takes part, and what happens when somebody does not.
-    eval_every, metrics, evaluate_clients, run_key
+    eval_every, metrics, evaluate_clients, run_key, seed
         As in :class:`~flower_desloc.flower.strategy.DesLoc`.
     states : Mapping[str, Stream], optional
         Tensors like those of the optimizer's states. They stay with the clients: the observer is
@@ -66,6 +66,7 @@ class Stock:
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
         run_key: str | None = None,
+        seed: int = 0,
     ) -> None:
         self.policy = policy or Policy()
         self.strategy = make(
@@ -83,6 +84,7 @@ class Stock:
         self.metrics = metrics
         self.evaluate_clients = evaluate_clients
         self.run_key = run_key or secrets.token_hex(8)
+        self.seed = seed
         self.globals = Globals()
         self._sizes = stream_bytes(states or {})
         if BUFFERS in self._sizes:
@@ -114,7 +116,7 @@ class Stock:
             raise ValueError("a Stock runs once; construct another one for another run")
         self._evaluate_fn, self._observer = evaluate_fn, observer
         settings = plain(train_config or ConfigRecord())
-        self._link = Link(grid, self.policy, self.run_key, settings, initial_arrays)
+        self._link = Link(grid, self.policy, self.run_key, settings, initial_arrays, self.seed)
         members = self._link.open()
         if observer is not None:
             observer.started(

@@ -16,9 +16,10 @@ from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind, time_to_live
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
+from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import FromTotals, check_evaluation, client_record, number
 from flower_desloc.flower.observer import ClientRecord, EventKind
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import CONFIG, Reply, from_record
 from flower_desloc.flower.stock_client import ACTION, START, STOP, WEIGHTED_BY
 
@@ -70,6 +71,7 @@ class Link(Grid):
         run_key: str,
         settings: Mapping[str, str | int | float | bool],
         params: ArrayRecord,
+        seed: int = 0,
     ) -> None:
         self.federation = Federation(grid, policy, run_key)
         self.round = Round()
@@ -78,6 +80,7 @@ class Link(Grid):
         self.like = {key: tensor.to("meta") for key, tensor in from_record(params).items()}
         self._grid = grid
         self._policy = policy
+        self._seed = seed
         self._settings = settings
         self._members: list[Member] = []
 
@@ -166,7 +169,7 @@ class Link(Grid):
     def _draw(self) -> None:
         start = self.round.window.start
         online = present(self.federation.online(), self._policy, start)
-        self._members = drawn(online, self._policy, start)
+        self._members = drawn(online, self._policy, start, self._seed)
 
     def _requests(
         self, members: Iterable[Member], message_type: str, config: ConfigRecord, start: int

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
+from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -22,7 +23,7 @@ from flower_desloc.core.averaging import Drift, Mean, Stream
 from flower_desloc.core.compression import wire_bytes
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.outer import Outer
-from flower_desloc.core.robust import Gathered
+from flower_desloc.core.robust import Average, Gathered
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
 from flower_desloc.core.traffic import stream_bytes
@@ -31,7 +32,7 @@ from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
 from flower_desloc.flower.housing import Rooms
-from flower_desloc.flower.members import Member, Policy, drawn, in_order, present
+from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import (
     check_evaluation,
     client_record,
@@ -47,6 +48,7 @@ from flower_desloc.flower.observer import (
     Traffic,
     WindowRecord,
 )
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import (
     STATE_LOST,
     STATE_NEW,
@@ -106,6 +108,8 @@ class DesLoc(Strategy):
         (:mod:`flower_desloc.core.compression`); of optimizer states, ``states`` must have them.
     run_key : str, optional
         Names the run for the clients' own files. Drawn at random: two runs share nothing.
+    seed : int (default: 0)
+        Draws the clients of a window where the policy's ``fraction_train`` is below 1.
     checkpoints : Checkpoints, optional
         Where to write what it takes to go on.
     resume : Checkpoint, optional
@@ -127,6 +131,7 @@ class DesLoc(Strategy):
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
         run_key: str | None = None,
+        seed: int = 0,
         checkpoints: Checkpoints | None = None,
         resume: Checkpoint | None = None,
     ) -> None:
@@ -137,6 +142,7 @@ class DesLoc(Strategy):
         self.metrics = metrics
         self.evaluate_clients = evaluate_clients
         self.run_key = run_key or secrets.token_hex(8)
+        self.seed = seed
         self.outer = outer
         self._averages_gradients = GRADIENTS in schedule.periods
         if self._averages_gradients and outer is None:
@@ -270,7 +276,7 @@ class DesLoc(Strategy):
         """Ask the clients drawn for the current window; each is sent the streams it lacks."""
         del arrays, grid  # the federation has more than parameters: self.globals
         step = self._window.start
-        members = drawn(self._present(step), self.policy, step)
+        members = drawn(self._present(step), self.policy, step, self.seed)
         return [self._request(member, _TRAIN, server_round, config) for member in members]
 
     def aggregate_train(
@@ -503,7 +509,7 @@ class DesLoc(Strategy):
         if policy.average == "mean" and policy.norm_bound is None:
             self._rooms.take_back()
             return Mean(last, self._rooms)
-        return Gathered(last, policy.average, policy.trim)
+        return Gathered(last, cast(Average, policy.average), policy.trim)
 
     def _leave_out_outliers(self, mean: Mean | Gathered, added: list[Member]) -> None:
         """Take clients whose updates are too long for the policy out again, saying so."""

@@ -1,0 +1,76 @@
+"""The federation policy: who takes part in a window, and what happens when a client fails."""
+
+import math
+from dataclasses import dataclass, field
+
+_CHOICES = {
+    "weighting": ("uniform", "examples"),
+    "average": ("mean", "median", "trimmed_mean"),
+    "on_failure": ("stop", "continue"),
+}
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """Who takes part in a window, how replies are averaged, and what a failed client does.
+
+    The configuration's section ``federation`` has the same fields. Raises ``ValueError`` naming
+    the first field that cannot be used.
+    """
+
+    min_clients: int = 1
+    """Quorum: wait for so many clients, and average no window with fewer."""
+    attendance: dict[int, int] = field(default_factory=dict)
+    """Joins and leaves, as step: number. From the first window that begins at that step or later,
+    the first so many clients take part, as in `{0: 4, 96: 8}` (on the command line
+    `federation.attendance.96=8`). Before the first step named, all do."""
+    fraction_train: float = 1.0
+    """Share of the clients online, drawn by the seed, that train in a window."""
+    weighting: str = "uniform"
+    """`uniform` (the paper's E_m) or `examples`."""
+    average: str = "mean"
+    """`mean`, or a robust average against malicious clients, coordinate by coordinate: `median` or
+    `trimmed_mean`. These hold all replies of a window in memory, where the mean holds one."""
+    trim: int = 1
+    """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
+    that."""
+    norm_bound: float | None = None
+    """Leave out a client whose update of a stream is longer than so many times the median of all
+    clients'; holds all replies of a window in memory; null: do not."""
+    on_failure: str = "stop"
+    """What a failed client does to the run: `stop` it, or `continue` without that client."""
+    timeout: float = 3600.0
+    """Seconds to wait for the next reply, in the clients' order, before continuing without it; at
+    least what a whole window takes, including the time clients wait for a core."""
+    repeats: int = 2
+    """How often a window below the quorum is repeated before the run stops."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        self._require("min_clients", self.min_clients >= 1, "at least 1")
+        self._require("fraction_train", 0 < self.fraction_train <= 1, "above 0 and at most 1")
+        self._require("trim", self.trim >= 0, "at least 0")
+        bound = self.norm_bound
+        self._require("norm_bound", bound is None or 1 <= bound < math.inf, "at least 1 and finite")
+        self._require("timeout", 0 < self.timeout < math.inf, "above 0 and finite")
+        self._require("repeats", self.repeats >= 0, "at least 0")
+        if self.average != "mean" and self.weighting != "uniform":
+            raise ValueError(
+                f"average={self.average}: it counts every client once; set weighting=uniform"
+            )
+        if self.average == "trimmed_mean" and self.min_clients <= 2 * self.trim:
+            raise ValueError(
+                f"trim={self.trim}: it leaves out {2 * self.trim} replies, so "
+                f"min_clients={self.min_clients} must be at least {2 * self.trim + 1}"
+            )
+        for step, number in self.attendance.items():
+            if step < 0 or number < self.min_clients:
+                raise ValueError(
+                    f"attendance={dict(self.attendance)}: steps are at least 0, and numbers of "
+                    f"clients at least min_clients={self.min_clients}"
+                )
+
+    def _require(self, name: str, is_valid: bool, wanted: str) -> None:
+        if not is_valid:
+            raise ValueError(f"{name}={getattr(self, name)}: must be {wanted}")
