@@ -43,7 +43,7 @@ import psutil
 import torch
 from flwr.app import Error, Message
 
-from flower_desloc.flower import inprocess
+from flower_desloc.tools.engines import in_process
 
 NAME = "quickstart"
 SMALL = [
@@ -105,7 +105,7 @@ def told(folder: Path) -> list[str]:
 # --- In one process
 
 
-class KillingGrid(inprocess.InProcessGrid):
+class KillingGrid(in_process.InProcessGrid):
     """Once, a client is a process of its own that is killed after part of a window's time."""
 
     victim, window, part, lost = -1, -1, 0.0, False
@@ -134,7 +134,7 @@ class KillingGrid(inprocess.InProcessGrid):
 
 
 def run(folder: Path, *words: str) -> None:
-    inprocess.run_in_process(
+    in_process.run_in_process(
         {
             "config": NAME,
             "overrides": " ".join([*SMALL, *words]),
@@ -178,7 +178,7 @@ def trial(draw: random.Random, folder: Path, usual: float) -> dict[str, Any]:
     KillingGrid.part, KillingGrid.lost = draw.uniform(0, 1.2), victim == LOST
     KillingGrid.state_dir = folder
 
-    with patch.object(inprocess, "InProcessGrid", KillingGrid), forked(folder):
+    with patch.object(in_process, "InProcessGrid", KillingGrid), forked(folder):
         pass
     assert any(e.startswith(f"client-{KillingGrid.victim} failed") for e in told(folder))
     found = {"killed": victim, "client": KillingGrid.victim, "in window": KillingGrid.window}

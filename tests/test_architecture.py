@@ -40,9 +40,6 @@ OUTWARD = {
     "flower_desloc.core.local_steps -> flower_desloc.optim",
     "flower_desloc.core.streams -> flower_desloc.native.passes",
     "flower_desloc.flower.arrays -> flower_desloc.native.pages",
-    "flower_desloc.flower.inprocess -> client_app",
-    "flower_desloc.flower.inprocess -> flower_desloc.config.load",
-    "flower_desloc.flower.inprocess -> server_app",
     "flower_desloc.native.adopt -> flower_desloc.native.compiled",
     "flower_desloc.native.passes -> flower_desloc.native.compiled",
     "flower_desloc.optim.adopt -> flower_desloc.native.adopt",
@@ -53,7 +50,7 @@ OUTWARD = {
     "flower_desloc.setup.preflight.verdict -> flower_desloc.runs.units",
     "flower_desloc.tasks.compute -> flower_desloc.setup.preflight.needs",
 }
-IN_CYCLES = ("flower_desloc.tasks", "flower_desloc.flower.inprocess", "client_app.group")
+IN_CYCLES = ("flower_desloc.tasks", "client_app.group")
 
 CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py")])
 CORE_MODULES = {module for module, path in FILES.items() if path in CORE}

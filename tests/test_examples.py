@@ -26,12 +26,13 @@ from flower_desloc.core.outer import Outer
 from flower_desloc.core.streams import check_optimizer, frozen
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
+from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.stock_client import train_round
 from flower_desloc.runs import RunFolder
 from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
+from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

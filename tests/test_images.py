@@ -27,7 +27,6 @@ from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.core.local_steps import Clipping, local_steps
 from flower_desloc.core.lr_schedule import constant
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.optim import ADOPT
 from flower_desloc.runs.fairness import fairness
 from flower_desloc.runs.figures.partition import draw_partition, labels, unlikeness
@@ -39,6 +38,7 @@ from flower_desloc.tasks.image_classification.batches import Images, heldout_bat
 from flower_desloc.tasks.image_classification.corpus import read
 from flower_desloc.tasks.image_classification.partition import Share, shares
 from flower_desloc.tasks.image_classification.source import Source
+from flower_desloc.tools.engines.in_process import run_in_process
 
 DIGITS = Source("builtin", validation_fraction=0.2)
 RULES = ("iid", "dirichlet", "pathological", "quantity")

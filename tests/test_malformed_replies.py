@@ -29,9 +29,10 @@ from hypothesis import strategies as st
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.bundles import STYPE, bundled
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
+from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.tools.engines.in_process import run_in_process
 
 EACH = 40
 """So many at once, beside two clients that answer as they should."""
@@ -560,7 +561,7 @@ class Nonsense(InProcessGrid):
 
 @pytest.mark.filterwarnings("ignore:constrained_layout:UserWarning")  # of 1e308 beside 6
 def test_a_run_ends_well_whatever_a_client_tells_of_its_windows(tmp_path, monkeypatch):
-    monkeypatch.setattr("flower_desloc.flower.inprocess.InProcessGrid", Nonsense)
+    monkeypatch.setattr("flower_desloc.tools.engines.in_process.InProcessGrid", Nonsense)
     small = (
         "run.steps=5 run.eval_every=5 sync.params=1 sync.exp_avg=2 sync.exp_avg_sq=4 "
         "model.hidden_size=16 model.intermediate_size=16 model.num_hidden_layers=1 "

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from flower_desloc.cli import app, run
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.traffic import stream_bytes
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.flower.observer import Plan
 from flower_desloc.setup.build import build_lr_schedule, build_streams
 from flower_desloc.setup.preflight import needs as needs_module
@@ -25,6 +24,7 @@ from flower_desloc.setup.preflight.sketch import Sketch
 from flower_desloc.setup.preflight.verdict import Place, on_the_server, on_this_machine
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.compute import TrainingLoss
+from flower_desloc.tools.engines.in_process import run_in_process
 from flower_desloc.tools.step_time import timed_step
 
 CPU = torch.device("cpu")

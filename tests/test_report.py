@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 import flower_desloc
 from flower_desloc.cli import app
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.flower.observer import Event, WindowRecord
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs import figures as draw
@@ -33,6 +32,7 @@ from flower_desloc.runs.report.sections import sections
 from flower_desloc.runs.report.tables import TIMES, attendance, comparison, event_counts, events
 from flower_desloc.runs.report.time_model import DEFAULT_LINK, modelled, seconds_per_step
 from flower_desloc.runs.units import bytes_text, figures, loss_text
+from flower_desloc.tools.engines.in_process import run_in_process
 
 VOID = {"meta", "img", "br", "link"}
 TINY = (

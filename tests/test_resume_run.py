@@ -13,12 +13,12 @@ import pytest
 from test_simulation import BIN, SMALL
 
 from flower_desloc.config import ConfigError, load
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.loaded import load as read_run
 from flower_desloc.runs.metrics import read_lines
 from flower_desloc.runs.report.tables import events
 from flower_desloc.runs.resume import begun_in, resumable
+from flower_desloc.tools.engines.in_process import run_in_process
 
 
 def run(output_dir: Path, *overrides: str) -> Path:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.sites.deployment.guard import take_down
+from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

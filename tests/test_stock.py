@@ -23,13 +23,14 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.federation import FederationError
-from flower_desloc.flower.inprocess import InProcessGrid, run_in_process
+from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.stock_client import answer_stock, train_round
 from flower_desloc.setup.build import check_streams
+from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

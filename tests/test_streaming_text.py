@@ -24,7 +24,6 @@ from test_text import prose, write
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import check
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.causal_lm import CausalLM, named, patience, sequences, stream
 from flower_desloc.tasks.causal_lm.files import open_files
@@ -34,6 +33,7 @@ from flower_desloc.tasks.causal_lm.patience import patiently
 from flower_desloc.tasks.causal_lm.source import Files, Source, Unit
 from flower_desloc.tasks.causal_lm.stream import Documents, Part, Position, domain
 from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tools.engines.in_process import run_in_process
 
 WEIGHTS = [5.0, 3.0, 2.0]
 

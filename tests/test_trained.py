@@ -21,10 +21,10 @@ from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import digest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.inprocess import run_in_process
 from flower_desloc.setup.initial import initial, is_pretrained, settled
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer
+from flower_desloc.tools.engines.in_process import run_in_process
 from flower_desloc.tools.models.card import card
 from flower_desloc.tools.models.export import export
 

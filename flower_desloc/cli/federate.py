@@ -12,11 +12,11 @@ from flower_desloc.cli.request import Request, require_writable
 from flower_desloc.cli.run import telling_how_to_go_on
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import ConfigError
-from flower_desloc.flower.inprocess import clients_folder, removed_if_empty
 from flower_desloc.runs.resume import begun_in
 from flower_desloc.sites.deployment.keys import make_key
 from flower_desloc.sites.deployment.processes import ProcessError, last_words, private_home
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty
 from flower_desloc.tools.engines.simulation import flwr_run, follow
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 

@@ -1,20 +1,15 @@
-"""The same two apps in one process: for tests, for debugging, for studies on one device."""
+"""A Flower Grid whose clients run in the same process."""
 
 import copy
-import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_desloc.config import load
 from flower_desloc.flower.content import records_of
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
@@ -98,52 +93,3 @@ def _let_go(reply: Message) -> None:
             for array in record.values():
                 if not isinstance(array.data, bytes):
                     array.data = bytes(array.data)
-
-
-def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
-    """Run the app's ServerApp and ClientApp here, with ``num_clients`` clients.
-
-    The clients keep their state in ``.clients`` in the output folder, until the run is complete.
-    Raises what the ServerApp raises.
-    """
-    config = load(str(run_config["config"]), str(run_config["overrides"]))
-    server_app = importlib.import_module("server_app").app
-    client_app = importlib.import_module("client_app").app
-    state_dir = clients_folder(Path(str(run_config["output-dir"])))
-    with (
-        _threads(config.federation.client_cpus),
-        torch.random.fork_rng(),
-        removed_if_empty(state_dir),
-    ):
-        nodes = [
-            {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
-            for i in range(num_clients)
-        ]
-        context = Context(1, 0, {}, RecordDict(), dict(run_config))
-        server_app(InProcessGrid(client_app, nodes), context)
-
-
-def clients_folder(output_dir: Path) -> Path:
-    """Return where the simulated clients of runs in ``output_dir`` keep their state."""
-    return output_dir.expanduser().resolve() / ".clients"
-
-
-@contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove ``folder`` in the end, unless there is something in it."""
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            folder.rmdir()
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    # As many as a simulated client has: sums over threads differ in the last bits.
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -77,7 +77,7 @@ def _train(job: Job) -> str | None:
     config = job.scratch / "config.yaml"
     config.write_text(job.config, encoding="utf-8")
     try:
-        from flower_desloc.flower.inprocess import run_in_process
+        from flower_desloc.tools.engines.in_process import run_in_process
 
         run_in_process(
             {"config": str(config), "overrides": "", "output-dir": str(job.scratch)},

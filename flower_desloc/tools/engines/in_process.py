@@ -1,0 +1,61 @@
+"""Run the two apps in one process, without Ray: for tests, debugging, and studies on one device."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from flwr.app import Context, RecordDict
+
+from flower_desloc.config import load
+from flower_desloc.flower.inprocess import InProcessGrid
+
+
+def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
+    """Run the ServerApp and ``num_clients`` clients in this process.
+
+    The clients keep their state in the folder ``.clients`` of the output folder until the run is
+    complete. Raises what the ServerApp raises.
+    """
+    from client_app import app as client_app
+    from server_app import app as server_app
+
+    config = load(str(run_config["config"]), str(run_config["overrides"]))
+    state_dir = clients_folder(Path(str(run_config["output-dir"])))
+    nodes = [
+        {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
+        for i in range(num_clients)
+    ]
+    with (
+        _num_threads(config.federation.client_cpus),
+        torch.random.fork_rng(),
+        removed_if_empty(state_dir),
+    ):
+        context = Context(1, 0, {}, RecordDict(), dict(run_config))
+        server_app(InProcessGrid(client_app, nodes), context)
+
+
+def clients_folder(output_dir: Path) -> Path:
+    """Return the folder in which the simulated clients of ``output_dir`` keep their state."""
+    return output_dir.expanduser().resolve() / ".clients"
+
+
+@contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove ``folder`` at the end if it is empty."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def _num_threads(number: int) -> Iterator[None]:
+    # The number a simulated client has: sums over threads differ in the last bits.
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
