@@ -17,10 +17,11 @@ from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.cli import app
 from flower_desloc.config import load
 from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
-from flower_desloc.plan import from_config, traffic
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
+from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_streams
 from flower_desloc.plan.moments import drift_bound, half_life, kept
-from flower_desloc.plan.setting import Setting, Stream
+from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.plan.rates import method_rates
 from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
 from flower_desloc.plan.wall_clock import (
     Link,
@@ -45,15 +46,18 @@ def periods_of(*periods):
     return dict(zip(STREAMS, periods, strict=True))
 
 
-def setting_of(*periods, betas=(0.95, 0.9999), **changes):
+def planned(*periods, betas=(0.95, 0.9999), **changes):
     moments = zip(("exp_avg", "exp_avg_sq"), periods[1:], betas, strict=True)
-    setting = Setting(
+    run = PlannedRun(
         name="one",
         optimizer="adam",
         num_params=1e6,
         streams=(
-            Stream(name=PARAMS, period=periods[0], num_bytes=4e6),
-            *(Stream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=1) for s, k, b in moments),
+            PlannedStream(name=PARAMS, period=periods[0], num_bytes=4e6),
+            *(
+                PlannedStream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=1)
+                for s, k, b in moments
+            ),
         ),
         steps=960,
         workers=4,
@@ -61,7 +65,7 @@ def setting_of(*periods, betas=(0.95, 0.9999), **changes):
         compute=1.0,
         link=Link(bandwidth=125e6, latency=0.01),
     )
-    return replace(setting, **changes)
+    return replace(run, **changes)
 
 
 # --- Moments -----------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     config.optimizer.momentum = 0.8
     if name == "amsgrad":
         config.sync["max_exp_avg_sq"] = 7
-    streams = from_config.streams(config, 5, value_bytes=4, rho=from_config.gradient_bound(config))
+    streams = planned_streams(config)
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])
     seen = {stream.name: [] for stream in streams if stream.name != PARAMS}
@@ -137,9 +141,7 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
 
 def test_an_unclipped_gradient_or_weight_decay_in_it_leaves_no_ceiling():
     def ceilings(*words):
-        config = load("desloc_adam", words)
-        rho = from_config.gradient_bound(config)
-        return [s.ceiling for s in from_config.streams(config, 1, value_bytes=4, rho=rho)]
+        return [s.ceiling for s in planned_streams(load("desloc_adam", words))]
 
     assert ceilings("optimizer.clip_norm=0.5") == [None, 0.5, 0.25]
     assert ceilings("optimizer.clip_value=0.1") == [None, 0.1, pytest.approx(0.01)]
@@ -242,11 +244,7 @@ def test_the_rates_are_the_ledgers_in_the_long_run(periods, sizes):
         "Local Adam": sum(local_adam_bytes(schedule, sizes, T).values()) - extra,
         "DDP": ddp_bytes(sizes, T),
     }
-    for method in (
-        traffic.desloc(sizes, periods),
-        traffic.local_adam(sizes, periods),
-        traffic.ddp(sizes),
-    ):
+    for method in method_rates(sizes, periods)[:3]:
         assert method.num_bytes * T == pytest.approx(ledgers[method.name])
 
 
@@ -254,17 +252,17 @@ def test_the_rates_are_the_ledgers_in_the_long_run(periods, sizes):
 def test_the_rounds_are_those_of_the_schedule(periods):
     schedule = SyncSchedule(periods_of(*periods))
     T = math.lcm(*(k for k in periods if k != NEVER))
-    method = traffic.desloc(dict.fromkeys(STREAMS, 1), schedule.periods)
+    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), schedule.periods)
     due = [schedule.due(step) for step in range(1, T + 1)]
-    assert method.windows * T == pytest.approx(sum(map(bool, due)))
-    assert method.exchanges * T == pytest.approx(sum(map(len, due)))
+    assert desloc.windows * T == pytest.approx(sum(map(bool, due)))
+    assert desloc.exchanges * T == pytest.approx(sum(map(len, due)))
 
 
 def test_with_coins_the_rounds_are_those_in_which_a_coin_falls():
     periods, steps = periods_of(3, 5, 10), 3000
     coins = SyncSchedule(periods, coin_seed=1)
     seen = sum(bool(coins.due(step)) for step in range(1, steps + 1)) / steps
-    method = traffic.desloc(dict.fromkeys(STREAMS, 1), periods, coins=True)
+    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), periods, coins=True)
     rates = [Fraction(1, 3), Fraction(1, 5), Fraction(1, 10)]
     falls = itertools.product((True, False), repeat=3)
     exact = sum(
@@ -272,21 +270,13 @@ def test_with_coins_the_rounds_are_those_in_which_a_coin_falls():
         for fall in falls
         if any(fall)
     )
-    assert method.windows == pytest.approx(float(exact))
+    assert desloc.windows == pytest.approx(float(exact))
     assert seen == pytest.approx(float(exact), rel=0.05)
 
 
 def test_the_papers_reductions():
     sizes, periods = dict.fromkeys(STREAMS, P), periods_of(256, 768, 1536)
-    sent = {
-        method.name: method.num_bytes
-        for method in (
-            traffic.ddp(sizes),
-            traffic.local_adam(sizes, periods),
-            traffic.desloc(sizes, periods),
-            traffic.fedavg(sizes, periods),
-        )
-    }
+    sent = {method.name: method.num_bytes for method in method_rates(sizes, periods)}
     assert sent["DDP"] / sent["DES-LOC"] == pytest.approx(170 + 2 / 3)
     assert sent["DDP"] / sent["Local Adam"] == pytest.approx(85 + 1 / 3)
     assert sent["DDP"] / sent["FedAvg"] == pytest.approx(256)
@@ -298,8 +288,8 @@ def test_the_papers_other_ways_to_halve_local_adam_do_so_too():
     sizes = dict.fromkeys(STREAMS, P)
     for u, v in ((3, 6), (6, 3), (4, 4)):
         periods = periods_of(16, 16 * u, 16 * v)
-        local_adam = traffic.local_adam(sizes, periods).num_bytes
-        assert local_adam / traffic.desloc(sizes, periods).num_bytes == pytest.approx(2)
+        _, local_adam, desloc, _ = method_rates(sizes, periods)
+        assert local_adam.num_bytes / desloc.num_bytes == pytest.approx(2)
 
 
 # --- Time --------------------------------------------------------------------------------------
@@ -337,12 +327,7 @@ def test_the_papers_totals_of_each_method_on_a_ring():
     }
     sizes, periods = dict.fromkeys(STREAMS, 4 * d), periods_of(K_x, K_u, K_v)
     compute = compute_seconds(d, D, workers=M, flops=S, mfu=MFU)
-    for method in (
-        traffic.ddp(sizes),
-        traffic.fedavg(sizes, periods),
-        traffic.local_adam(sizes, periods),
-        traffic.desloc(sizes, periods),
-    ):
+    for method in method_rates(sizes, periods):
         total = compute + T * communication_seconds(method, M, LINK, Topology.RING)
         assert total == pytest.approx(papers[method.name])
 
@@ -350,10 +335,10 @@ def test_the_papers_totals_of_each_method_on_a_ring():
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.floats(1, 1e12))
 def test_on_a_ring_local_adam_is_faster_than_ddp_if_and_only_if_k_is_above_3(K, u, v, bandwidth):
     """The paper asks for 3 K < T, which says nothing of it; its own formulas say 3 T / K < T."""
-    setting = setting_of(K, K * 2**u, K * 2**v)
+    run = planned(K, K * 2**u, K * 2**v)
     ddp, local_adam, desloc, fedavg = (
         communication_seconds(m, 4, Link(bandwidth=bandwidth, latency=0.1), Topology.RING)
-        for m in setting.methods
+        for m in run.methods
     )
     assert (local_adam < ddp * (1 - 1e-9)) == (K > 3)
     assert fedavg <= desloc <= local_adam * (1 + 1e-9)
@@ -361,26 +346,26 @@ def test_on_a_ring_local_adam_is_faster_than_ddp_if_and_only_if_k_is_above_3(K, 
 
 @given(st.sampled_from(Topology), st.floats(0.01, 5), st.floats(0.05, 1))
 def test_at_the_stated_bandwidth_waiting_takes_the_stated_share(topology, share, alpha):
-    setting = setting_of(16, 48, 96, alpha=alpha)
-    for method in setting.methods:
-        bandwidth = setting.bandwidth_for(method, topology, share)
-        delay = setting.waiting(method, topology, Link(bandwidth=math.inf, latency=0.01))
+    run = planned(16, 48, 96, alpha=alpha)
+    for method in run.methods:
+        bandwidth = run.bandwidth_for(method, topology, share)
+        delay = run.waiting(method, topology, Link(bandwidth=math.inf, latency=0.01))
         if bandwidth is None:
-            assert delay >= share * setting.compute
+            assert delay >= share * run.compute
         else:
-            waiting = setting.waiting(method, topology, Link(bandwidth=bandwidth, latency=0.01))
-            assert waiting == pytest.approx(share * setting.compute)
+            waiting = run.waiting(method, topology, Link(bandwidth=bandwidth, latency=0.01))
+            assert waiting == pytest.approx(share * run.compute)
 
 
 def test_hidden_communication_costs_nothing_and_needs_no_bandwidth():
-    setting = setting_of(16, 48, 96, alpha=0.0)
-    assert setting.waiting(setting.desloc, Topology.STAR) == 0
-    assert setting.bandwidth_for(setting.desloc, Topology.STAR, 0.1) == 0
+    run = planned(16, 48, 96, alpha=0.0)
+    assert run.waiting(run.desloc, Topology.STAR) == 0
+    assert run.bandwidth_for(run.desloc, Topology.STAR, 0.1) == 0
 
 
 def test_two_methods_cross_where_one_has_fewer_bytes_and_the_other_fewer_messages():
-    setting = setting_of(2, 4, 4)
-    ddp, local_adam, desloc, fedavg = setting.methods
+    run = planned(2, 4, 4)
+    ddp, local_adam, desloc, fedavg = run.methods
     where = crossing(ddp, local_adam, 4, 0.01, Topology.STAR)
     link = Link(bandwidth=where, latency=0.01)
     times = [communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam)]
@@ -411,7 +396,7 @@ def test_an_impossible_link_is_refused(bandwidth, latency):
 def test_the_recommended_clock_is_the_smallest_that_waits_no_longer(
     topology, exponent, latency, coins, hidden
 ):
-    setting = setting_of(
+    run = planned(
         16,
         48,
         96,
@@ -421,11 +406,11 @@ def test_the_recommended_clock_is_the_smallest_that_waits_no_longer(
     )
 
     def affordable(K):
-        clocks = setting.with_periods({PARAMS: K, "exp_avg": 3 * K, "exp_avg_sq": 6 * K})
-        return clocks.waiting(clocks.desloc, topology) <= setting.share * setting.compute
+        clocks = run.with_periods({PARAMS: K, "exp_avg": 3 * K, "exp_avg_sq": 6 * K})
+        return clocks.waiting(clocks.desloc, topology) <= run.share * run.compute
 
-    smallest = next((K for K in range(1, setting.steps + 1) if affordable(K)), None)
-    periods = recommended(setting, topology)
+    smallest = next((K for K in range(1, run.steps + 1) if affordable(K)), None)
+    periods = recommended(run, topology)
     if smallest is None:
         assert periods is None
     else:
@@ -442,8 +427,8 @@ def test_every_optimizers_states_have_a_multiple():
 GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
-def test_a_sound_setting_has_no_warnings():
-    assert list(warnings(setting_of(16, 48, 96, **GOOD))) == []
+def test_a_sound_run_has_no_warnings():
+    assert list(warnings(planned(16, 48, 96, **GOOD))) == []
 
 
 @pytest.mark.parametrize(
@@ -452,33 +437,33 @@ def test_a_sound_setting_has_no_warnings():
         ((16, 96, 96), {}, "sync.exp_avg=96: 7.1 half-lives, after which 1% of an average is left"),
         ((16, 48, NEVER), {}, "sync.exp_avg_sq=never: every worker keeps its own"),
         ((16, "reset", 96), {}, "sync.exp_avg=reset: it starts from zero"),
-        ((NEVER, 48, 96), {}, "sync.params=never: the workers' parameters meet once"),
+        ((NEVER, 48, 96), {}, "sync.params=never: the parameters are averaged once"),
         ((16, 48, 1920), {}, "sync.exp_avg_sq=1920: longer than the run of 960 steps"),
         ((961, 2883, 5766), {}, "sync.params=961: longer than the run of 960 steps"),
         ((16, 8, 96), {}, "sync.params=16: averaged less often than exp_avg;"),
-        ((16, 40, 96), {}, "sync.exp_avg=40: no multiple of sync.params=16"),
+        ((16, 40, 96), {}, "sync.exp_avg=40: not a multiple of sync.params=16"),
         ((16, 48, 96), {"betas": (0.95, 0.9)}, "optimizer.betas=[0.95,0.9]"),
-        ((16, 48, 96), {"workers": 1}, "--workers=1: there is nobody"),
+        ((16, 48, 96), {"workers": 1}, "--workers=1: there is no other worker"),
         ((16, 48, 96), {"link": LINK}, "on a star communication takes 0.049 times"),
         ((16, 48, 96), {"share": 0.004}, "on a ring communication takes 0.00459 times"),
         ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star affords 1"),
         (
             (512, 1536, 3072),
             {"link": Link(bandwidth=125e6, latency=1e-4), "share": 0.001, "steps": 4000},
-            "--bandwidth: on a star the link asks for sync.params=385",
+            "--bandwidth: on a star the link needs sync.params=385",
         ),
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
     ],
 )
 def test_each_warning(periods, changes, said):
-    found = list(warnings(setting_of(*periods, **(GOOD | changes))))
+    found = list(warnings(planned(*periods, **(GOOD | changes))))
     assert [line for line in found if said in line], found
 
 
 def test_what_nothing_bounds_is_named():
-    setting = setting_of(16, 48, 96, **GOOD)
-    unbounded = tuple(replace(stream, ceiling=None) for stream in setting.streams)
-    (line,) = warnings(replace(setting, streams=unbounded))
+    run = planned(16, 48, 96, **GOOD)
+    unbounded = tuple(replace(stream, ceiling=None) for stream in run.streams)
+    (line,) = warnings(replace(run, streams=unbounded))
     assert "nothing bounds exp_avg and exp_avg_sq" in line
     assert "--rho" in line
 
@@ -555,8 +540,8 @@ def test_without_a_preset_the_size_of_the_model_is_enough():
 def test_the_model_of_a_preset_is_measured_without_its_weights():
     config = load("quickstart")
     sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
-    size = from_config.model_size(config)
-    assert sizes == dict.fromkeys(STREAMS, size * from_config.value_bytes(config))
+    size = model_size(config)
+    assert sizes == dict.fromkeys(STREAMS, size * dtype_bytes(config))
     assert f"quickstart: {size:,} parameters" in plan("quickstart")[1]
 
 
@@ -604,25 +589,6 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
         (["1.7b", "sync.parms=3"], "sync.parms"),
         (["1.7b", "sync.params=0"], "sync period of 'params'"),
         (["1.7b", "sync.buffers=3"], "sync.buffers: "),
-        (["1.7b", "--params", "0"], "--params=0: must be at least 1"),
-        (["1.7b", "--workers", "0"], "--workers=0: must be at least 1"),
-        (["1.7b", "--steps", "0"], "--steps=0: must be at least 1"),
-        (["1.7b", "--tokens-per-step", "0"], "--tokens-per-step=0: must be at least 1"),
-        (["1.7b", "--value-bytes", "0"], "--value-bytes=0: must be above 0"),
-        (["1.7b", "--bandwidth", "0"], "--bandwidth=0: must be above 0"),
-        (["1.7b", "--bandwidth", "nan"], "--bandwidth=nan: must be above 0"),
-        (["1.7b", "--latency", "-1"], "--latency=-1: must be at least 0"),
-        (["1.7b", "--flops", "inf"], "--flops=inf: must be at least 1"),
-        (["1.7b", "--mfu", "1.5"], "--mfu=1.5: must be above 0 and at most 1"),
-        (["1.7b", "--step-seconds", "0"], "--step-seconds=0: must be above 0"),
-        (["1.7b", "--overlap", "2"], "--overlap=2: must be at least 0 and at most 1"),
-        (["1.7b", "--share", "0"], "--share=0: must be above 0"),
-        (["1.7b", "--beta1", "1"], "--beta1=1: must be at least 0 and below 1"),
-        (["1.7b", "--beta2", "-0.5"], "--beta2=-0.5: must be at least 0 and below 1"),
-        (["1.7b", "--rho", "0"], "--rho=0: must be above 0"),
-        (["1.7b", "--psi", "1"], "--psi=1: must be above 0 and below 1"),
-        (["1.7b", "--smoothness", "0"], "--smoothness=0: must be above 0"),
-        (["1.7b", "--dissimilarity", "0.5"], "--dissimilarity=0.5: must be at least 1"),
         (["1.7b", "--plot", "plan.xyz"], "--plot plan.xyz: "),
         (["1.7b", "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),
     ],
@@ -633,3 +599,22 @@ def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path
     assert code == 2
     assert error.startswith("error: ")
     assert said in error.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "values"),
+    [
+        ("at least 1", "params=0 workers=0 steps=0 tokens-per-step=0 dissimilarity=0.5 flops=inf"),
+        ("above 0", "value-bytes=0 bandwidth=0 bandwidth=nan step-seconds=0 share=0 rho=0"),
+        ("above 0", "smoothness=0"),
+        ("at least 0", "latency=-1"),
+        ("at least 0 and at most 1", "overlap=2"),
+        ("above 0 and at most 1", "mfu=1.5"),
+        ("at least 0 and below 1", "beta1=1 beta2=-0.5"),
+        ("above 0 and below 1", "psi=1"),
+    ],
+)
+def test_an_option_outside_its_limits_is_refused(limits, values):
+    for value in values.split():
+        code, _, error = plan("1.7b", f"--{value}")
+        assert (code, error) == (2, f"error: --{value}: must be {limits}\n")

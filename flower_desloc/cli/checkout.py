@@ -1,6 +1,7 @@
-"""The folder of the app that a command runs."""
+"""The folder of the app that a command runs, and the files in it that a command lists."""
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import flower_desloc
@@ -13,7 +14,8 @@ class NotACheckoutError(ValueError):
 def app_folder() -> Path:
     """Return the checkout that the imported ``flower_desloc`` belongs to.
 
-    Flower builds the app anew from this folder for every run, so what runs is what is imported.
+    Flower builds the app from this folder for every run, so the code that runs is the code that is
+    imported.
     """
     folder = Path(flower_desloc.__file__).resolve().parents[1]
     try:
@@ -27,14 +29,15 @@ def app_folder() -> Path:
     return folder
 
 
-def presets(app: Path) -> dict[str, str]:
-    """Return what each preset of ``app`` is for, by name: the comment it opens with."""
-    return opening_comments(app / "configs")
-
-
 def opening_comments(folder: Path) -> dict[str, str]:
     """Return the comment that each YAML file of a folder opens with, by the file's stem."""
     return {path.stem: _opening_comment(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def listing(comments: Mapping[str, str]) -> str:
+    """Return names and what they stand for, one a line."""
+    width = max(map(len, comments), default=0)
+    return "\n".join(f"  {name:<{width}}  {what}" for name, what in comments.items())
 
 
 def _opening_comment(path: Path) -> str:

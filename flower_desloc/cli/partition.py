@@ -12,8 +12,8 @@ from rich.table import Table
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder
 from flower_desloc.cli.terminal import FAILED, USAGE, fail
 from flower_desloc.config import ConfigError, load
+from flower_desloc.config.units import TEXT, percent_text, size_text
 from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
-from flower_desloc.runs.units import TEXT, percent_text, size_text
 from flower_desloc.setup.initial import settled
 from flower_desloc.tasks import Site, build_task
 

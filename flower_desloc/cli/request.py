@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder, presets
+from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.runs.resume import AUTO
@@ -46,7 +46,9 @@ class Request:
         try:
             app = app_folder()
             if not preset:
-                fail(USAGE, f"which preset? There are\n{_listing(presets(app))}")
+                fail(
+                    USAGE, f"which preset? There are\n{listing(opening_comments(app / 'configs'))}"
+                )
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
             given = _words(overrides)
@@ -130,8 +132,3 @@ def _absolute_paths(config: Config) -> list[str]:
         elif _A_PATH.match(value) and not key.startswith("task_options."):
             raise ConfigError(f"{key}={value}: there is no such file or folder")
     return found
-
-
-def _listing(presets: Mapping[str, str]) -> str:
-    width = max(map(len, presets), default=0)
-    return "\n".join(f"  {name:<{width}}  {what}" for name, what in presets.items())

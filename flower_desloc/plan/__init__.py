@@ -1,4 +1,4 @@
-"""What can be known before a run: half-lives, drift, step sizes, bytes and time, by the paper.
+"""What is known before a run: half-lives, drift bounds, step sizes, bytes, time.
 
-Plain arithmetic in modules to import one by one; ``desloc plan`` puts it together.
+``desloc plan`` prints it. The formulas are the paper's; docs/plan.md lists them.
 """

@@ -1,5 +1,6 @@
-"""From a run's configuration to what theory needs of it."""
+"""A planned run from a configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -7,28 +8,104 @@ import torch
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import is_path
+from flower_desloc.config.units import TEXT
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS
 from flower_desloc.optim.adopt import fourth_root
-from flower_desloc.plan.setting import Stream
+from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.plan.wall_clock import Link, compute_seconds
 from flower_desloc.setup.build import build_schedule, check_streams
 from flower_desloc.setup.initial import settled
 from flower_desloc.setup.preflight.sketch import offline_task
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
-"""The models of the paper and their parameters, as it states them."""
+"""The paper's models and their numbers of parameters, as it states them."""
 
-PAPER_SETTINGS: Final = Path(__file__).with_name("paper")
-"""Where their configurations are."""
+PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
+"""Folder of their configurations."""
 
-_BETA1: Final = ("exp_avg",)
-_MOMENTUM: Final = ("momentum_buffer",)
-_DECAYED_IN_THE_GRADIENT: Final = ("adam", "amsgrad", "sgdm")
-"""Optimizers that add weight decay to the clipped gradient, which is then bounded no longer."""
+_FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
+_DECAY_IN_THE_GRADIENT: Final = ("adam", "amsgrad", "sgdm")
+"""Optimizers that add weight decay to the clipped gradient, which then has no bound."""
+
+
+def planned_run(
+    config: Config,
+    link: Link,
+    *,
+    num_params: float | None = None,
+    workers: int | None = None,
+    tokens: float | None = None,
+    value_bytes: float | None = None,
+    rho: float | None = None,
+    step_seconds: float | None = None,
+    flops: float,
+    mfu: float,
+) -> PlannedRun:
+    """Return the planned run of ``config``; what is None is taken from the configuration.
+
+    ``tokens`` are those of one step of all workers together. ``rho`` bounds every coordinate of a
+    gradient. Without ``step_seconds`` the compute of a step follows from ``flops`` and ``mfu``.
+
+    Raises ``ValueError`` if the configuration lacks something that a plan needs.
+    """
+    num_params = num_params or model_size(config)
+    workers = workers or num_workers(config)
+    if tokens is None and config.task == TEXT:
+        tokens = workers * config.data.batch_size * config.data.seq_len
+    if step_seconds is None:
+        if tokens is None:
+            raise ConfigError(
+                f"task={config.task}: the compute of a step is known for text only; give "
+                "--step-seconds, or --tokens-per-step"
+            )
+        step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
+    num_bytes = num_params * (value_bytes or dtype_bytes(config))
+    return PlannedRun(
+        name=config.run.name,
+        optimizer=config.optimizer.name,
+        num_params=num_params,
+        streams=tuple(replace(s, num_bytes=num_bytes) for s in planned_streams(config, rho)),
+        steps=config.run.steps,
+        workers=workers,
+        tokens=tokens,
+        compute=step_seconds,
+        link=link,
+        coins=config.sync_mode == "probabilistic",
+    )
+
+
+def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedStream, ...]:
+    """Return the streams of a run, without their sizes.
+
+    ``rho`` bounds every coordinate of a gradient; by default it follows from the clipping.
+
+    Raises :class:`ConfigError` unless ``config.sync`` states a period for each stream, and for
+    buffers, whose size is not known.
+    """
+    check_streams(config)
+    if PARAMS not in config.sync:
+        raise ConfigError(
+            f"sync.{PARAMS} is not stated: a plan needs DES-LOC's periods, and compares them with "
+            "data parallelism by itself; choose a preset that has them"
+        )
+    if BUFFERS in config.sync:
+        raise ConfigError(f"sync.{BUFFERS}: a plan does not know their size; leave it out")
+    rho = rho or gradient_bound(config)
+    return tuple(
+        PlannedStream(
+            name=name,
+            period=period,
+            num_bytes=0,
+            beta=_beta(config, name),
+            ceiling=_ceiling(config, name, rho),
+        )
+        for name, period in build_schedule(config).periods.items()
+    )
 
 
 def model_size(config: Config) -> int:
-    """Return the number of trained parameters of the configured model, without memory for them.
+    """Return the number of trained parameters of the configured model, without allocating them.
 
     Raises ``ValueError`` when the model cannot be built.
     """
@@ -37,51 +114,21 @@ def model_size(config: Config) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def streams(
-    config: Config, num_params: float, *, value_bytes: float, rho: float | None
-) -> tuple[Stream, ...]:
-    """Return the streams of a run, each as large as the parameters.
-
-    ``rho`` bounds every coordinate of a gradient; None where gradients are not clipped.
-
-    Raises :class:`ConfigError` unless ``config.sync`` states a period for each stream, or when a
-    stream is of another size.
-    """
-    check_streams(config)
-    if PARAMS not in config.sync:
-        raise ConfigError(
-            f"sync.{PARAMS} is not stated: a plan is of DES-LOC's clocks, and compares them with "
-            "data parallelism by itself; choose a preset that has them"
-        )
-    if BUFFERS in config.sync:
-        raise ConfigError(f"sync.{BUFFERS}: a plan knows nothing of their size; leave it out")
-    return tuple(
-        Stream(
-            name=name,
-            period=period,
-            num_bytes=num_params * value_bytes,
-            beta=_beta(config, name),
-            ceiling=_ceiling(config, name, rho),
-        )
-        for name, period in build_schedule(config).periods.items()
-    )
-
-
 def gradient_bound(config: Config) -> float | None:
-    """Return rho: what no coordinate of a clipped gradient exceeds, or None."""
+    """Return rho, the bound on every coordinate of a clipped gradient; None without clipping."""
     # A coordinate is at most the norm.
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     return min((clip for clip in clips if clip is not None), default=None)
 
 
-def value_bytes(config: Config) -> int:
+def dtype_bytes(config: Config) -> int:
     """Return the bytes of one value of a stream."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     return dtype.itemsize
 
 
-def workers(config: Config) -> int:
-    """Return how many clients train in a window, when all are online."""
+def num_workers(config: Config) -> int:
+    """Return how many clients train in a window when all are online."""
     federation = config.federation
     number = max(federation.min_clients, round(federation.fraction_train * federation.num_clients))
     return min(number, federation.num_clients)
@@ -90,18 +137,18 @@ def workers(config: Config) -> int:
 def _beta(config: Config, name: str) -> float | None:
     if name == PARAMS or is_path(config.optimizer.name):
         return None
-    if name in _MOMENTUM:
+    if name == "momentum_buffer":
         return config.optimizer.momentum
-    return config.optimizer.betas[0 if name in _BETA1 else 1]
+    return config.optimizer.betas[0 if name == "exp_avg" else 1]
 
 
 def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
     optimizer = config.optimizer
     if name == PARAMS or is_path(optimizer.name):
         return None
-    if optimizer.name == "adopt" and name in _BETA1:
-        # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) whatever g is.
+    if optimizer.name == "adopt" and name == "exp_avg":
+        # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) for any g.
         return fourth_root(config.run.steps)
-    if rho is None or (optimizer.weight_decay and optimizer.name in _DECAYED_IN_THE_GRADIENT):
+    if rho is None or (optimizer.weight_decay and optimizer.name in _DECAY_IN_THE_GRADIENT):
         return None
-    return rho if name in (*_BETA1, *_MOMENTUM) else rho**2
+    return rho if name in _FIRST_MOMENTS else rho**2

@@ -1,4 +1,4 @@
-"""How fast a moment forgets, and how far it can drift from the others': the paper's section 3."""
+"""Half-life and drift bound of a moment: the paper's section 3."""
 
 import math
 
@@ -26,13 +26,13 @@ def kept(beta: float, steps: float) -> float:
 
 
 def drift_bound(beta: float, steps: float, ceiling: float) -> float:
-    """Return the most that a coordinate of a moment can change in ``steps`` steps.
+    """Return the largest change of a coordinate of a moment in ``steps`` steps.
 
-    2 c (1 - beta^K), where neither the moment nor what it takes in exceeds c in any coordinate:
-    c = rho for the first moment of clipped gradients, rho^2 for the second.
+    2 c (1 - beta^K), where no coordinate of the moment or of its inputs exceeds c: c = rho for the
+    first moment of clipped gradients, rho^2 for the second.
     """
     _check_beta(beta)
-    # 1 - beta^K would lose its digits where beta^K is near 1.
+    # 1 - beta^K loses its digits where beta^K is near 1.
     change = -math.expm1(steps * math.log(beta)) if beta else float(steps > 0)
     return 2 * ceiling * change
 

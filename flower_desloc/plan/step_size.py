@@ -1,4 +1,4 @@
-"""The step size that Theorem 1 allows DES-LOC-SGDM, and psi, which says what rare averages cost."""
+"""The step size that Theorem 1 allows for DES-LOC-SGDM, and its psi, the cost of rare averages."""
 
 import math
 
@@ -8,8 +8,8 @@ def psi(p_x: float, p_u: float, beta: float) -> float:
 
     psi = 4 (1 - p_x) / p_x^2  (1 - beta) (1 - p_u) / (1 - (1 - p_u) beta)
 
-    It is infinite where parameters are never averaged, unless the momentum always is: then all
-    workers take the same steps.
+    It is infinite if parameters are never averaged, unless the momentum is averaged at every step:
+    then all workers take the same steps.
 
     Raises ``ValueError`` unless the probabilities are in [0, 1] and 0 <= beta < 1.
     """
@@ -33,11 +33,10 @@ def step_size_bound(
 
     eta_0 = 1 / (4 L) min(1 - beta, 1 / (6 sqrt(psi max(1, B^2 - 1))))
 
-    ``smoothness`` is L of every worker's loss, ``dissimilarity`` B of the workers' gradients: 1
-    where all have the same data.
+    ``smoothness`` is L of every worker's loss. ``dissimilarity`` is B of the workers' gradients: 1
+    if all have the same data.
 
     Raises ``ValueError`` unless L > 0 and B >= 1.
-
     """
     if not smoothness > 0:
         raise ValueError(f"smoothness must be above 0, got {smoothness}")
@@ -47,6 +46,6 @@ def step_size_bound(
 
 
 def averaging_limit(psi: float, dissimilarity: float = 1.0) -> float:
-    """Return the second term of the minimum in eta_0, by which rare averages limit it."""
+    """Return the second term of the minimum in eta_0, the limit set by rare averages."""
     spread = 6 * math.sqrt(psi * max(1.0, dissimilarity**2 - 1))
     return 1 / spread if spread else math.inf

@@ -1,4 +1,4 @@
-"""A plan on the terminal."""
+"""A plan as tables on the terminal."""
 
 import math
 import textwrap
@@ -10,88 +10,100 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flower_desloc.config.units import (
+    bandwidth_text,
+    bytes_text,
+    figures,
+    number_text,
+    period_text,
+    seconds_text,
+    times_text,
+)
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.plan.advice import reasons, recommended, warnings
 from flower_desloc.plan.moments import drift_bound, half_life, kept
-from flower_desloc.plan.setting import Setting, Stream
+from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.plan.rates import rate
 from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
-from flower_desloc.plan.traffic import rate
-from flower_desloc.plan.units import bandwidth_text, number_text, seconds_text, times_text
 from flower_desloc.plan.wall_clock import Topology
-from flower_desloc.runs.units import bytes_text, figures, period_text
 
 _DAY = 86400
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the theory asks for and no setting tells: tau's psi, Theorem 1's L and B."""
+    """What the theory asks for and no run tells: tau's psi, Theorem 1's L and B."""
 
     psi: float = 0.5
     smoothness: float = 1.0
     dissimilarity: float = 1.0
 
 
-def show(setting: Setting, console: Console, assumed: Assumptions) -> None:
+def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
     """Print the whole plan."""
-    console.print(_heading(setting))
-    never = "; never: K = T" if NEVER in setting.periods.values() else ""
+    console.print(_heading(run))
+    never = "; never: K = T" if NEVER in run.periods.values() else ""
     _print(
         console,
         "Moments",
         f"left: beta^K; drift bound: 2 ceiling (1 - beta^K){never}",
-        _moments(setting, assumed.psi),
+        _moments(run, assumed.psi),
     )
-    if setting.optimizer == "adopt":
+    if run.optimizer == "adopt":
         remark = "ADOPT clips g / sqrt(v) at T^(1/4): that, not rho, is exp_avg's ceiling"
         console.print(Text(remark, style="dim"))
-    _print(console, "Bytes", "up, by one worker; right: times as much others send", _bytes(setting))
+    _print(
+        console,
+        "Bytes",
+        "sent by one worker; right: how many times as much other methods send",
+        _bytes(run),
+    )
     for topology, how in (
-        (Topology.STAR, "what is due of all workers, up and then down the server's link"),
-        (Topology.RING, "an all-reduce for each stream, as the paper counts"),
+        (Topology.STAR, "all workers' payloads, up and then down the server's link"),
+        (Topology.RING, "one all-reduce per stream, as in the paper"),
     ):
-        _print(console, f"Time on a {topology}", how, _times(setting, topology))
-    remark = "right: the bandwidth at which waiting takes so many times what compute takes"
+        _print(console, f"Time on a {topology}", how, _times(run, topology))
+    remark = "right: the bandwidth at which waiting takes that many times as long as compute"
     console.print(Text(remark, style="dim"))
-    if table := _theorem(setting, assumed):
+    if table := _theorem(run, assumed):
         constants = f"L = {assumed.smoothness:g}, B = {assumed.dissimilarity:g}"
-        root = f"1/sqrt(T) = {1 / math.sqrt(setting.steps):.3g}"
+        root = f"1/sqrt(T) = {1 / math.sqrt(run.steps):.3g}"
         _print(console, "Theorem 1", f"for SGDM, p = 1/K; {constants}, {root}", table)
-    _print_list(console, "Recommended", _recommended(setting))
-    _print_list(console, "Beware", warnings(setting), style="yellow")
+    _print_list(console, "Recommended", _recommended(run))
+    _print_list(console, "Warnings", warnings(run), style="yellow")
 
 
-def _heading(setting: Setting) -> Text:
-    link, workers = setting.link, setting.workers
-    of_tokens = f" of {setting.tokens:,.0f} tokens" if setting.tokens else ""
-    hidden = f"; {1 - setting.alpha:.0%} of communication hidden" if setting.alpha < 1 else ""
-    coins = "; averaged by coins" if setting.coins else ""
+def _heading(run: PlannedRun) -> Text:
+    link, workers = run.link, run.workers
+    of_tokens = f" of {run.tokens:,.0f} tokens" if run.tokens else ""
+    hidden = f"; {1 - run.alpha:.0%} of communication hidden" if run.alpha < 1 else ""
+    coins = "; averaged by coins" if run.coins else ""
     return Text.assemble(
-        (setting.name, "bold"),
-        f": {setting.num_params:,.0f} parameters, {setting.optimizer} on {workers} "
+        (run.name, "bold"),
+        f": {run.num_params:,.0f} parameters, {run.optimizer} on {workers} "
         f"worker{'' if workers == 1 else 's'}\n"
-        f"{setting.steps:,} steps{of_tokens}; a step computes {seconds_text(setting.compute)}\n"
+        f"{run.steps:,} steps{of_tokens}; a step computes {seconds_text(run.compute)}\n"
         f"{bandwidth_text(link.bandwidth)}, {seconds_text(link.latency)} latency{hidden}{coins}",
     )
 
 
-def _moments(setting: Setting, share: float) -> Table:
+def _moments(run: PlannedRun, share: float) -> Table:
     tau = f"tau_{share:g}"
     table = _table("stream", "averaged", tau, "K / tau", "left", "ceiling", "drift bound")
-    for stream in setting.streams:
-        table.add_row(stream.name, period_text(stream.period), *_moment(stream, setting, share))
+    for stream in run.streams:
+        table.add_row(stream.name, period_text(stream.period), *_moment(stream, run, share))
     return table
 
 
-def _moment(stream: Stream, setting: Setting, share: float) -> list[str]:
+def _moment(stream: PlannedStream, run: PlannedRun, share: float) -> list[str]:
     cells = ["-"] * 5
     if stream.beta is None:
         return cells
     tau = half_life(stream.beta, share)
     cells[0] = f"{tau:,.1f}"
     if stream.period == RESET:
-        return cells  # nothing it held outlives an average of params
-    steps = stream.period if isinstance(stream.period, int) else setting.steps
+        return cells  # it is zero after every average of params
+    steps = stream.period if isinstance(stream.period, int) else run.steps
     cells[1] = number_text(steps / tau) if tau else "-"
     cells[2] = f"{kept(stream.beta, steps):.3g}"
     if stream.ceiling is not None:
@@ -100,48 +112,48 @@ def _moment(stream: Stream, setting: Setting, share: float) -> list[str]:
     return cells
 
 
-def _bytes(setting: Setting) -> Table:
+def _bytes(run: PlannedRun) -> Table:
     table = _table("method", "payloads", "a step", "a day of compute", "DDP", "Local Adam")
-    ddp, local_adam, *_ = setting.methods
-    for method in setting.methods:
+    ddp, local_adam, *_ = run.methods
+    for method in run.methods:
         sent = method.num_bytes
         table.add_row(
             method.name,
-            f"{sent / setting.sizes[PARAMS]:.3g}",
+            f"{sent / run.sizes[PARAMS]:.3g}",
             bytes_text(sent),
-            bytes_text(sent * _DAY / setting.compute),
+            bytes_text(sent * _DAY / run.compute),
             *(times_text(m.num_bytes / sent if sent else math.inf) for m in (ddp, local_adam)),
-            style="bold" if method is setting.desloc else None,
+            style="bold" if method is run.desloc else None,
         )
     return table
 
 
-def _times(setting: Setting, topology: Topology) -> Table:
-    share = f"{setting.share:.3g}x at"
+def _times(run: PlannedRun, topology: Topology) -> Table:
+    share = f"{run.share:.3g}x at"
     table = _table("method", "waiting a step", "the run", "computing", share, "1x at")
-    for method in setting.methods:
-        waiting = setting.waiting(method, topology)
-        step = setting.compute + waiting
-        enough = (setting.bandwidth_for(method, topology, s) for s in (setting.share, 1))
+    for method in run.methods:
+        waiting = run.waiting(method, topology)
+        step = run.compute + waiting
+        enough = (run.bandwidth_for(method, topology, s) for s in (run.share, 1))
         table.add_row(
             method.name,
             seconds_text(waiting),
-            seconds_text(setting.steps * step),
-            f"{100 * setting.compute / step:.3g}%",
+            seconds_text(run.steps * step),
+            f"{100 * run.compute / step:.3g}%",
             *("none" if b is None else bandwidth_text(b) if b else "any" for b in enough),
-            style="bold" if method is setting.desloc else None,
+            style="bold" if method is run.desloc else None,
         )
     return table
 
 
-def _theorem(setting: Setting, assumed: Assumptions) -> Table | None:
-    moment = next(iter(setting.moments), None)
+def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
+    moment = next(iter(run.moments), None)
     if moment is None or moment.beta is None or moment.period == RESET:
-        return None  # of what is reset it says nothing
+        return None  # the theorem does not cover a moment that is reset
     beta = moment.beta
-    p_x, p_u = rate(setting.periods[PARAMS]), rate(moment.period)
+    p_x, p_u = rate(run.periods[PARAMS]), rate(moment.period)
     table = _table("momentum averaged", "p_x", "p_u", "psi", "eta_0", "limited by")
-    # What is stated comes last, and takes the place of a row that is the same.
+    # The stated period comes last and replaces an equal row.
     for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():
         value = psi(p_x, p, beta)
         bound = step_size_bound(
@@ -160,18 +172,18 @@ def _theorem(setting: Setting, assumed: Assumptions) -> Table | None:
     return table
 
 
-def _recommended(setting: Setting) -> Iterator[str]:
+def _recommended(run: PlannedRun) -> Iterator[str]:
     for topology in Topology:
-        periods = recommended(setting, topology)
+        periods = recommended(run, topology)
         if periods is None:
             yield (
-                f"{topology}: none; communication takes more than {setting.share:.0%} of compute "
-                f"at any K_x up to the run's {setting.steps:,} steps"
+                f"{topology}: none; communication takes more than {run.share:.0%} of compute "
+                f"at any K_x up to the run's {run.steps:,} steps"
             )
             continue
         words = " ".join(f"sync.{stream}={period}" for stream, period in periods.items())
         yield f"{topology}: {words}"
-        for reason in reasons(setting, periods, topology):
+        for reason in reasons(run, periods, topology):
             yield f"  {reason}"
 
 

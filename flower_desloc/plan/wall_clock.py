@@ -1,25 +1,25 @@
-"""How long training takes where links are thin: the paper's appendix "Wall-Clock Time Modeling".
+"""Training time over slow links: the paper's appendix "Wall-Clock Time Modeling".
 
-A step takes its compute, and what of its communication is not hidden behind it:
+A step takes its compute and the communication that is not hidden behind it:
 
     t_total = t_compute + alpha t_comms
     t_compute = 6 d D / (MFU S M)
     t_comms = 2 P / B (1 - 1 / M) + l        (a ring all-reduce)
 
 with d parameters, D tokens, M workers of S FLOP/s peak, a payload of P, bandwidth B and latency
-l. The paper writes P = d; here payloads are in bytes, so that bandwidth is in bytes too. Beside
-the paper's ring stands the star, a server and its clients, which is what Flower runs on.
+l. The paper writes P = d; here payloads and bandwidth are in bytes. Besides the paper's ring there
+is the star, a server and its clients, which is what Flower runs on.
 """
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flower_desloc.plan.traffic import Method
+from flower_desloc.plan.rates import MethodRates
 
 
 class Topology(StrEnum):
-    """Who is linked to whom."""
+    """How the workers are connected."""
 
     STAR = "star"
     RING = "ring"
@@ -27,21 +27,15 @@ class Topology(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The link of each worker, and of the server where there is one.
-
-    Parameters
-    ----------
-    bandwidth
-        Bytes per second, B.
-    latency
-        Seconds that a message is under way, l.
+    """The network link of each worker, and of the server of a star.
 
     Raises ``ValueError`` for a bandwidth that is not positive or a negative latency.
-
     """
 
     bandwidth: float
+    """Bytes per second, B."""
     latency: float
+    """Seconds per message, l."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -61,8 +55,8 @@ def ring_seconds(num_bytes: float, workers: int, link: Link) -> float:
 def star_seconds(num_bytes: float, workers: int, link: Link) -> float:
     """Return the seconds of one average through a server, up and down.
 
-    M payloads come up through the server's link, then the mean goes down to each: no mean leaves
-    before the last payload has come, so the two directions add up, and so do their latencies.
+    M payloads go up through the server's link, then the mean goes down to each worker. No mean is
+    sent before the last payload has arrived, so the times of the two directions add up.
     """
     return 2 * workers * num_bytes / link.bandwidth + 2 * link.latency
 
@@ -70,17 +64,18 @@ def star_seconds(num_bytes: float, workers: int, link: Link) -> float:
 def compute_seconds(
     num_params: float, tokens: float, *, workers: int, flops: float, mfu: float
 ) -> float:
-    """Return the seconds that ``workers`` compute on ``tokens``, all of them together.
+    """Return the seconds of compute for ``tokens``, shared by ``workers``.
 
-    ``flops`` is one worker's peak in FLOP per second, S, and ``mfu`` the share of it that training
+    ``flops`` is one worker's peak in FLOP per second, S; ``mfu`` is the share of it that training
     reaches.
-
     """
     return 6 * num_params * tokens / (mfu * flops * workers)
 
 
-def communication_seconds(method: Method, workers: int, link: Link, topology: Topology) -> float:
-    """Return the seconds of communication a step, on average."""
+def communication_seconds(
+    method: MethodRates, workers: int, link: Link, topology: Topology
+) -> float:
+    """Return the mean seconds of communication per step."""
     if topology is Topology.RING:
         times, exchange = method.exchanges, ring_seconds
     else:
@@ -89,38 +84,40 @@ def communication_seconds(method: Method, workers: int, link: Link, topology: To
 
 
 def balance(
-    method: Method, workers: int, latency: float, topology: Topology, seconds: float
+    method: MethodRates, workers: int, latency: float, topology: Topology, seconds: float
 ) -> float | None:
     """Return the bandwidth in bytes per second at which communication takes ``seconds`` a step.
 
-    None where no bandwidth is enough, since latency alone takes longer.
+    None if latency alone takes longer.
     """
-    num_bytes, waiting = _parts(method, workers, latency, topology)
+    num_bytes, waiting = _bytes_and_latency(method, workers, latency, topology)
     return num_bytes / (seconds - waiting) if seconds > waiting else None
 
 
 def crossing(
-    one: Method, other: Method, workers: int, latency: float, topology: Topology
+    one: MethodRates, other: MethodRates, workers: int, latency: float, topology: Topology
 ) -> float | None:
     """Return the bandwidth in bytes per second at which two methods take the same time.
 
-    None where one of them is the faster at every bandwidth. It takes one with fewer bytes and one
-    with fewer messages for their lines to cross.
+    None if one method is faster at every bandwidth. Two methods cross only if one sends fewer bytes
+    and the other fewer messages.
     """
-    bytes_one, waiting_one = _parts(one, workers, latency, topology)
-    bytes_other, waiting_other = _parts(other, workers, latency, topology)
+    bytes_one, waiting_one = _bytes_and_latency(one, workers, latency, topology)
+    bytes_other, waiting_other = _bytes_and_latency(other, workers, latency, topology)
     if math.isclose(waiting_one, waiting_other) or math.isclose(bytes_one, bytes_other):
         return None
     bandwidth = (bytes_one - bytes_other) / (waiting_other - waiting_one)
     return bandwidth if bandwidth > 0 else None
 
 
-def _parts(method: Method, workers: int, latency: float, topology: Topology) -> tuple[float, float]:
-    """Return communication as bytes through the narrowest link, and seconds of latency."""
-    # Both models are linear in 1 / B and in l, so one of them at a time gives its part.
-    at_once = Link(bandwidth=math.inf, latency=latency)
-    no_delay = Link(bandwidth=1, latency=0)
+def _bytes_and_latency(
+    method: MethodRates, workers: int, latency: float, topology: Topology
+) -> tuple[float, float]:
+    """Return communication per step as bytes through the narrowest link and seconds of latency."""
+    # Both models are linear in 1 / B and in l: each part is found with the other one at zero.
+    instant = Link(bandwidth=math.inf, latency=latency)
+    without_latency = Link(bandwidth=1, latency=0)
     return (
-        communication_seconds(method, workers, no_delay, topology),
-        communication_seconds(method, workers, at_once, topology),
+        communication_seconds(method, workers, without_latency, topology),
+        communication_seconds(method, workers, instant, topology),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flower_desloc.config import Config
-from flower_desloc.runs.units import bytes_text
+from flower_desloc.config.units import bytes_text
 from flower_desloc.setup.preflight.machine import memory
 from flower_desloc.setup.preflight.sketch import TEXT, Sketch, sample
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from flower_desloc import __version__
 from flower_desloc.config import Config
-from flower_desloc.runs.units import TEXT, bytes_text, figures, loss_text, period_text
+from flower_desloc.config.units import TEXT, bytes_text, figures, loss_text, period_text
 from flower_desloc.setup.initial import is_pretrained
 
 _TAG = "des-loc"

@@ -1,0 +1,90 @@
+"""What the theory needs to know of a run: model, periods, workers, and the links between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from flower_desloc.core.schedule import Period
+from flower_desloc.plan.rates import MethodRates, method_rates
+from flower_desloc.plan.wall_clock import Link, Topology, balance, communication_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStream:
+    """Size and period of a stream, and how it decays if it is a moment."""
+
+    name: str
+    period: Period
+    num_bytes: float
+    beta: float | None = None
+    """Decay of a moment; None for a stream that is no moment."""
+    ceiling: float | None = None
+    """Bound on every coordinate of the moment; None if no bound is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run, as far as the theory needs it."""
+
+    name: str
+    optimizer: str
+    num_params: float
+    streams: tuple[PlannedStream, ...]
+    steps: int
+    workers: int
+    tokens: float | None
+    """Per step, of all workers together."""
+    compute: float
+    """Seconds of compute per step."""
+    link: Link
+    alpha: float = 1.0
+    """Share of communication that is not hidden behind compute, as in the paper."""
+    share: float = 0.1
+    """Largest acceptable ratio of exposed communication to compute."""
+    coins: bool = False
+    """Whether streams are averaged with probability 1/K instead of every K steps."""
+
+    @property
+    def periods(self) -> dict[str, Period]:
+        """The period of every stream."""
+        return {stream.name: stream.period for stream in self.streams}
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """The bytes of every stream."""
+        return {stream.name: stream.num_bytes for stream in self.streams}
+
+    @property
+    def moments(self) -> tuple[PlannedStream, ...]:
+        """The streams that decay."""
+        return tuple(stream for stream in self.streams if stream.beta is not None)
+
+    @cached_property
+    def methods(self) -> tuple[MethodRates, ...]:
+        """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
+        return method_rates(self.sizes, self.periods, coins=self.coins)
+
+    @property
+    def desloc(self) -> MethodRates:
+        """What DES-LOC sends at these periods."""
+        return self.methods[2]
+
+    def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":
+        """Return the same run with other periods."""
+        streams = (replace(s, period=periods.get(s.name, s.period)) for s in self.streams)
+        return replace(self, streams=tuple(streams))
+
+    def waiting(self, method: MethodRates, topology: Topology, link: Link | None = None) -> float:
+        """Return the seconds per step of communication that is not hidden behind compute."""
+        link = link or self.link
+        return self.alpha * communication_seconds(method, self.workers, link, topology)
+
+    def bandwidth_for(self, method: MethodRates, topology: Topology, share: float) -> float | None:
+        """Return the bytes per second at which waiting takes ``share`` of compute.
+
+        The result is 0 if no bandwidth is needed, and None if none is enough.
+        """
+        if not self.alpha:
+            return 0.0
+        seconds = share * self.compute / self.alpha
+        return balance(method, self.workers, self.link.latency, topology, seconds)

@@ -1,0 +1,137 @@
+"""A plan as a figure: time by bandwidth for every method, and drift bound by period."""
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from flower_desloc.config.units import bandwidth_text, duration_unit, period_text, seconds_text
+from flower_desloc.plan.moments import drift_bound, half_life
+from flower_desloc.plan.planned_run import PlannedRun
+from flower_desloc.plan.rates import MethodRates
+from flower_desloc.plan.wall_clock import Link, Topology, crossing
+from flower_desloc.runs.figures.style import GREY, INK, figure, title
+
+# Okabe and Ito's palette, for any colour vision.
+_METHODS: Final = {
+    "DDP": "#222222",
+    "Local Adam": "#D55E00",
+    "DES-LOC": "#0072B2",
+    "FedAvg": "#009E73",
+}
+_MOMENTS: Final = ("#E69F00", "#009E73", "#CC79A7")
+_POINTS: Final = 240
+_MARGIN: Final = 30
+"""Factor between the outermost marks of a panel and its limits."""
+
+
+def draw(run: PlannedRun, path: Path) -> None:
+    """Draw into ``path``, whose suffix is the format.
+
+    Raises ``ValueError`` for a format that matplotlib does not know.
+    """
+    made, (star, ring, drift) = figure(1, 3, 5.2)
+    made.set_figwidth(15)
+    made.get_layout_engine().set(rect=(0.008, 0.01, 0.984, 0.84))  # type: ignore[union-attr, call-arg]
+    for panel in (star, ring, drift):
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+    _draw_times(star, run, Topology.STAR)
+    _draw_times(ring, run, Topology.RING)
+    ring.set_ylim(star.get_ylim())
+    _draw_drift(drift, run)
+    made.text(0.012, 0.97, run.name, fontsize=16, fontweight="bold", color=INK, va="top")
+    made.text(0.012, 0.905, _subtitle(run), fontsize=10.5, color=INK, va="top")
+    made.savefig(path, dpi=130)
+
+
+def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
+    compute = run.steps * run.compute
+    size, unit = duration_unit(compute)
+    title(
+        panel,
+        f"Time of the run on a {topology}",
+        f"in {unit}, by bandwidth; dot: half of it is waiting; cross: two methods are equal",
+    )
+
+    def time(method: MethodRates, bandwidth: float) -> float:
+        link = Link(bandwidth=bandwidth, latency=run.link.latency)
+        return run.steps * (run.compute + run.waiting(method, topology, link)) / size
+
+    bandwidths = _bandwidths(run)
+    for method in run.methods:
+        colour, width = _METHODS[method.name], 2.6 if method is run.desloc else 1.6
+        times = [time(method, bandwidth) for bandwidth in bandwidths]
+        panel.plot(bandwidths, times, color=colour, lw=width, label=method.name)
+        if half := run.bandwidth_for(method, topology, 1):
+            panel.plot(half, time(method, half), "o", color=colour, ms=6)
+    for one, other in combinations(run.methods, 2):
+        where = crossing(one, other, run.workers, run.link.latency, topology)
+        if where and bandwidths[0] <= where <= bandwidths[-1]:
+            panel.plot(where, time(one, where), "x", color=INK, ms=8, mew=1.8, zorder=3)
+    panel.axhline(compute / size, color=GREY, lw=1, ls=":")
+    panel.annotate(
+        f"compute alone, {seconds_text(compute)}", (bandwidths[0], compute / size),
+        xytext=(4, -12), textcoords="offset points", color=GREY, fontsize=9,
+    )  # fmt: skip
+    panel.axvline(run.link.bandwidth, color=GREY, lw=1, ls="--")
+    panel.set_xlim(bandwidths[0], bandwidths[-1])
+    panel.set_ylim(bottom=compute / size / 2)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: bandwidth_text(value)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    # Powers of ten of bits, not of bytes.
+    first, last = (math.ceil(math.log10(8 * end)) for end in (bandwidths[0], bandwidths[-1]))
+    panel.set_xticks([10.0**power / 8 for power in range(first, last, 1 + (last - first) // 5)])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.legend(frameon=False, fontsize=9)
+
+
+def _draw_drift(panel: Axes, run: PlannedRun) -> None:
+    title(
+        panel,
+        "Drift bound of a moment",
+        "as a share of its ceiling, by period; dot: stated period; bar: half-life",
+    )
+    stated = [
+        (stream, stream.beta, stream.period if isinstance(stream.period, int) else run.steps)
+        for stream in run.moments
+        if stream.beta
+    ]
+    longest = _MARGIN * max(10, *(max(half_life(beta), period) for _, beta, period in stated), 10)
+    periods = np.geomspace(1, longest, _POINTS)
+    for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
+        bounds = [drift_bound(beta, steps, 1) for steps in periods]
+        label = f"{stream.name}, {period_text(stream.period)}"
+        panel.plot(periods, bounds, color=colour, lw=2, label=label)
+        tau = half_life(beta)
+        panel.plot(tau, drift_bound(beta, tau, 1), "|", color=colour, ms=16, mew=2)
+        panel.plot(period, drift_bound(beta, period, 1), "o", color=colour, ms=7)
+    panel.set_xlabel("local steps between averages", color=GREY, fontsize=9)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+    if stated:
+        panel.legend(frameon=False, fontsize=9)
+
+
+def _bandwidths(run: PlannedRun) -> list[float]:
+    """Return bandwidths around the link's and those at which a method waits half of the time."""
+    halves: Iterable[float | None] = (
+        run.bandwidth_for(method, topology, 1) for method in run.methods for topology in Topology
+    )
+    known = [run.link.bandwidth, *(half for half in halves if half)]
+    return list(np.geomspace(min(known) / _MARGIN, max(known) * _MARGIN, _POINTS))
+
+
+def _subtitle(run: PlannedRun) -> str:
+    periods = ", ".join(f"{s} {period_text(p)}" for s, p in run.periods.items())
+    return (
+        f"{run.optimizer} on {run.workers} workers, averaged: {periods} steps; dashed: the "
+        f"link, {bandwidth_text(run.link.bandwidth)}"
+    )
