@@ -24,13 +24,13 @@ from flower_desloc.flower.observer import Plan
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.summary import build
 from flower_desloc.setup.build import build_schedule
-from flower_desloc.tools.study import read_study, results, table, worker
-from flower_desloc.tools.study.conduct import conduct
-from flower_desloc.tools.study.pictures import draw
-from flower_desloc.tools.study.pool import Pool
+from flower_desloc.tools.study import read_study, results, table
+from flower_desloc.tools.study.figures import draw
 from flower_desloc.tools.study.results import markdown, write
+from flower_desloc.tools.study.run_study import run_study
+from flower_desloc.tools.study.search import best, is_bracketed, untried
 from flower_desloc.tools.study.store import OUTCOME, Store
-from flower_desloc.tools.study.sweep import best, is_bracketed, untried
+from flower_desloc.tools.study.workers import WorkerPool, run_job
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
@@ -122,7 +122,7 @@ sweep: {key: optimizer.lr}
     config = made.cells[3].run(4).config
     assert (config.run.steps, config.run.eval_every, config.run.seed) == (24, 12, 4)
     assert (config.data.partition, config.sync["exp_avg"]) == ("by_domain", 16)
-    assert {cell.sweep.value(1) for cell in made.cells} == {0.00297}
+    assert {cell.search.value(1) for cell in made.cells} == {0.00297}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_fingerprint_is_of_the_settings_and_not_of_the_names():
 def leave(store, run, loss, *, diverged=False):
     """Put into the store what a run of two clients leaves, each stream of 1000 bytes."""
     config, schedule = run.config, build_schedule(run.config)
-    folder = RunFolder(store.place(run))
+    folder = RunFolder(store.final_path(run))
     folder.path.mkdir(parents=True)
     folder.write_config(dump(config))
     lines = []
@@ -231,9 +231,9 @@ sweep: {key: optimizer.lr, max_runs: 5}
     assert [row.mean is None for row in rows] == [False] * 4 + [True] * 2
     for cell, row in zip(made.cells[:4], rows, strict=False):
         scores = [ends[cell.run(seed, 1).title] + 3 / 48 for seed in (0, 1, 2)]
-        assert row.tuned == cell.sweep.value(1) == 0.00297
+        assert row.tuned == cell.search.value(1) == 0.00297
         assert row.bracketed
-        assert row.tried[cell.sweep.value(2)] == math.inf
+        assert row.tried[cell.search.value(2)] == math.inf
         assert row.mean == pytest.approx(np.mean(scores), rel=1e-12)
         assert row.std == pytest.approx(np.std(scores, ddof=1), rel=1e-12)
     headings, lines = table(rows)
@@ -253,7 +253,7 @@ sweep: {key: optimizer.lr, max_runs: 5}
     cells = json.loads((store.path / "results.json").read_text())["cells"]
     assert [cell["std"] for cell in cells] == [row.std for row in rows]
     assert cells[4]["tried"] == dict.fromkeys(
-        (f"{made.cells[4].sweep.value(p):g}" for p in range(-3, 2)), None
+        (f"{made.cells[4].search.value(p):g}" for p in range(-3, 2)), None
     )
     drawn = draw(rows, store.path)
     assert {path.name for path in drawn} == {
@@ -275,12 +275,12 @@ def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path):
     [cell, *_] = read_study(MINIATURE).cells
     store, run = Store(tmp_path, "mine"), cell.run(0)
     leave(store, run, curve(1))
-    assert store.done(run)
-    outcome = store.place(run) / OUTCOME
+    assert store.finished(run)
+    outcome = store.final_path(run) / OUTCOME
     outcome.write_text(outcome.read_text().replace("steps: 12", "steps: 13"))
-    assert Store(tmp_path, "mine").done(run) is None
+    assert Store(tmp_path, "mine").finished(run) is None
     outcome.write_text("half a fi")
-    assert Store(tmp_path, "mine").done(run) is None
+    assert Store(tmp_path, "mine").finished(run) is None
 
 
 # --- The runs ----------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Here:
         self.job = job
 
     def ended(self, timeout):
-        yield self.job, worker.run(self.job)
+        yield self.job, run_job(self.job)
 
 
 class Quiet:
@@ -306,12 +306,12 @@ class Quiet:
 
     def started(self, run): ...
 
-    def finished(self, run, done, plans): ...
+    def finished(self, run, result, states): ...
 
-    def said(self, text):
-        self.heard.append(text)
+    def failed(self, message):
+        self.heard.append(message)
 
-    def tick(self, plans, running): ...
+    def tick(self, states, running): ...
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -328,10 +328,10 @@ def test_the_first_cell_of_every_study_runs(path, tmp_path):
     # The workers double at a step that must be one of the run's.
     longer = ["run.steps=290", "run.eval_every=288"] if path.stem == "doubling" else []
     made = read_study(path, [*TINY, *longer])
-    cell = replace(made.cells[0], sweep=None)
+    cell = replace(made.cells[0], search=None)
     made = replace(made, cells=(cell,), seeds=made.seeds[:1])
     store = Store(tmp_path, made.name)
-    assert conduct(made, store, Here(), Quiet()) == {}
+    assert run_study(made, store, Here(), Quiet()) == {}
     [row] = results(made, store)
     assert row.mean is not None
     assert "-" not in table([row])[1][0][len(made.axes) :]
@@ -358,7 +358,7 @@ axes:
         TINY,
     )
     store, view = Store(tmp_path, made.name), Quiet()
-    assert conduct(made, store, Here(), view) == {}
+    assert run_study(made, store, Here(), view) == {}
     rows = results(made, store)
     assert [row.diverged for row in rows] == [1] * 6, view.heard
     assert [row.mean for row in rows] == [None] * 6
@@ -373,16 +373,16 @@ axes: {data: {none: [data.source=SOURCE], some: []}}
 """.replace("SOURCE", str(tmp_path / "nothing"))
     made = read_study(study(tmp_path, text), TINY)
     store, view = Store(tmp_path, made.name), Quiet()
-    failed = conduct(made, store, Here(), view)
+    failed = run_study(made, store, Here(), view)
     assert list(failed) == ["none, seed 0"]
     assert "nothing" in failed["none, seed 0"]
-    assert (store.failed(made.cells[0].run(0)) / "log.txt").exists()
+    assert (store.failed_path(made.cells[0].run(0)) / "log.txt").exists()
     assert [len(row.runs) for row in results(made, store)] == [0, 1]
     (tmp_path / "nothing").mkdir()
     tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
     (tmp_path / "nothing" / "tales.jsonl").write_text("\n".join(tales))
-    assert conduct(made, store, Here(), view) == {}
-    assert not store.failed(made.cells[0].run(0)).exists()
+    assert run_study(made, store, Here(), view) == {}
+    assert not store.failed_path(made.cells[0].run(0)).exists()
 
 
 class Killer(Quiet):
@@ -392,10 +392,10 @@ class Killer(Quiet):
         super().__init__()
         self.store, self.deaths, self.killed = store, deaths, set()
 
-    def tick(self, plans, running):
+    def tick(self, states, running):
         for run in running:
             deaths = self.deaths.get(run.cell.name)
-            begun = list(self.store.scratch(run).glob("*/metrics.jsonl"))
+            begun = list(self.store.scratch_path(run).glob("*/metrics.jsonl"))
             alive = [child for child in active_children() if child.pid not in self.killed]
             if deaths and alive and (deaths[0] == "at once" or begun):
                 deaths.pop(0)
@@ -411,8 +411,8 @@ def test_a_worker_that_dies_takes_its_run_with_it_which_is_tried_once_more(tmp_p
     )
     store = Store(tmp_path, made.name)
     view = Killer(store, {"A": ["at once"], "B": ["in the middle", "at once"]})
-    with Pool(1, ROOT) as pool:
-        failed = conduct(made, store, pool, view)
+    with WorkerPool(1, ROOT) as pool:
+        failed = run_study(made, store, pool, view)
     assert list(failed) == ["B, seed 0"]
     assert "died twice; is there enough memory?" in failed["B, seed 0"]
     assert len(view.killed) == 3
@@ -454,7 +454,7 @@ def test_a_study_that_is_killed_goes_on_where_it_was(tmp_path):
 
     code, said = stop_within_run(2, signal.SIGINT)
     assert code == 128 + signal.SIGINT, said
-    assert said == "stopped by SIGINT; what is done stays done; the same command goes on\n"
+    assert said == "stopped by SIGINT; finished runs are kept; the same command resumes the study\n"
     assert not (folder / ".unfinished").exists()
     first = done()
     assert len(first) == 1

@@ -1,6 +1,7 @@
-"""A study: a grid of runs, tuned and repeated over seeds, with its table and its pictures."""
+"""Studies: a grid of runs, each tuned and repeated over seeds, with a table and figures."""
 
-from flower_desloc.tools.study.results import Row, results, table
-from flower_desloc.tools.study.spec import Study, read_study
+from flower_desloc.tools.study.grid import Study
+from flower_desloc.tools.study.results import CellResult, results, table
+from flower_desloc.tools.study.study_file import read_study
 
-__all__ = ["Row", "Study", "read_study", "results", "table"]
+__all__ = ["CellResult", "Study", "read_study", "results", "table"]

@@ -1,80 +1,72 @@
-"""A study in the terminal: a live view on a terminal, one line a run everywhere else."""
+"""Progress of a study: bars on a terminal, and one line per finished run."""
 
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
 
-from flower_desloc.runs.units import duration_text
-from flower_desloc.tools.study.cell import Run
-from flower_desloc.tools.study.plan import Plan
-from flower_desloc.tools.study.spec import Study
-from flower_desloc.tools.study.store import Done, Store
+from flower_desloc.config.units import duration_text
+from flower_desloc.tools.study.grid import Study, StudyRun
+from flower_desloc.tools.study.state import CellState
+from flower_desloc.tools.study.store import FinishedRun, Store
 
-_TAIL = 65536
-_STEP = re.compile(rb'"step": (\d+)')
+_TAIL: Final = 65536
+_STEP: Final = re.compile(rb'"step": (\d+)')
 
 
-class Progress:
-    """View of a study; as a context manager, or a live view would stay on the screen."""
+class StudyProgress:
+    """Prints the events of a study; leaving the context removes the bars."""
 
     def __init__(self, study: Study, store: Store, jobs: int, console: Console) -> None:
         self._study = study
         self._store = store
         self._jobs = jobs
         self._console = console
-        self._began = time.monotonic()
-        self._starts: dict[str, float] = {}
         self._seconds: list[float] = []
-        self._plans: Mapping[str, Plan] = {}
-        self._running: list[Run] = []
-        self._live: Live | None = None
+        # Labels may contain rich's [markup].
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), MofNCompleteColumn(), Elapsed())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._all = self._bars.add_task(study.name, total=None)
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._view, console=self._console, refresh_per_second=2
-            )
-            self._live.start()
+        self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self._live.stop()
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
 
-    def started(self, run: Run) -> None:
-        """Take the time."""
-        self._starts[run.title] = time.monotonic()
+    def started(self, run: StudyRun) -> None:
+        """Add a bar of the run's steps."""
+        self._tasks[run.title] = self._bars.add_task(run.title, total=run.config.run.steps)
 
-    def finished(self, run: Run, done: Done, plans: Mapping[str, Plan]) -> None:
-        """Say what the run brought."""
-        self._plans = plans
-        self._seconds.append(done.outcome["seconds"])
-        number, total = _counts(plans)
-        score = done.score(self._study.score)
-        brought = "diverged" if done.diverged else f"{self._study.score.metric} {score:.4f}"
-        took = duration_text(done.outcome["seconds"])
-        self._say(f"{number}/{total}  {run.title}: {brought} in {took}{self._left(number, total)}")
+    def finished(self, run: StudyRun, result: FinishedRun, states: Mapping[str, CellState]) -> None:
+        """Print the run's score."""
+        self._seconds.append(result.outcome["seconds"])
+        number, total = _counts(states)
+        spec = self._study.score
+        score = "diverged" if result.diverged else f"{spec.metric} {result.score(spec):.4f}"
+        took = duration_text(result.outcome["seconds"])
+        self._print(f"{number}/{total}  {run.title}: {score} in {took}{self._left(number, total)}")
 
-    def said(self, text: str) -> None:
-        """Say it."""
-        self._say(" ".join(text.split()))
+    def failed(self, message: str) -> None:
+        """Print the message on one line."""
+        self._print(" ".join(message.split()))
 
-    def tick(self, plans: Mapping[str, Plan], running: list[Run]) -> None:
-        """Take note of what goes on."""
-        self._plans, self._running = plans, running
+    def tick(self, states: Mapping[str, CellState], running: list[StudyRun]) -> None:
+        """Update the bars."""
+        number, total = _counts(states)
+        self._bars.update(self._all, completed=number, total=total)
+        for title in self._tasks.keys() - {run.title for run in running}:
+            self._bars.remove_task(self._tasks.pop(title))
+        for run in running if self._console.is_terminal else ():
+            step = _last_step(self._store.scratch_path(run) / run.config.run.name)
+            self._bars.update(self._tasks[run.title], completed=step)
 
     def _left(self, number: int, total: int) -> str:
         if not self._seconds or number == total:
@@ -82,38 +74,17 @@ class Progress:
         mean = sum(self._seconds) / len(self._seconds)
         return f", about {duration_text(mean * (total - number) / self._jobs)} left"
 
-    def _say(self, line: str) -> None:
-        # Labels are not ours, and may hold rich's [markup].
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _view(self) -> RenderableType:
-        number, total = _counts(self._plans)
-        runs = Table.grid(padding=(0, 2))
-        for run in self._running:
-            step, steps = (
-                _step(self._store.scratch(run) / run.config.run.name),
-                run.config.run.steps,
-            )
-            took = duration_text(time.monotonic() - self._starts[run.title])
-            bar = ProgressBar(total=steps, completed=step, width=24)
-            runs.add_row(run.title, bar, f"{step}/{steps}", took)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(
-            self._study.name,
-            ProgressBar(total=max(total, 1), completed=number, width=40),
-            f"{number}/{total} runs{self._left(number, total)}, "
-            f"{duration_text(time.monotonic() - self._began)} so far",
-        )
-        return Group(head, runs)
+
+def _counts(states: Mapping[str, CellState]) -> tuple[int, int]:
+    """Return the number of finished runs, and of all runs as far as it is known."""
+    finished = len(set[str]().union(*(state.finished for state in states.values())))
+    return finished, finished + sum(len(s.missing) + s.later for s in states.values())
 
 
-def _counts(plans: Mapping[str, Plan]) -> tuple[int, int]:
-    """Return how many runs are done, and how many there are as far as is known."""
-    done = len(set[str]().union(*(plan.done for plan in plans.values())))
-    return done, done + sum(len(plan.missing) + plan.later for plan in plans.values())
-
-
-def _step(folder: Path) -> int:
+def _last_step(folder: Path) -> int:
     """Return the step that a run has reached, from the end of its metrics."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:

@@ -1,6 +1,5 @@
-"""The folder of a study: which runs are done, and where one that is going on writes."""
+"""The folder of a study: finished runs, failed runs, and the scratch folders of running ones."""
 
-import fcntl
 import json
 import math
 import shutil
@@ -8,17 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
+
+from filelock import FileLock, Timeout
 
 from flower_desloc.config import ConfigError, parse
 from flower_desloc.runs import RunFolder
-from flower_desloc.tools.study.cell import Run, named
-from flower_desloc.tools.study.spec import Score
+from flower_desloc.tools.study.grid import ScoreSpec, StudyRun, named
 
-OUTCOME = "outcome.json"
-"""In a run's folder: how the run ended, and what was run."""
-LOG = "log.txt"
-"""In a run's folder: what the run said."""
+OUTCOME: Final = "outcome.json"
+"""File in a run's folder: how the run ended, and its configuration."""
+LOG: Final = "log.txt"
+"""File in a run's folder: everything the run printed."""
 
 
 class Outcome(TypedDict):
@@ -27,14 +27,14 @@ class Outcome(TypedDict):
     status: Literal["completed", "diverged", "failed"]
     error: str | None
     seconds: float
-    """Wall-clock of the whole run, with its start."""
+    """Wall-clock of the whole run, its start included."""
     config: str
     """The resolved configuration, YAML."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """A run that need not be repeated."""
+class FinishedRun:
+    """A run that completed or diverged, and is not repeated."""
 
     folder: RunFolder
     outcome: Outcome
@@ -45,87 +45,85 @@ class Done:
         """Whether training diverged."""
         return self.outcome["status"] == "diverged"
 
-    def score(self, score: Score) -> float:
-        """Return the run's score; infinite where it diverged or is not a number."""
+    def score(self, spec: ScoreSpec) -> float:
+        """Return the run's score; infinity if it diverged or has none."""
         if self.diverged:
             return math.inf
-        if score.where == "train":
+        if spec.where == "train":
             course = self.summary["train_loss"]
         else:
-            course = self.summary["evaluation"].get(score.where, {}).get(score.metric, {})
-        value = course.get(score.reduce)
+            course = self.summary["evaluation"].get(spec.where, {}).get(spec.metric, {})
+        value = course.get(spec.reduce)
         return math.inf if value is None else float(value)
 
 
 class Store:
     """The folder ``<output_dir>/<study>``.
 
-    A run writes into ``.unfinished/`` and gets its place by one rename when it is over, so what has
-    its place is whole.
+    A run writes into ``.unfinished/``. When it ends, one rename moves its folder to its final path,
+    so a folder at a final path is complete.
     """
 
     def __init__(self, output_dir: str | Path, name: str) -> None:
         self.path = Path(output_dir).expanduser().resolve() / name
-        self._done: dict[Path, Done] = {}
+        self._finished: dict[Path, FinishedRun] = {}
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Hold the folder for one study, and clear what an interrupted one has left.
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one process, and remove what an interrupted one has left.
 
-        Raises :class:`ConfigError` when another process holds it or it cannot be made.
+        Raises :class:`ConfigError` if another process holds it or it cannot be created.
         """
+        lock = FileLock(self.path / ".lock", timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w")
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigError(f"{self.path}: this study is running already") from error
         except OSError as error:
             raise ConfigError(
                 f"--output-dir: cannot write to {self.path} ({error.strerror}); give another"
             ) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"{self.path}: this study is running already") from error
+        try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            try:
-                yield
-            finally:
-                shutil.rmtree(self._unfinished, ignore_errors=True)
+            yield
+        finally:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            lock.release()
 
-    def place(self, run: Run) -> Path:
-        """Return the folder that ``run`` gets when it is done."""
+    def final_path(self, run: StudyRun) -> Path:
+        """Return the folder of ``run`` once it is finished."""
         return self.path / run.cell.slug / run.folder
 
-    def scratch(self, run: Run) -> Path:
-        """Return the folder that ``run`` writes to; its :class:`RunFolder` is in it."""
+    def scratch_path(self, run: StudyRun) -> Path:
+        """Return the folder that ``run`` writes its :class:`RunFolder` into."""
         return self._unfinished / run.cell.slug / run.folder
 
-    def failed(self, run: Run) -> Path:
-        """Return where a failed run is kept, to be looked at."""
+    def failed_path(self, run: StudyRun) -> Path:
+        """Return the folder of ``run`` if it failed."""
         return self.path / ".failed" / run.cell.slug / run.folder
 
-    def done(self, run: Run) -> Done | None:
-        """Return what ``run`` left, if it was run as it would be now and need not be again."""
-        place = self.place(run)
-        if place not in self._done:
-            found = _read(RunFolder(place), run)
-            if found is None:
-                return None
-            self._done[place] = found
-        return self._done[place]
+    def finished(self, run: StudyRun) -> FinishedRun | None:
+        """Return ``run`` if it has finished with the configuration that it has now."""
+        path = self.final_path(run)
+        if path not in self._finished and (found := _read(RunFolder(path), run)):
+            self._finished[path] = found
+        return self._finished.get(path)
 
     @property
     def _unfinished(self) -> Path:
         return self.path / ".unfinished"
 
 
-def _read(folder: RunFolder, run: Run) -> Done | None:
+def _read(folder: RunFolder, run: StudyRun) -> FinishedRun | None:
     try:
         outcome: Outcome = json.loads((folder.path / OUTCOME).read_text(encoding="utf-8"))
         if named(parse(outcome["config"]), run.config.run.name) != run.config:
             return None
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or of a version that had other settings
+    except (OSError, ValueError):  # missing, or of a version with other settings
         return None
     completed = outcome["status"] == "completed" and summary["status"] == "completed"
-    return Done(folder, outcome, summary) if completed or outcome["status"] == "diverged" else None
+    if not completed and outcome["status"] != "diverged":
+        return None
+    return FinishedRun(folder, outcome, summary)

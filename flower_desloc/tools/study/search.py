@@ -1,4 +1,4 @@
-"""The search for the best value of one setting: which values are tried, and when it is over."""
+"""The search for the best value of one setting: which values to try, and when to stop."""
 
 import math
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """One setting, tried at ``anchor * factor**position`` for whole positions.
+class Search:
+    """One setting, tried at ``anchor * factor**position`` for integer positions.
 
     Cells with the same anchor and factor try the same values.
     """
@@ -16,40 +16,40 @@ class Sweep:
     factor: float
     anchor: float
     start: int
-    """Position of the value that the cell's own configuration has, to the nearest."""
+    """The position nearest to the value in the cell's own configuration."""
     seeds: tuple[int, ...]
-    """A value's score is the mean over these."""
+    """The score of a value is the mean over these seeds."""
     max_runs: int
     """Bound on the runs of one cell's search."""
 
     @property
     def max_values(self) -> int:
-        """Bound on the values that are tried."""
+        """Bound on the number of values to try."""
         return self.max_runs // len(self.seeds)
 
     def value(self, position: int) -> float:
         """Return the value at a position, with three significant figures.
 
-        >>> sweep = Sweep(key="optimizer.lr", factor=2**0.5, anchor=0.0021, start=0, seeds=(0,),
-        ...               max_runs=9)
-        >>> [sweep.value(position) for position in (-1, 0, 1)]
+        >>> search = Search(key="optimizer.lr", factor=2**0.5, anchor=0.0021, start=0, seeds=(0,),
+        ...                 max_runs=9)
+        >>> [search.value(position) for position in (-1, 0, 1)]
         [0.00148, 0.0021, 0.00297]
         """
         return float(f"{self.anchor * self.factor**position:.3g}")
 
 
 def nearest(value: float, anchor: float, factor: float) -> int:
-    """Return the position whose value is nearest to ``value``, by ratio."""
+    """Return the position whose value has the smallest ratio to ``value``."""
     return round(math.log(value / anchor) / math.log(factor))
 
 
 def untried(scores: Mapping[int, float], start: int, most: int) -> list[int]:
-    """Return the positions to try next; none when the search is over.
+    """Return the positions to try next, or an empty list when the search is over.
 
-    ``scores`` are those known, the smaller the better, infinite where training diverged. The search
-    begins at ``start`` and its two neighbours and goes on beyond the best position for as long as
-    that has an untried neighbour and fewer than ``most`` positions were tried. Where everything
-    diverged it goes down.
+    ``scores`` are the known scores; smaller is better, and infinity stands for divergence. The
+    search begins at ``start`` and its two neighbours. It continues beyond the best position while
+    that has an untried neighbour and fewer than ``most`` positions were tried. If every value
+    diverged it continues downwards.
 
     >>> untried({}, start=0, most=9)
     [0, -1, 1]
@@ -73,6 +73,6 @@ def best(scores: Mapping[int, float]) -> int | None:
 
 
 def is_bracketed(scores: Mapping[int, float]) -> bool:
-    """Return whether the best position has a neighbour that is no better on both sides."""
+    """Return whether both neighbours of the best position were tried."""
     at = best(scores)
     return at is not None and {at - 1, at + 1} <= scores.keys()

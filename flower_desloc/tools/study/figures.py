@@ -1,7 +1,7 @@
-"""The pictures of a study: scores, searches, and losses against steps and against bytes.
+"""Figures of a study: scores, searches, and losses against steps and against bytes.
 
-The longest axis of the study is the lines and rows of every panel, with a colour each that is the
-same in every picture; each combination of the other axes is a panel.
+Each value of the study's longest axis is one line, with the same colour in every figure. Each
+combination of the other axes is one panel.
 """
 
 import math
@@ -32,49 +32,49 @@ from flower_desloc.runs.figures.style import (
     title,
 )
 from flower_desloc.runs.report import Run, load
-from flower_desloc.tools.study.results import Row
-from flower_desloc.tools.study.spec import Score
+from flower_desloc.tools.study.grid import ScoreSpec
+from flower_desloc.tools.study.results import CellResult
 
 _DPI: Final = 130
 _TEXT: Final = 9
 _BYTES: Final = "bytes sent by a client"
 _MOST_TICKS: Final = 7
 _FROM: Final = 0.25
-"""Of a run: the loss before that would take most of the panel, and says little."""
+"""Share of a run before which losses do not set the limits of a panel."""
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw what there is into ``folder``; return the pictures' paths."""
-    pictures: dict[str, Callable[[_Layout], Figure]] = {}
-    if any(row.scores for row in rows):
-        pictures["scores.png"] = _scores
-        pictures["loss_by_step.png"] = _loss_by_step
-        pictures["loss_by_bytes.png"] = _loss_by_bytes
-    if any(len(row.tried) > 1 for row in rows):
-        pictures["sweep.png"] = _sweep
-    layout = _Layout.of(rows)
-    for name, make in pictures.items():
+def draw(results: Sequence[CellResult], folder: Path) -> list[Path]:
+    """Draw the figures that have data into ``folder``; return their paths."""
+    figures: dict[str, Callable[[_Layout], Figure]] = {}
+    if any(cell.scores for cell in results):
+        figures["scores.png"] = _scores
+        figures["loss_by_step.png"] = _loss_by_step
+        figures["loss_by_bytes.png"] = _loss_by_bytes
+    if any(len(cell.tried) > 1 for cell in results):
+        figures["sweep.png"] = _sweep
+    layout = _Layout.of(results)
+    for name, make in figures.items():
         make(layout).savefig(folder / name, dpi=_DPI)
-    return [folder / name for name in pictures]
+    return [folder / name for name in figures]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which cell is drawn where, and how."""
+    """Panel and colour of each cell."""
 
-    rows: Sequence[Row]
+    results: Sequence[CellResult]
     axis: str | None
-    """The longest, whose values are the lines and rows of the panels."""
+    """The longest axis, whose values are the lines of the panels."""
     styles: Mapping[str, dict[str, Any]]
-    """Line -> its colour; dashed where there are more lines than colours."""
+    """Colour of each line; dashed if there are more lines than colours."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "_Layout":
-        axes = rows[0].study.axes
+    def of(cls, results: Sequence[CellResult]) -> "_Layout":
+        axes = results[0].study.axes
         axis = max(axes, key=lambda each: len(axes[each]), default=None)
-        names = axes[axis] if axis else (rows[0].study.name,)
+        names = axes[axis] if axis else (results[0].study.name,)
         return cls(
-            rows,
+            results,
             axis,
             {
                 name: {"color": colour, "ls": "-" if number < len(PARTS) else "--"}
@@ -83,27 +83,29 @@ class _Layout:
         )
 
     @property
-    def score(self) -> Score:
-        """Which number of a run counts."""
-        return self.rows[0].study.score
+    def score(self) -> ScoreSpec:
+        """The number of a run that counts."""
+        return self.results[0].study.score
 
     @property
     def seeds(self) -> int:
-        """How many each cell has when all is done."""
-        return len(self.rows[0].study.seeds)
+        """Number of seeds of a complete cell."""
+        return len(self.results[0].study.seeds)
 
     @property
-    def panels(self) -> dict[str, dict[str, Row]]:
-        """Panel -> line -> cell."""
-        panels: dict[str, dict[str, Row]] = {}
-        for row in self.rows:
-            others = [label for axis, label in row.labels.items() if axis != self.axis]
-            line = row.labels[self.axis] if self.axis else row.study.name
-            panels.setdefault(", ".join(others), {})[line] = row
+    def panels(self) -> dict[str, dict[str, CellResult]]:
+        """The cell of each line, by panel."""
+        panels: dict[str, dict[str, CellResult]] = {}
+        for cell in self.results:
+            others = [label for axis, label in cell.labels.items() if axis != self.axis]
+            line = cell.labels[self.axis] if self.axis else cell.study.name
+            panels.setdefault(", ".join(others), {})[line] = cell
         return panels
 
-    def figure(self, what: str, height: float) -> tuple[Figure, list[tuple[Axes, dict[str, Row]]]]:
-        """Return a figure, and its panels, ``height`` inches high, with what belongs into each."""
+    def figure(
+        self, what: str, height: float
+    ) -> tuple[Figure, list[tuple[Axes, dict[str, CellResult]]]]:
+        """Return a figure, and its panels, ``height`` inches high, with the cells of each."""
         panels = self.panels
         columns = min(3, len(panels)) if len(panels) != 4 else 2
         lines = math.ceil(len(panels) / columns)
@@ -113,7 +115,7 @@ class _Layout:
         made.set_figwidth(width)
         made.get_layout_engine().set(rect=(0, 0, 1, 1 - head / made.get_figheight()))  # type: ignore[union-attr, call-arg]
         FigureCanvasAgg(made)
-        _write(made, 0.13, self.rows[0].study.name, fontsize=14, fontweight="bold", color=INK)
+        _write(made, 0.13, self.results[0].study.name, fontsize=14, fontweight="bold", color=INK)
         _write(made, 0.45, what, fontsize=_TEXT, color=GREY)
         for panel in axes[len(panels) :]:
             panel.set_visible(False)
@@ -123,68 +125,69 @@ class _Layout:
 
 
 def _write(made: Figure, down: float, text: str, **style: Any) -> None:
-    """Write a line into the figure's head, so many inches below the top."""
+    """Write a line into the figure's head, ``down`` inches below the top."""
     place = (0.12 / made.get_figwidth(), 1 - down / made.get_figheight())
     made.text(*place, text, va="top", **style)
 
 
 def _scores(layout: _Layout) -> Figure:
-    """A point a seed, the mean, and the standard deviation, cell by cell."""
+    """Draw the score of each seed, their mean and standard deviation."""
     text = layout.score.text
     what = _sentence(text)
     if layout.seeds > 1:
-        what += ": a dot a seed, a bar their mean, a line one standard deviation"
+        what += ": a dot per seed, a bar for the mean, a line for the standard deviation"
     made, panels = layout.figure(what, 0.25 * len(layout.styles) + 0.3)
     for panel, cells in panels:
         rows_axis(panel, list(cells))
         panel.grid(visible=True, axis="x", color="#EDEDED", lw=0.8)
         panel.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         panel.set_xlabel(text, fontsize=_TEXT, color=INK)
-        for height, (line, row) in enumerate(cells.items()):
+        for height, (line, cell) in enumerate(cells.items()):
             colour = layout.styles[line]["color"]
-            if row.mean is not None:
-                spread = row.std or 0.0
-                panel.plot([row.mean - spread, row.mean + spread], [height] * 2, color=colour, lw=2)
-                panel.plot(row.mean, height, "|", color=colour, ms=12, mew=2.4)
-                panel.plot(row.scores, [height] * len(row.scores), "o", color=colour, ms=5,
+            if cell.mean is not None:
+                spread = cell.std or 0.0
+                panel.plot(
+                    [cell.mean - spread, cell.mean + spread], [height] * 2, color=colour, lw=2
+                )
+                panel.plot(cell.mean, height, "|", color=colour, ms=12, mew=2.4)
+                panel.plot(cell.scores, [height] * len(cell.scores), "o", color=colour, ms=5,
                            alpha=0.55, mew=0)  # fmt: skip
             panel.annotate(
-                _text(row), (1.02, height), xycoords=("axes fraction", "data"), va="center",
-                fontsize=_TEXT, color=INK if row.mean is not None else GREY,
+                _text(cell), (1.02, height), xycoords=("axes fraction", "data"), va="center",
+                fontsize=_TEXT, color=INK if cell.mean is not None else GREY,
             )  # fmt: skip
-        if not any(row.scores for row in cells.values()):
+        if not any(cell.scores for cell in cells.values()):
             panel.set_xticks([])
     return made
 
 
 def _sweep(layout: _Layout) -> Figure:
-    """The score over the values that were tried."""
+    """Draw the score by tuned value."""
     text = layout.score.text
     what = f"{_sentence(text)} over the values tried; filled: the best; crosses on top: diverged"
     made, panels = layout.figure(what, 3.3)
-    low, high = _range([list(row.tried.values()) for row in layout.rows])
+    low, high = _range([list(cell.tried.values()) for cell in layout.results])
     handles = {}
-    values = sorted({value for row in layout.rows for value in row.tried})
+    values = sorted({value for cell in layout.results for value in cell.tried})
     for panel, cells in panels:
         panel.set_ylim(low, high)
         log_axis(panel.xaxis, values[0], values[-1])
         if len(values) <= _MOST_TICKS:
             panel.xaxis.set_major_locator(FixedLocator(values))
-        for line, row in cells.items():
-            if not row.tried:
+        for line, cell in cells.items():
+            if not cell.tried:
                 continue
             style = layout.styles[line]
-            tried = {value: s for value, s in row.tried.items() if math.isfinite(s)}
+            tried = {value: s for value, s in cell.tried.items() if math.isfinite(s)}
             [handles[line]] = panel.plot([*tried], [*tried.values()], lw=1.5, marker="o", ms=4.5,
                                          mfc="white", mew=1.2, label=line, **style)  # fmt: skip
-            if lost := [value for value in row.tried if value not in tried]:
+            if lost := [value for value in cell.tried if value not in tried]:
                 panel.plot(lost, [high] * len(lost), "x", color=style["color"], ms=6, mew=1.6,
                            clip_on=False)  # fmt: skip
-            if row.tuned in tried:
-                panel.plot(row.tuned, tried[row.tuned], "o", color=style["color"], ms=6.5)
+            if cell.tuned in tried:
+                panel.plot(cell.tuned, tried[cell.tuned], "o", color=style["color"], ms=6.5)
         panel.set_xlabel(_keys(cells.values()), fontsize=_TEXT, color=INK)
         panel.set_ylabel(text, fontsize=_TEXT, color=INK)
-    # Not beside the lines: where a search ends says nothing of where it was.
     made.legend(handles=[*handles.values()], loc="outside lower center", ncols=_fit(handles),
                 fontsize=_TEXT, labelcolor=INK, frameon=False)  # fmt: skip
     return made
@@ -204,7 +207,7 @@ def _losses(layout: _Layout, against: str) -> Figure:
     if layout.seeds > 1:
         what += f": mean over {layout.seeds} seeds, and the standard deviation"
     made, panels = layout.figure(what, 3.3)
-    bands = {row.plan.cell.slug: _band(row, against) for row in layout.rows}
+    bands = {cell.state.cell.slug: _band(cell, against) for cell in layout.results}
     drawn = [band for band in bands.values() if band]
     low, high = _range([list(middle[x >= _FROM * x[-1]]) for x, middle, _ in drawn])
     first = min(x[x >= _FROM * x[-1]][0] for x, _, _ in drawn)
@@ -219,8 +222,8 @@ def _losses(layout: _Layout, against: str) -> Figure:
         if is_wide:
             log_axis(panel.xaxis, 0.8 * first, last, lambda count, _: short_bytes(count))
         labels = []
-        for line, row in cells.items():
-            if band := bands[row.plan.cell.slug]:
+        for line, cell in cells.items():
+            if band := bands[cell.state.cell.slug]:
                 x, middle, spread = band
                 style = layout.styles[line]
                 panel.plot(x, middle, lw=1.7, **style)
@@ -233,19 +236,19 @@ def _losses(layout: _Layout, against: str) -> Figure:
     return made
 
 
-def _band(row: Row, against: str) -> tuple[Array, Array, Array] | None:
+def _band(cell: CellResult, against: str) -> tuple[Array, Array, Array] | None:
     """Return x, mean and standard deviation over the seeds that did not diverge."""
-    runs = [load(done.folder.path) for done in row.runs if not done.diverged]
-    band = Band.of([_loss(run, row.study.score) for run in runs]).between()
+    runs = [load(done.folder.path) for done in cell.runs if not done.diverged]
+    band = Band.of([_loss(run, cell.study.score) for run in runs]).between()
     if not band.x.size:
         return None
     x = band.x
-    if against == _BYTES:  # with coins each seed sends when its own fall
+    if against == _BYTES:  # with coins each seed sends at other steps
         x = np.mean([at(sent(run), x) / run.summary["clients"] for run in runs], axis=0)
     return x, band.mean().y, band.std()
 
 
-def _loss(run: Run, score: Score) -> Curve:
+def _loss(run: Run, score: ScoreSpec) -> Curve:
     """Return a run's loss by step, from the first window on."""
     if score.where == "train":
         return Curve.of((line["step"], line["train_loss"]) for line in run.windows)
@@ -254,7 +257,7 @@ def _loss(run: Run, score: Score) -> Curve:
 
 
 def _range(courses: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return what an axis has to show: the best of each course, and of most the whole."""
+    """Return limits that show the best of each course, and the whole of half of them."""
     finite = [[y for y in course if math.isfinite(y)] for course in courses]
     finite = [course for course in finite if course]
     if not finite:
@@ -265,15 +268,15 @@ def _range(courses: Sequence[Sequence[float]]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _text(row: Row) -> str:
-    if row.mean is None:
-        return "diverged" if row.diverged or (row.tried and not row.plan.missing) else "not run"
-    spread = "" if row.std is None else f" ± {row.std:.3f}"
-    return f"{row.mean:.3f}{spread}" + (f", {row.diverged} diverged" if row.diverged else "")
+def _text(cell: CellResult) -> str:
+    if cell.mean is None:
+        return "diverged" if cell.diverged or cell.all_diverged else "not run"
+    spread = "" if cell.std is None else f" ± {cell.std:.3f}"
+    return f"{cell.mean:.3f}{spread}" + (f", {cell.diverged} diverged" if cell.diverged else "")
 
 
-def _keys(rows: Iterable[Row]) -> str:
-    return " / ".join(dict.fromkeys(row.key for row in rows if row.key))
+def _keys(results: Iterable[CellResult]) -> str:
+    return " / ".join(dict.fromkeys(cell.key for cell in results if cell.key))
 
 
 def _fit(names: Iterable[str]) -> int:

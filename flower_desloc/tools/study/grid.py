@@ -1,0 +1,166 @@
+"""The grid of a study: its cells, and the runs of a cell."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from flower_desloc.config import Config, ConfigError, load
+from flower_desloc.tools.study.search import Search
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec:
+    """The number of a run that counts; smaller is better."""
+
+    metric: str = "loss"
+    """`loss`, `perplexity`, `bits_per_byte` or `nats_per_byte`."""
+    where: str = "central"
+    """`central`: the averaged model on every domain's held-out text. `federated`: on the clients'
+    own. `train`: the training loss, mean over the clients and the steps of a window."""
+    reduce: str = "final"
+    """`final`: the last evaluation or window. `best`: the smallest."""
+
+    @property
+    def text(self) -> str:
+        """The score in words."""
+        of = {
+            "central": f"held-out {self.metric}",
+            "federated": f"held-out {self.metric} on the clients",
+            "train": "training loss of the last window",
+        }[self.where]
+        if self.reduce == "best":
+            return f"smallest {of.removesuffix(' of the last window')}"
+        return of if self.where == "train" else f"final {of}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A grid of runs."""
+
+    name: str
+    axes: Mapping[str, tuple[str, ...]]
+    """The labels of each axis' values."""
+    cells: tuple["Cell", ...]
+    seeds: tuple[int, ...]
+    score: ScoreSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination of the axes' values."""
+
+    labels: Mapping[str, str]
+    """The value's label on each axis."""
+    config: str
+    """Preset or path of a YAML file."""
+    overrides: tuple[str, ...]
+    search: Search | None = None
+
+    @property
+    def name(self) -> str:
+        """The labels, for people."""
+        return ", ".join(self.labels.values()) or self.config
+
+    @property
+    def slug(self) -> str:
+        """The labels, for a folder.
+
+        >>> Cell(labels={"method": "DES-LOC", "K": "16 steps"}, config="", overrides=()).slug
+        'des-loc_16-steps'
+        """
+        return "_".join(map(_slug, self.labels.values())) or "all"
+
+    def is_possible(self, position: int) -> bool:
+        """Return whether the tuned setting may have its value at ``position``."""
+        try:
+            self.run(0, position)
+        except ConfigError:
+            return False
+        return True
+
+    def run(self, seed: int, position: int | None = None) -> "StudyRun":
+        """Return the run with a seed, at a position of the search."""
+        value = None
+        changes = [f"run.seed={seed}"]
+        if self.search is not None and position is not None:
+            value = self.search.value(position)
+            changes.append(f"{self.search.key}={value}")
+        return StudyRun(self, seed, value, load_once(self.config, (*self.overrides, *changes)))
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a cell. Two runs with the same configuration have the same folder."""
+
+    cell: Cell
+    seed: int
+    value: float | None
+    """Value of the key that the cell's search tunes."""
+    settings: Config
+    """The configuration with the name that the study's files give the run."""
+
+    @cached_property
+    def folder(self) -> str:
+        """Name of the run's folder in its cell's: the tuned value, the seed, the fingerprint."""
+        tuned = ""
+        if self.cell.search is not None and self.value is not None:
+            tuned = f"{self.cell.search.key.rpartition('.')[2]}-{self.value:g}-"
+        return f"{tuned}seed-{self.seed}-{fingerprint(self.settings)}"
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration to run. Its name is the cell's, by which a report groups runs."""
+        return named(self.settings, self.cell.slug[:80])
+
+    @property
+    def title(self) -> str:
+        """Cell, tuned value and seed, for people."""
+        tuned = ""
+        if self.cell.search is not None and self.value is not None:
+            tuned = f", {self.cell.search.key}={self.value:g}"
+        return f"{self.cell.name}{tuned}, seed {self.seed}"
+
+
+def named(config: Config, name: str) -> Config:
+    """Return ``config`` with another name of the run."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+
+
+def fingerprint(config: Config) -> str:
+    """Return eight hexadecimal digits of the values that are not defaults, except the run's name.
+
+    A key that a later version adds does not change the fingerprint of earlier runs.
+    """
+    default = dict(leaves(dataclasses.asdict(Config())))
+    changed = {
+        key: value
+        for key, value in leaves(dataclasses.asdict(config))
+        if key != "run.name" and (key not in default or default[key] != value)
+    }
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@cache
+def load_once(config: str, overrides: tuple[str, ...]) -> Config:
+    """Load a configuration, or return it from the cache: each run's is needed many times."""
+    return load(config, overrides)
+
+
+def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested mapping, with dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _slug(label: str) -> str:
+    # FAVG+OPT and FAVG-OPT are two methods.
+    plain = label.lower().replace("+", "-plus-")
+    return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.")

@@ -1,0 +1,182 @@
+"""Worker processes of a study: each runs many jobs, and its death ends only its current one."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from flower_desloc.setup.preflight.machine import cores, memory
+from flower_desloc.tools.study.store import LOG, OUTCOME, Outcome
+
+_WORKER_BYTES: Final = 1_500_000_000
+"""Memory to expect of a worker: mostly PyTorch, transformers and datasets."""
+_NOT_FINITE: Final = "has values that are not finite"
+"""In the error of every run that diverged: the server and the clients validate all tensors by
+``check_finite``. A client's error reaches the server as text only."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as it is sent to a worker process."""
+
+    name: str
+    config: str
+    """The resolved configuration, YAML."""
+    num_clients: int
+    scratch: Path
+    final: Path
+    failed: Path
+
+
+class WorkerPool:
+    """At most ``jobs`` worker processes, started on demand; leaving the context ends them."""
+
+    def __init__(self, jobs: int, app: Path) -> None:
+        self.jobs = jobs
+        self._app = app
+        self._idle: list[_Worker] = []
+        self._busy: dict[Future[Outcome], tuple[_Worker, Job]] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of jobs that can start now."""
+        return self.jobs - len(self._busy)
+
+    def start(self, job: Job) -> None:
+        """Start ``job`` in an idle or new worker."""
+        worker = self._idle.pop() if self._idle else _Worker(self._app)
+        self._busy[worker.executor.submit(run_job, job)] = (worker, job)
+
+    def ended(self, timeout: float) -> Iterator[tuple[Job, Outcome | None]]:
+        """Wait up to ``timeout`` seconds for jobs to end; the outcome is None if a worker died."""
+        done, _ = wait(self._busy, timeout, FIRST_COMPLETED)
+        for future in done:
+            worker, job = self._busy.pop(future)
+            try:
+                outcome = future.result()
+            except BrokenProcessPool:
+                worker.kill()
+                yield job, None
+                continue
+            except Exception as error:  # outside of the run itself, for example a full disk
+                reason = f"{type(error).__name__}: {error}"
+                outcome = Outcome(status="failed", error=reason, seconds=0.0, config="")
+            self._idle.append(worker)
+            yield job, outcome
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._idle:  # a killed process would leak its semaphores
+            worker.executor.shutdown()
+        for worker, _ in self._busy.values():
+            worker.kill()
+
+
+class _Worker:
+    """A process in an executor of its own: a death in a shared executor ends every run."""
+
+    def __init__(self, app: Path) -> None:
+        self.executor = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(str(app),)
+        )
+        self._pid = self.executor.submit(os.getpid)
+
+    def kill(self) -> None:
+        """Kill the process, also during a run."""
+        with suppress(BrokenProcessPool, ProcessLookupError):
+            os.kill(self._pid.result(), signal.SIGKILL)
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+def default_jobs(client_cpus: int) -> int:
+    """Return how many runs at a time the machine has cores and memory for; at least one."""
+    _, free = memory()
+    return max(1, min(cores() // client_cpus, free // _WORKER_BYTES))
+
+
+def run_job(job: Job) -> Outcome:
+    """Run ``job``, move its folder to its final path, and return how it ended."""
+    began = time.perf_counter()
+    shutil.rmtree(job.scratch, ignore_errors=True)
+    folder = job.scratch / job.name
+    job.scratch.mkdir(parents=True)
+    with _output_to(job.scratch / LOG):
+        error = _train(job)
+    status: Literal["completed", "diverged", "failed"] = "completed"
+    if error is not None:
+        status = "diverged" if _NOT_FINITE in error else "failed"
+    seconds = time.perf_counter() - began
+    outcome = Outcome(status=status, error=error, seconds=seconds, config=job.config)
+    folder.mkdir(exist_ok=True)
+    (job.scratch / LOG).rename(folder / LOG)
+    (folder / OUTCOME).write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(job.failed, ignore_errors=True)
+    final = job.failed if status == "failed" else job.final
+    shutil.rmtree(final, ignore_errors=True)  # of a configuration whose defaults have changed since
+    final.parent.mkdir(parents=True, exist_ok=True)
+    folder.rename(final)
+    shutil.rmtree(job.scratch, ignore_errors=True)
+    return outcome
+
+
+def _prepare(app: str) -> None:
+    """Make this process a worker; ``app`` is the folder of server_app and client_app."""
+    # Ctrl-C reaches every process of the terminal; only the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    sys.path.insert(0, app)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _train(job: Job) -> str | None:
+    """Return the error, or None."""
+    config = job.scratch / "config.yaml"
+    config.write_text(job.config, encoding="utf-8")
+    try:
+        from flower_desloc.tools.engines.in_process import run_in_process
+
+        run_in_process(
+            {"config": str(config), "overrides": "", "output-dir": str(job.scratch)},
+            job.num_clients,
+        )
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    # File descriptors, not sys.stdout: libraries keep the stream they found, and some write in C.
+    with path.open("wb") as log:
+        before = {number: os.dup(number) for number in (1, 2)}
+        try:
+            for number in before:
+                os.dup2(log.fileno(), number)
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in before.items():
+                os.dup2(copy, number)
+                os.close(copy)
