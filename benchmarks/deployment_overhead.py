@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import flwr
 import torch
 
+from flower_desloc.sites.deployment.environment import free_port
 from flower_desloc.sites.deployment.node import COMMAND
-from flower_desloc.sites.deployment.processes import free_port
 
 APP = Path(__file__).with_name("deployment_app")
 CLIENTS = 2

@@ -235,7 +235,7 @@ def _words(process: psutil.Process) -> list[str]:
 def _is_victim(victim: str, node: int, words: list[str]) -> bool:
     line = " ".join(words)
     if victim in (NODE, LOST_NODE):
-        is_node = "flower_desloc.sites.deployment.node " in line and "guard.py" not in line
+        is_node = "flower_desloc.sites.deployment.node " in line and "supervisor.py" not in line
         return is_node and f"partition-id={node} " in line
     return victim == ALL or any(PROGRAMS[victim] in word for word in words)
 

@@ -37,7 +37,7 @@ import psutil
 
 from flower_desloc.cli.federate import federation
 from flower_desloc.flower.client import STATE_DIR
-from flower_desloc.sites.deployment.arguments import as_argument
+from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 APP = Path(__file__).with_name("large_payload_app")

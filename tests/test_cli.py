@@ -26,7 +26,8 @@ from flower_desloc.cli import app, checkout, run
 from flower_desloc.config import Config, load, parse
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.resume import cut_off_since
-from flower_desloc.sites.deployment import processes
+from flower_desloc.sites.deployment import environment as flower
+from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines import simulation, superlink
 from flower_desloc.tools.engines.simulation import federation, flwr_run, without_flower
 
@@ -273,7 +274,7 @@ def test_flower_gets_our_environment_without_what_would_lead_it_elsewhere(monkey
         monkeypatch.setenv(name, "stale")
     monkeypatch.setenv("NO_PROXY", "intra.net")
     monkeypatch.setenv("HF_HOME", "/models")
-    environment = processes.flower_environment(Path("/home/of/ours"))
+    environment = flower.flower_environment(Path("/home/of/ours"))
     assert "stale" not in environment.values()
     assert environment["FLWR_HOME"] == "/home/of/ours"
     assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
@@ -286,12 +287,12 @@ def test_a_long_temporary_folder_is_not_used_because_rays_sockets_would_not_fit(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    home = processes._private_folder()
+    home = flower._private_folder()
     home.rmdir()
     assert len(str(home)) < 40
 
 
-# --- The guard ----------------------------------------------------------------------------------
+# --- The supervisor -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -300,7 +301,7 @@ def home(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         home.mkdir()
-        monkeypatch.setattr(processes, "_private_folder", lambda: home)
+        monkeypatch.setattr(flower, "_private_folder", lambda: home)
         yield home
 
 
@@ -308,7 +309,7 @@ def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkey
     broken = ["sh", "-c", "echo the port is taken; exit 3"]
     monkeypatch.setattr(superlink, "_superlink_command", lambda *_: broken)
     with (
-        pytest.raises(processes.ProcessError, match="the port is taken"),
+        pytest.raises(ProcessError, match="the port is taken"),
         superlink.private_superlink(),
     ):
         pass
@@ -328,7 +329,7 @@ def test_what_is_deaf_and_left_the_process_group_is_ended_too(home, monkeypatch)
     mark = f"FLWR_HOME={home}"
     with superlink.private_superlink():
         wait_until(lambda: any(name.startswith("sh -c trap") for name in marked(mark)))
-        assert len(marked(mark)) >= 3  # the guard, the parent, the child
+        assert len(marked(mark)) >= 3  # the supervisor, the parent, the child
     assert marked(mark) == []
     assert not home.exists()
 
@@ -631,7 +632,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
         assert place.left() != []
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    if number == signal.SIGKILL:  # then nobody waits for the guard
+    if number == signal.SIGKILL:  # then nobody waits for the supervisor
         assert process.returncode == -number
         wait_until(lambda: place.left() == [])
     else:

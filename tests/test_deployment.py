@@ -1,20 +1,19 @@
-"""A real SuperLink and real SuperNodes: who gets in, what a run leaves, and who comes back."""
+"""A real SuperLink with real SuperNodes: authentication, what a run leaves behind, restarts."""
 
-import contextlib
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -23,19 +22,17 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
-from flower_desloc.sites.deployment.arguments import as_argument
-from flower_desloc.sites.deployment.certificates import make_certificates
-from flower_desloc.sites.deployment.keys import make_key
-from flower_desloc.sites.deployment.processes import (
-    ProcessError,
+from flower_desloc.sites.deployment.credentials import make_certificates, make_key
+from flower_desloc.sites.deployment.environment import (
+    as_argument,
     flower_environment,
     free_port,
-    guarded,
-    log_of,
     private_home,
     program,
 )
+from flower_desloc.sites.deployment.node import PollInterval
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 BIN = Path(sys.executable).parent
@@ -53,19 +50,24 @@ SMALL = [
     "evaluation.sequences=4",
     "evaluation.federated=false",
 ]
+FAST_HEARTBEATS = """\
+import flwr.common.constant
+flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = flwr.common.constant.HEARTBEAT_MIN_INTERVAL
+"""
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def wait_until(condition: Callable[[], bool], log: Callable[[], str], seconds: float = 240) -> None:
+    """Wait for an event; show ``log`` if it does not happen."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, log()
         time.sleep(0.05)
 
 
 # --- Keys and certificates ---------------------------------------------------------------------
 
 
-def test_a_key_is_a_pair_on_p_384_that_its_owner_alone_may_read(tmp_path):
+def test_a_key_is_a_p384_pair_readable_by_its_owner_only_and_never_overwritten(tmp_path):
     public = make_key(tmp_path / "key")
     assert load_ssh_public_key(public.read_bytes()).curve.name == "secp384r1"
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
@@ -73,15 +75,11 @@ def test_a_key_is_a_pair_on_p_384_that_its_owner_alone_may_read(tmp_path):
         ["ssh-keygen", "-y", "-f", tmp_path / "key"], capture_output=True, text=True, check=True
     )
     assert derived.stdout.split()[:2] == public.read_text().split()[:2]
-
-
-def test_a_key_is_never_written_over(tmp_path):
-    make_key(tmp_path / "key")
     with pytest.raises(FileExistsError):
         make_key(tmp_path / "key")
 
 
-def test_openssl_finds_the_certificate_good_for_its_hosts_and_no_others(tmp_path):
+def test_openssl_accepts_the_certificate_for_its_hosts_only(tmp_path):
     made = make_certificates(tmp_path, ["fed.example.org", "10.0.0.7"])
 
     def verified(*host):
@@ -98,16 +96,49 @@ def test_openssl_finds_the_certificate_good_for_its_hosts_and_no_others(tmp_path
     assert constraints.value.ca
 
 
-def test_flower_reads_a_node_config_as_it_was_meant():
-    meant = {"partition-id": 1, "data-path": 'C:\\a "b"/=c', "device": "cuda:1"}
-    assert parse_config_args([as_argument(meant)]) == meant
+def test_flower_parses_a_node_config_back_to_the_same_values():
+    node_config = {"partition-id": 1, "data-path": 'C:\\a "b"/=c', "device": "cuda:1"}
+    assert parse_config_args([as_argument(node_config)]) == node_config
 
 
-# --- What is refused before anything starts -------------------------------------------------------
+# --- Polling of a SuperNode ----------------------------------------------------------------------
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 1.0, 20.0, 100.0, 5000.0])
+def test_polling_delays_a_message_by_five_percent_of_the_time_since_the_last_one(after):
+    clock = Clock()
+    interval = PollInterval(clock)
+    interval.message_received()
+    received = clock.now
+    while clock.now - received < after:
+        interval.sleep(3)
+    delay = clock.now - received - after
+    assert delay <= max(0.1, min(3.0, 0.05 * after)) + 1e-9
+
+
+@pytest.mark.parametrize(("asked", "slept"), [(3.0, 3.0), (0.5, 0.5)])
+def test_a_supernode_without_messages_sleeps_as_long_as_flowers(asked, slept):
+    clock = Clock()
+    PollInterval(clock).sleep(asked)
+    assert clock.now == 1000.0 + slept
+
+
+# --- Invalid command lines -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "which preset?"),
         (["quickstrat"], "did you mean quickstart?"),
@@ -117,20 +148,20 @@ def test_flower_reads_a_node_config_as_it_was_meant():
         (["quickstart", "--device", "cpu", "--device", "cpu"], "--device is given 2 times"),
     ],
 )
-def test_what_makes_no_federation_is_exit_code_2(monkeypatch, arguments, said):
+def test_an_invalid_command_line_is_exit_code_2_and_starts_nothing(monkeypatch, arguments, message):
     def refuse(*args, **kwargs):
         raise AssertionError(f"started {args}")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     result = CliRunner().invoke(app, ["federate", *arguments], catch_exceptions=False)
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
-# --- Who gets in ---------------------------------------------------------------------------------
+# --- Authentication ------------------------------------------------------------------------------
 
 
-def known(superlink: SuperLink) -> list[str]:
+def node_states(superlink: SuperLink) -> list[str]:
     """The state of every SuperNode that the SuperLink knows."""
     done = subprocess.run(
         ["flwr", "supernode", "list", "--format", "json"],
@@ -143,65 +174,65 @@ def known(superlink: SuperLink) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_supernode_is_let_in_by_its_key_over_tls_and_by_nothing_else(tmp_path):
+def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
     with private_superlink(simulation=False) as superlink, ExitStack() as stack:
         assert superlink.certificates is not None
         ca = superlink.certificates.ca
-        others = make_certificates(tmp_path, ["127.0.0.1"]).ca
+        other_ca = make_certificates(tmp_path, ["127.0.0.1"]).ca
 
         def home() -> Path:
             return stack.enter_context(private_home())
 
-        def kept(home: Path) -> SuperNode:
-            make = supernode(home, superlink.address, ca, {"partition-id": 0}, threads=1)
-            return stack.enter_context(make)
+        def ours(home: Path) -> SuperNode:
+            node = supernode(home, superlink.address, ca, {"partition-id": 0}, threads=1)
+            return stack.enter_context(node)
 
-        def started(*flags: object) -> Path:
+        def flowers(*flags: object) -> Supervised:
             here = home()
             environment = flower_environment(here)
             address = ["--superlink", superlink.address, "--port", str(free_port())]
             command = [program("flower-supernode", environment), *address, *map(str, flags)]
-            stack.enter_context(guarded(here, command, environment))
-            return here
+            return stack.enter_context(supervised(here, command, environment))
 
-        friends, strangers = home(), home()
-        superlink.register(make_key(friends / KEY))
-        make_key(strangers / KEY)
-        friend, stranger = kept(friends), kept(strangers)
-        without_tls = started("--insecure")
-        without_a_key = started("--root-certificates", ca)
-        of_another_authority = started("--root-certificates", others)
+        registered, unknown = home(), home()
+        superlink.register(make_key(registered / KEY))
+        make_key(unknown / KEY)
+        accepted, refused = ours(registered), ours(unknown)
+        without_tls = flowers("--insecure")
+        without_key = flowers("--root-certificates", ca)
+        with_another_authority = flowers("--root-certificates", other_ca)
 
-        friend.wait_until_online()
+        accepted.wait_until_online()
         with pytest.raises(ProcessError, match=r"2004\] Failed to activate SuperNode"):
-            stranger.wait_until_online()
-        for place, seen in [
-            # It says no more, and does so for ever.
+            refused.wait_until_online()
+        for node, words in [
+            # It logs nothing else, and retries without end.
             (without_tls, "Connection attempt failed, retrying"),
-            (without_a_key, "2001] SuperNode authentication is enabled"),
-            (of_another_authority, "CERTIFICATE_VERIFY_FAILED"),
+            (without_key, "2001] SuperNode authentication is enabled"),
+            (with_another_authority, "CERTIFICATE_VERIFY_FAILED"),
         ]:
-            wait_until(lambda place=place, seen=seen: seen in log_of(place), 60)
-        # It is started again, in vain.
-        wait_until(lambda: log_of(strangers).count("Failed to activate SuperNode") > 1, 60)
-        assert known(superlink) == ["online"]
-        assert not friend.has_complained
-        assert stranger.has_complained
+            wait_until(lambda node=node, words=words: words in node.log(), node.log)
+        # It is restarted, and refused again.
+        retried = "Failed to activate SuperNode"
+        wait_until(lambda: refused.log().count(retried) > 1, refused.log)
+        assert node_states(superlink) == ["online"]
+        assert not accepted.has_errors
+        assert refused.has_errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("simulation", [True, False])
-def test_a_superlink_that_is_killed_is_said_to_be_gone(simulation):
-    """Asked at once, while its guard is still ending everything, `flwr` included."""
+def test_a_killed_superlink_is_reported_as_gone(simulation):
     with private_superlink(simulation=simulation) as superlink:
         (process,) = [
-            seen
-            for seen in processes()
-            if "/flower-superlink " in seen.command
-            and "guard.py" not in seen.command
-            and seen.home == superlink.home
+            p
+            for p in psutil.process_iter()
+            if "/flower-superlink " in command_line(p)
+            and "supervisor.py" not in command_line(p)
+            and environment_of(p).get("FLWR_HOME") == str(superlink.home)
         ]
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
+        # Asked at once, while the supervisor is still ending everything, `flwr` included.
         with pytest.raises(ProcessError, match="the SuperLink is gone"):
             superlink.status("1")
 
@@ -209,66 +240,52 @@ def test_a_superlink_that_is_killed_is_said_to_be_gone(simulation):
 # --- A run ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A process, as /proc shows it."""
-
-    pid: int
-    command: str
-    environment: frozenset[str]
-
-    @property
-    def home(self) -> Path:
-        (home,) = [v for v in self.environment if v.startswith("FLWR_HOME=")] or ["FLWR_HOME="]
-        return Path(home.removeprefix("FLWR_HOME="))
+def command_line(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
-def processes() -> Iterator[Seen]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command, environment = (
-                (entry / name).read_bytes().decode(errors="replace").split("\0")
-                for name in ("cmdline", "environ")
-            )
-            yield Seen(int(entry.name), " ".join(command), frozenset(environment))
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    with suppress(psutil.Error):
+        return process.environ()
+    return {}
 
 
 @dataclass(frozen=True)
-class Place:
-    """A folder for the run, and one for all that must be gone after it."""
+class Federation:
+    """A run of `desloc federate` with a folder for its output and one that it must leave empty."""
 
     output: Path
     temp: Path
 
-    def federate(self, *arguments: str) -> "subprocess.Popen[str]":
+    def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+        place = {"TMPDIR": str(self.temp), "FEDERATION": str(self.temp)}
         return subprocess.Popen(
             [BIN / "desloc", "federate", "quickstart", *arguments, "--output-dir", self.output],
-            env=os.environ | {"TMPDIR": str(self.temp), "PLACE": str(self.temp)},
+            env=os.environ | place | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def ours(self) -> list[Seen]:
-        return [p for p in processes() if f"PLACE={self.temp}" in p.environment]
+    def processes(self) -> list[psutil.Process]:
+        mark = str(self.temp)
+        return [p for p in psutil.process_iter() if environment_of(p).get("FEDERATION") == mark]
 
     def left(self) -> list[object]:
-        return [*self.ours(), *self.temp.glob("desloc-*")]
+        return [*self.processes(), *self.temp.glob("desloc-*")]
 
-    def node(self, number: int) -> Seen:
-        """The SuperNode of a partition; its guard has all of its command too."""
-        (node,) = [
-            process
-            for process in self.ours()
-            if "flower_desloc.sites.deployment.node " in process.command
-            and "guard.py" not in process.command
-            and f"partition-id={number} " in process.command
+    def find(self, *words: str, home: str = "") -> psutil.Process:
+        """The process with those words in its command line, which its supervisor's has as well."""
+        (found,) = [
+            p
+            for p in self.processes()
+            if all(word in command_line(p) for word in words)
+            and "supervisor.py" not in command_line(p)
+            and home in environment_of(p).get("FLWR_HOME", "")
         ]
-        return node
-
-    def has_begun(self, number: int, window: int) -> bool:
-        """Whether the SuperNode of a partition has taken the request of a window."""
-        return log_of(self.node(number).home).count("Receiving: train message") == window
+        return found
 
     def windows(self) -> list[dict[str, Any]]:
         lines = (self.output / "quickstart" / "metrics.jsonl").read_text().splitlines()
@@ -282,67 +299,102 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path) -> Iterator[Place]:
+def federation(tmp_path) -> Iterator[Federation]:
     with tempfile.TemporaryDirectory(dir="/tmp") as temp:
-        yield Place(tmp_path / "runs", Path(temp))
+        yield Federation(tmp_path / "runs", Path(temp))
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_shows_the_log_of_the_node_that_failed_it(place):
+def test_a_failed_run_shows_the_log_of_the_node_that_failed(federation):
     too_long = [*SMALL, "data.max_bytes=300", "data.seq_len=2048"]
-    with place.federate(*too_long, "run.steps=4", "--nodes", "1") as process:
+    with federation.start(*too_long, "run.steps=4", "--nodes", "1") as process:
         output, _ = process.communicate()
     assert process.returncode == 1, output
-    told, _, log = output.partition("the log of SuperNode 0 ends with\n")
-    assert "client-0" in told or "node " in told
+    before, _, log = output.partition("the log of SuperNode 0 ends with\n")
+    assert "client-0" in before or "node " in before
     assert "data.seq_len" in log
-    assert place.left() == []
+    assert federation.left() == []
 
 
 @pytest.mark.slow
-def test_killed_nothing_is_left_of_a_federation(place):
-    with place.federate(*SMALL, "run.steps=4", "--nodes", "1") as process:
+def test_no_process_or_file_is_left_after_a_federation_is_killed(federation):
+    with federation.start(*SMALL, "run.steps=4", "--nodes", "1") as process:
         assert process.stdout is not None
         assert any("SuperNodes online" in line for line in process.stdout)
-        assert len(place.left()) > 4
+        assert len(federation.left()) > 4
         process.kill()
-    wait_until(lambda: place.left() == [], 20)
+    wait_until(lambda: federation.left() == [], lambda: str(federation.left()))
+
+
+RECEIVED, ONLINE = "Receiving: train message", "SuperNode ID: "
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a minute of it is waiting, whatever the machine
-def test_supernodes_that_are_killed_come_back_with_and_without_their_state(place):
-    """Client 1 keeps its file; client 2 loses it, and is sent what was averaged long ago."""
-    careless = ["federation.on_failure=continue", "federation.min_clients=1"]
-    clocks = ["sync.params=50", "sync.exp_avg=never", "sync.exp_avg_sq=never", "sync_once_at=[50]"]
-    arguments = [*SMALL, *clocks, "run.steps=350", *careless, "--nodes", "3"]
-    with place.federate(*arguments) as process:
+@pytest.mark.timeout(600)
+def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation, tmp_path):
+    """Client 1 keeps its state file; client 2 loses it, and is sent the averages it lacks."""
+    # A killed SuperNode is refused for two of its heartbeats, 60 s by default.
+    (tmp_path / "sitecustomize.py").write_text(FAST_HEARTBEATS)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    tolerant = ["federation.on_failure=continue", "federation.min_clients=1"]
+    clocks = ["sync.params=20", "sync.exp_avg=never", "sync.exp_avg_sq=never", "sync_once_at=[20]"]
+    arguments = [*SMALL, *clocks, "run.steps=100", *tolerant, "--nodes", "3"]
+    with federation.start(*arguments, PYTHONPATH=path) as process:
         assert process.stdout is not None
-        said = []
+        lines = []
         for line in process.stdout:
-            said.append(line)
-            if "window 2/7" in line:
-                waiting = {1, 2}
-                while waiting:  # each at once: they ask for work at different moments
-                    for number in [n for n in waiting if place.has_begun(n, window=3)]:
-                        os.kill(place.node(number).pid, signal.SIGKILL)
-                        waiting.remove(number)
-                (file,) = (place.output / ".clients").rglob("client-2.safetensors")
-                file.unlink()
-    assert process.returncode == 0, "".join(said)
+            lines.append(line)
+            if "window 2/5" in line:
+                kill_two_nodes_and_wait_until_they_are_back(federation, lambda: "".join(lines))
+    assert process.returncode == 0, "".join(lines)
     everybody = ["client-0", "client-1", "client-2"]
-    _before, *windows, killed, _alone, _, _, last = place.windows()
-    assert [sorted(window["clients"]) for window in windows] == [everybody] * 2
-    assert sorted(killed["clients"]) == ["client-0"]
+    _before, *windows, killed, alone, last = federation.windows()
+    assert [sorted(window["clients"]) for window in [*windows, last]] == [everybody] * 3
+    assert [sorted(window["clients"]) for window in (killed, alone)] == [["client-0"]] * 2
     assert sorted(killed["left_out"]) == ["client-1", "client-2"]
-    # Flower's word while it is away, and ours if it was back before its turn to be listened to.
-    said_so = ("Node Unavailable", "its node answers, but has lost the request")
-    for reason in killed["left_out"].values():
-        assert any(words in reason for words in said_so), reason
-    assert sorted(last["clients"]) == everybody
     assert last["left_out"] == {}
-    lost = [e["client"] for w in place.windows() for e in w["events"] if e["kind"] == "state lost"]
-    assert lost == ["client-2"]
-    assert place.summary()["status"] == "completed"
-    assert load_file(place.output / "quickstart" / "final" / "model.safetensors")
-    assert place.left() == []
+    for reason in killed["left_out"].values():
+        # The second if the node was back before the server pulled its reply.
+        reasons = ("Node Unavailable", "its node answers, but has lost the request")
+        assert any(words in reason for words in reasons), reason
+    events = [event for window in federation.windows() for event in window["events"]]
+    assert [e["client"] for e in events if e["kind"] == "state lost"] == ["client-2"]
+    assert federation.summary()["status"] == "completed"
+    assert load_file(federation.output / "quickstart" / "final" / "model.safetensors")
+    assert federation.left() == []
+
+
+def kill_two_nodes_and_wait_until_they_are_back(
+    federation: Federation, log: Callable[[], str]
+) -> None:
+    """Kill SuperNodes 1 and 2 in window 3; hold client 0 in window 4 until they are back."""
+    nodes = [federation.find("deployment.node ", f"partition-id={n} ") for n in range(3)]
+    homes = [environment_of(node)["FLWR_HOME"] for node in nodes]
+    trainers = [federation.find("sites.warm.trainer", home=home) for home in homes]
+
+    def count(number: int, words: str) -> int:
+        return (Path(homes[number]) / "log").read_text(errors="replace").count(words)
+
+    killed = set()
+
+    def kill_those_that_received_window_3() -> bool:
+        for number in {1, 2} - killed:
+            if count(number, RECEIVED) == 3:
+                nodes[number].kill()
+                killed.add(number)
+        return killed == {1, 2}
+
+    wait_until(kill_those_that_received_window_3, log)
+    wait_until(lambda: has_ended(trainers[2]), log)  # it may be writing the file
+    (state,) = (federation.output / ".clients").rglob("client-2.safetensors")
+    state.unlink()
+    wait_until(lambda: count(0, RECEIVED) == 4, log)
+    trainers[0].suspend()
+    wait_until(lambda: count(1, ONLINE) == count(2, ONLINE) == 2, log)
+    trainers[0].resume()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True

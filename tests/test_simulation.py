@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from flower_desloc.sites.deployment.guard import take_down
+from flower_desloc.sites.supervisor import end_all
 from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
         )
     finally:
-        take_down(home)
+        end_all(home)
     assert summary(tmp_path / "quickstart")["status"] == "completed", done.stdout + done.stderr
     assert "Installed:" not in done.stdout + done.stderr
     assert not list(ROOT.glob("*.fab"))

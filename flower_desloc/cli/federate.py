@@ -13,9 +13,10 @@ from flower_desloc.cli.run import telling_how_to_go_on
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import ConfigError
 from flower_desloc.runs.resume import begun_in
-from flower_desloc.sites.deployment.keys import make_key
-from flower_desloc.sites.deployment.processes import ProcessError, last_words, private_home
+from flower_desloc.sites.deployment.credentials import make_key
+from flower_desloc.sites.deployment.environment import private_home
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty
 from flower_desloc.tools.engines.simulation import flwr_run, follow
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
@@ -150,7 +151,5 @@ def federation(sites: Sequence[Site], threads: int) -> Iterator[tuple[SuperLink,
 
 def _show_complaints(nodes: Sequence[SuperNode]) -> None:
     for number, node in enumerate(nodes):
-        if node.has_complained:
-            typer.echo(
-                f"\nthe log of SuperNode {number} ends with\n{last_words(node.home)}", err=True
-            )
+        if node.has_errors:
+            typer.echo(f"\nthe log of SuperNode {number} ends with\n{node.log_tail()}", err=True)

@@ -21,7 +21,7 @@ from flower_desloc.runs.resume import begun_in, cut_off_since
 from flower_desloc.setup.preflight.machine import cores
 from flower_desloc.setup.preflight.needs import Needs
 from flower_desloc.setup.preflight.verdict import WAY_PAST, Place, on_this_machine
-from flower_desloc.sites.deployment.processes import ProcessError
+from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools import dry_run as page
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
 from flower_desloc.tools.engines.simulation import federation, flwr_run, simulate

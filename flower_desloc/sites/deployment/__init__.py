@@ -1,1 +1,1 @@
-"""Flower's processes for real: keys, certificates, a SuperNode, and who takes them down."""
+"""Flower's SuperLink and SuperNodes as processes: environment, keys and certificates."""

@@ -1,10 +1,8 @@
-"""A SuperNode that looks for messages often while it is sent any: `desloc supernode`.
+"""A SuperNode that polls often while it is receiving messages: `desloc supernode`.
 
 A SuperNode of Flower 1.41 that finds no message sleeps for three seconds, which no setting changes,
-so every window waits for that. This one is Flower's own in everything else: the longer nothing has
-come, the longer it sleeps, up to Flower's three seconds.
-
-Its arguments are those of `flower-supernode`.
+so every window waits for that. This SuperNode sleeps longer the longer no message has arrived, up
+to Flower's three seconds. Everything else, its arguments included, is that of `flower-supernode`.
 """
 
 import os
@@ -14,30 +12,30 @@ from types import SimpleNamespace
 from typing import Any
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.sites.deployment.node")
-"""What runs this file, without what is in the working directory."""
+"""Runs this file; -P keeps modules in the working directory from being imported."""
 
 _SHORTEST, _LONGEST = 0.1, 3.0
 
 
-class Pauses:
-    """How long to sleep after a look that found nothing.
+class PollInterval:
+    """How long to sleep after a poll that found no message.
 
-    A twentieth of the time since something was found: waiting is at most 5 % longer for it, and a
-    node that is sent nothing for a minute asks no more often than Flower's.
+    One twentieth of the time since the last message, so polling delays a message by at most 5 %;
+    after a minute without a message the node polls no more often than Flower's.
     """
 
     def __init__(self, clock: Any = time) -> None:
         self._clock = clock
-        self._found = -float("inf")
+        self._last_message = -float("inf")
 
-    def found(self) -> None:
-        """Note that there was something."""
-        self._found = self._clock.monotonic()
+    def message_received(self) -> None:
+        """Restart from the shortest interval."""
+        self._last_message = self._clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Sleep for ``seconds`` at most."""
-        since = (self._clock.monotonic() - self._found) / 20
-        self._clock.sleep(min(max(since, _SHORTEST), _LONGEST, seconds))
+        interval = (self._clock.monotonic() - self._last_message) / 20
+        self._clock.sleep(min(max(interval, _SHORTEST), _LONGEST, seconds))
 
 
 def main() -> None:
@@ -45,18 +43,18 @@ def main() -> None:
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    pauses, pull = Pauses(), loop._pull_and_store_message
+    interval, pull = PollInterval(), loop._pull_and_store_message
 
     def pull_and_note(*args: Any, **kwargs: Any) -> int | None:
         run_id = pull(*args, **kwargs)
         if run_id is not None:
-            pauses.found()
+            interval.message_received()
         return run_id
 
-    # Flower's loop has no other seam: these are its own names for the two.
+    # Flower's loop offers no other hook: these are its own names for pulling and sleeping.
     loop._pull_and_store_message = pull_and_note
-    loop.time = SimpleNamespace(**vars(time) | {"sleep": pauses.sleep})  # type: ignore[attr-defined,assignment]
-    # How often its SuperExec asks for work: once a second otherwise.
+    loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
+    # How often its SuperExec asks for work: once a second by default.
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     sys.argv[0] = "flower-supernode"
     flower_supernode()

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from flower_desloc.config import Config
-from flower_desloc.sites.deployment.arguments import as_argument
+from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import (
     CONNECTION,
     RunStatus,

@@ -11,31 +11,24 @@ working directory first on sys.path), silently, instead of from the app that was
 import json
 import shlex
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_desloc.sites.deployment.certificates import Certificates, make_certificates
-from flower_desloc.sites.deployment.processes import (
-    ProcessError,
+from flower_desloc.sites.deployment.credentials import Certificates, make_certificates
+from flower_desloc.sites.deployment.environment import (
     flower_environment,
     free_port,
-    guarded,
-    last_words,
-    log_of,
     private_home,
     program,
 )
+from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 
 CONNECTION = "local"
 """Name of the connection, as in the configuration Flower itself writes: a command printed by us
 works when it is typed again without us."""
-
-_START_TIMEOUT = 120.0
-_GUARD_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class SuperLink:
 
     home: Path
     environment: Mapping[str, str]
-    guard: subprocess.Popen[bytes]
+    process: Supervised
     address: str
     """Host and port, of the SuperNodes' side as of ours."""
     certificates: Certificates | None
@@ -133,36 +126,24 @@ class SuperLink:
                 for line in str(answer.get("error-message", answer)).splitlines()
                 if line and not line.startswith("Using SuperLink")
             )
-            # Where the SuperLink dies its guard ends all that is of this home, this command too,
-            # and itself only then.
-            self.check_alive(patience=0.0 if reason else _GUARD_PATIENCE)
+            self.check_alive()
             raise ProcessError(reason or f"{shlex.join(command[:2])} exited by {done.returncode}")
         return answer
 
-    def check_alive(self, patience: float = 0.0) -> None:
-        """Raise :class:`ProcessError` with the end of its log if the SuperLink is gone.
-
-        ``patience`` is for how many seconds its guard may still be taking things down.
-        """
-        with suppress(subprocess.TimeoutExpired):
-            self.guard.wait(patience)
-            raise ProcessError(f"the SuperLink is gone; its log ends with\n{last_words(self.home)}")
+    def check_alive(self) -> None:
+        """Raise :class:`ProcessError` with the end of its log if the SuperLink has ended."""
+        if self.process.has_exited:
+            raise ProcessError(
+                f"the SuperLink is gone; its log ends with\n{self.process.log_tail()}"
+            )
 
     def wait_until_ready(self) -> None:
         """Return when the SuperLink serves its address."""
-        # Its own word, not GET /health: should somebody else's SuperLink have taken the port in
+        # Its own log, not GET /health: should somebody else's SuperLink have taken the port in
         # the meantime, that one would answer.
         scheme = "https" if self.certificates else "http"
         ready = f"Uvicorn running on {scheme}://{self.address} "
-        deadline = time.monotonic() + _START_TIMEOUT
-        while ready not in log_of(self.home):
-            self.check_alive()
-            if time.monotonic() > deadline:
-                raise ProcessError(
-                    f"the SuperLink did not start within {_START_TIMEOUT:.0f} s; its log ends "
-                    f"with\n{last_words(self.home)}"
-                )
-            time.sleep(0.05)
+        self.process.wait_for_log(ready, "the SuperLink did not start")
 
 
 @contextmanager
@@ -179,8 +160,8 @@ def private_superlink(*, simulation: bool = True) -> Iterator[SuperLink]:
             encoding="utf-8",
         )
         command = _superlink_command(port, environment, certificates)
-        with guarded(home, command, environment) as guard:
-            superlink = SuperLink(home, environment, guard, address, certificates)
+        with supervised(home, command, environment) as process:
+            superlink = SuperLink(home, environment, process, address, certificates)
             superlink.wait_until_ready()
             yield superlink
 

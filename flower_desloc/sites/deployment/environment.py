@@ -1,0 +1,110 @@
+"""What a Flower program is started with: home folder, environment variables, port, arguments."""
+
+import os
+import random
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flower_desloc.sites.supervisor import ProcessError
+
+_PORTS = iter(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
+
+# The paths of Ray's sockets add about 68 characters; the limit is 107, on macOS 103.
+_LONGEST_TMPDIR = 20
+
+
+@contextmanager
+def private_home() -> Iterator[Path]:
+    """Make a folder for FLWR_HOME with an empty ``cwd`` in it; delete it on exit."""
+    home = _private_folder()
+    try:
+        (home / "cwd").mkdir()
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    system = tempfile.gettempdir()
+    short = system if len(system) <= _LONGEST_TMPDIR else "/tmp"  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix="desloc-", dir=short)).resolve()
+
+
+def program(name: str, environment: Mapping[str, str]) -> str:
+    """Return the path of a program that comes with Flower."""
+    found = shutil.which(name, path=environment["PATH"])
+    if found is None:
+        raise ProcessError(
+            f"no {name} beside {sys.executable} or on PATH; install with `pip install -e .`"
+        )
+    return found
+
+
+def free_port() -> int:
+    """Return a free port of 127.0.0.1, a different one each time.
+
+    The program that gets it listens seconds later. Until then no connection can take it: Linux
+    assigns connections ports from 32768, other systems from 49152.
+
+    Raises :class:`ProcessError` when no port is free.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ProcessError("no port from 20000 to 29999 is free")
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return this process's environment without what would misdirect Flower or Ray.
+
+    PYTHONPATH is kept, because some clusters provide packages by it. Measured with Flower 1.41 and
+    Ray 2.55, with another client_app, server_app and flower_desloc on PYTHONPATH and this package
+    installed by `pip install -e .`: ServerApp and Ray actors import all three from the submitted
+    app, whose folder Flower puts first. In the actors only the working directory comes before it;
+    ours is empty.
+    """
+    stale = ("FLWR_", "RAY_ADDRESS", "RAY_TMPDIR")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(stale)}
+    # Flower starts its parts by name from PATH. If `desloc` is called by its full path, without
+    # the virtual environment activated, PATH alone would find others or none.
+    programs = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+    # Flower's client applies the proxy variables to 127.0.0.1 as well.
+    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")]))
+    quiet = "ignore::FutureWarning:ray._private.worker"
+    return environment | {
+        "PATH": os.pathsep.join(programs),
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Seconds until a submitted run is noticed; 1 by default.
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        # Otherwise ray.init() joins a cluster it finds under /tmp/ray, and leaves its logs there.
+        "RAY_TMPDIR": str(home),
+        "NO_PROXY": f"{direct},127.0.0.1,localhost".lstrip(","),
+        "no_proxy": f"{direct},127.0.0.1,localhost".lstrip(","),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])),
+        # The width of this terminal, for what the ServerApp prints with rich.
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+    }
+
+
+def as_argument(settings: Mapping[str, str | int | float]) -> str:
+    """Return the value of `--run-config`, `--federation-config` or `--node-config`."""
+    return " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
+
+
+def _toml(value: str | int | float) -> str:
+    if not isinstance(value, str):
+        return str(value)
+    # Flower ends a value at the next quotation mark, even an escaped one. TOML also accepts it as
+    # a Unicode escape.
+    special = {'"': "\\u0022", "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(special.get(char, char) for char in value) + '"'
