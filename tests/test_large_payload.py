@@ -23,7 +23,7 @@ from flower_desloc.flower import tensor_file
 from flower_desloc.flower.arrays import from_array, to_array, values_bytes
 from flower_desloc.flower.records import Reply, framed_bytes, payload_bytes, to_record
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.sites.warm.wire import read_message, write_message
+from flower_desloc.sites.warm.framing import read_message, write_message
 
 MB = 1 << 20
 

@@ -1,20 +1,20 @@
-"""Laws of the warm trainer: the same replies, one run, one node, and nothing left behind.
+"""Warm clients: the same replies as cold ones, one trainer for a run and node, no leftovers.
 
-A node stands in for a SuperNode: a process that forks a process of its own for every message.
+A process that forks once per message stands in for a SuperNode.
 """
 
-import contextlib
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -22,7 +22,12 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.flower.records import Request, from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
-from flower_desloc.sites.warm.wire import read_context, read_message, write_context, write_message
+from flower_desloc.sites.warm.framing import (
+    read_context,
+    read_message,
+    write_context,
+    write_message,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,7 +35,8 @@ NODE = """\
 import json, os, sys, traceback
 from flwr.supercore.task_identity import TaskIdentity
 from flower_desloc.sites.warm import WarmClientApp
-from flower_desloc.sites.warm.wire import read_context, read_message, write_context, write_message
+from flower_desloc.sites.warm.framing import read_context, read_message
+from flower_desloc.sites.warm.framing import write_context, write_message
 
 def answer(reference, folder):
     sys.argv = ["/somewhere/flwr-clientapp"]
@@ -40,7 +46,7 @@ def answer(reference, folder):
     TaskIdentity.node_id = context.node_id
     try:
         reply = WarmClientApp(reference)(message, context)
-    except Exception as error:  # as flwr-clientapp words it
+    except Exception as error:  # in the words of flwr-clientapp
         with open(f"{folder}/error", "w") as file:
             file.write(str(type(error)) + ":<'" + str(error) + "'>")
         traceback.print_exc()
@@ -71,8 +77,8 @@ def train(message, context):
     global answered
     answered += 1
     context.state["count"] = ConfigRecord({"count": answered})
-    said = {"pid": os.getpid(), "parent": os.getppid(), "answered": answered}
-    return Message(RecordDict({"said": ConfigRecord(said)}), reply_to=message)
+    about = {"pid": os.getpid(), "parent": os.getppid(), "answered": answered}
+    return Message(RecordDict({"about": ConfigRecord(about)}), reply_to=message)
 @app.train("refuse")
 def refuse(message, context):
     raise Refusal("no 'data' here;\\nset data-path")
@@ -89,8 +95,7 @@ def goodbye(message, context):
     return train(message, context)
 """
 
-
-OURS = """\
+REAL = """\
 import torch
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.optim import ADOPT
@@ -107,47 +112,62 @@ app = client_app(lambda config, context: worker)
 
 
 class Node:
-    """A node, and what it was told last."""
+    """A node, and the request, reply and log of its last message."""
 
-    def __init__(self, folder, **config):
-        self.folder, self.config, self.run = folder, config, 1
-        folder.mkdir(exist_ok=True)
+    def __init__(self, folder):
+        self.folder, self.config, self.run = folder, {}, 1
         (folder / "toy.py").write_text(TOY)
-        (folder / "ours.py").write_text(OURS)
+        (folder / "real.py").write_text(REAL)
         path = os.pathsep.join([str(folder), str(ROOT)])
-        self.log = (folder / "log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", NODE],
-            env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-        )
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", NODE],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "TMPDIR": str(folder),
+                    "OMP_NUM_THREADS": "1",
+                },
+                cwd=folder,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
 
     def ask(self, kind="train", content=None, reference="toy:app"):
         """Return the reply to a message; raises ``RuntimeError`` with the client's error."""
         self.begin(kind, content, reference)
-        assert self.process.stdout.readline() == "answered\n"
+        assert self.process.stdout.readline() == "answered\n", self.log.read_text()
         if (error := self.folder / "error").exists():
             raise RuntimeError(error.read_text())
         with (self.folder / "reply").open("rb") as file:
             reply, self.state = read_message(file), read_context(file).state
         return reply
 
+    def about(self, *args):
+        return SimpleNamespace(**self.ask(*args).content["about"])
+
     def begin(self, kind, content=None, reference="toy:app"):
-        """Hand out a message; return the pid of the process that Flower would have started."""
+        """Send a message; return the process that Flower would have started for it."""
         for name in ("reply", "error"):
             (self.folder / name).unlink(missing_ok=True)
         with (self.folder / "request").open("wb") as file:
             write_message(file, message(kind, content))
             write_context(file, context(self.config, self.run))
         print(json.dumps([reference, str(self.folder)]), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        return psutil.Process(int(self.process.stdout.readline()))
 
-    def said(self, *args, **kwargs):
-        return SimpleNamespace(**self.ask(*args, **kwargs).content["said"])
+    def begin_to_sleep(self):
+        """Return the trainer, which sleeps in a message, and the process that waits for it."""
+        path = self.folder / "asleep"
+        where = RecordDict({"where": ConfigRecord({"path": str(path)})})
+        waiting = self.begin("train.sleep", where)
+        wait_until(lambda: path.exists() and path.read_text(), self.log)
+        pid = int(path.read_text())
+        path.unlink()
+        return psutil.Process(pid), waiting
 
     def sockets(self):
         return list(self.folder.glob("desloc-*/*"))
@@ -157,35 +177,34 @@ class Node:
         self.process.wait()
 
 
+@contextmanager
+def started(folder):
+    node = Node(folder)
+    yield node
+    node.kill()
+    node.process.stdin.close()
+    node.process.stdout.close()
+
+
 @pytest.fixture(scope="module")
-def living(tmp_path_factory):
-    """Return a node that is killed in the end."""
+def shared_node(tmp_path_factory):
     with started(tmp_path_factory.mktemp("n")) as node:
         yield node
 
 
 @pytest.fixture
-def node(living):
-    """Return the node, in a run of its own."""
-    living.run += 1
-    living.config = {}
-    return living
+def node(shared_node):
+    """A node in a run of its own."""
+    shared_node.run += 1
+    shared_node.config = {}
+    return shared_node
 
 
 @pytest.fixture
-def doomed(tmp_path_factory):
-    """Return a node for one test to kill."""
+def mortal_node(tmp_path_factory):
+    """A node for one test to kill."""
     with started(tmp_path_factory.mktemp("d")) as node:
         yield node
-
-
-@contextlib.contextmanager
-def started(folder):
-    node = Node(folder)
-    yield node
-    node.kill()
-    for stream in (node.process.stdin, node.process.stdout, node.log):
-        stream.close()
 
 
 def message(kind, content=None):
@@ -199,91 +218,64 @@ def context(config, run=1):
     return Context(run, 5, config, RecordDict(), {})
 
 
-def ends(pid, within=8.0):
-    """Return whether a process ends."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if status == "Z":  # nobody has asked for its status yet
-            return True
-        time.sleep(0.05)
-    return False
+def wait_until(condition, log):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
-    return path.read_text()
+def wait_until_ended(process, log):
+    wait_until(lambda: has_ended(process), log)
 
 
-def asleep(node):
-    """Return the pids of a trainer at work and of the process it works for."""
-    path = node.folder / "asleep"
-    waiting = node.begin("train.sleep", RecordDict({"where": ConfigRecord({"path": str(path)})}))
-    return int(wait_for(path)), waiting
+def has_ended(process):
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
-# --- What travels --------------------------------------------------------------------------------
+# --- Framing -------------------------------------------------------------------------------------
 
 
-def test_a_message_is_the_same_on_the_other_side():
+def test_a_message_is_the_same_after_framing():
     tensors = {
         "scalar": torch.tensor(1.5, dtype=torch.float64),
         "empty": torch.zeros(0, 3),
         "half": torch.arange(6, dtype=torch.float16).reshape(2, 3),
     }
-    content = RecordDict(
-        {
-            "params": to_record(tensors),
-            "none": ArrayRecord(),
-            "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
-            "metrics": MetricRecord({"loss": 0.1}),
-        }
-    )
-    sent, stream = message("train", content), BytesIO()
+    records = {
+        "params": to_record(tensors),
+        "none": ArrayRecord(),
+        "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
+        "metrics": MetricRecord({"loss": 0.1}),
+    }
+    sent, stream = message("train", RecordDict(records)), BytesIO()
     write_message(stream, sent)
+    write_message(stream, Message(Error(3, "why"), reply_to=sent))
     stream.seek(0)
-    came = read_message(stream)
-    assert came.content == sent.content == content
-    assert list(came.content) == list(content)
-    assert vars(came.metadata) == vars(sent.metadata)
-    assert stream.read() == b""
-
-
-def test_an_error_travels_too():
-    stream = BytesIO()
-    write_message(stream, Message(Error(3, "why"), reply_to=message("train")))
-    stream.seek(0)
+    received = read_message(stream)
+    assert received.content == sent.content == RecordDict(records)
+    assert list(received.content) == list(records)
+    assert vars(received.metadata) == vars(sent.metadata)
     assert read_message(stream).error.reason == "why"
-
-
-def test_a_message_cut_short_is_an_end_of_file():
-    stream = BytesIO()
-    write_message(stream, message("train"))
+    assert stream.read() == b""
     with pytest.raises(EOFError):
-        read_message(BytesIO(stream.getvalue()[:-1]))
+        read_message(BytesIO(stream.getvalue()[:30]))
 
 
 # --- The real client -----------------------------------------------------------------------------
 
 
-def test_a_process_of_one_message_does_not_import_pytorch():
+def test_the_process_of_one_message_does_not_import_pytorch():
     code = "import client_app, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
-    params = {
-        "0.weight": torch.ones(4, 3),
-        "0.bias": torch.zeros(4),
-        **{"1.weight": torch.ones(4), "1.bias": torch.zeros(4)},
-    }
-    buffers = {"1.running_mean": torch.zeros(4), "1.running_var": torch.ones(4)}
+    weights, zeros = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4)}, torch.zeros(4)
+    params = {**weights, "0.bias": zeros, "1.bias": zeros}
+    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
     sent = {"params": params, "buffers": buffers}
     versions = dict.fromkeys([*sent, "exp_avg", "exp_avg_sq"], 0)
 
@@ -298,95 +290,96 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
         )
         return request.to_content(1)
 
-    asked = [
-        ("train", window(0, 2, {"params"}, sent)),
-        # What was not due comes from the state file.
-        ("train", window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params})),
+    windows = [
+        window(0, 2, {"params"}, sent),
+        # Streams that were not due come from the state file.
+        window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params}),
     ]
 
     def replies(**config):
         node.config = {"state-dir": str(tmp_path / str(config)), **config}
-        for kind, content in asked:
-            reply = node.ask(kind, content, reference="ours:app").content
+        for content in windows:
+            reply = node.ask("train", content, "real:app").content
             reply["metrics"].pop("seconds", None)
             yield reply
 
     warm = list(replies())
-    node.ask("query.goodbye", Request(run_key="r").to_content(0), reference="ours:app")
-    cold = list(replies(warm=False))
-    assert warm == cold
-    assert from_record(warm[0]["params"]).keys() == params.keys()
-    assert not torch.equal(*(from_record(reply["params"])["0.bias"] for reply in warm[:2]))
+    node.ask("query.goodbye", Request(run_key="r").to_content(0), "real:app")
+    assert warm == list(replies(warm=False))
+    first, second = (from_record(reply["params"]) for reply in warm)
+    assert first.keys() == params.keys()
+    assert not torch.equal(first["0.bias"], second["0.bias"])
 
 
-# --- One run, one node ---------------------------------------------------------------------------
+# --- One trainer for a run and node --------------------------------------------------------------
 
 
-def test_one_process_answers_all_messages_of_a_run(node):
-    first, second = node.said(), node.said()
+def test_one_process_answers_all_messages_of_a_run_and_ends_with_it(node):
+    first, second = node.about(), node.about()
+    trainer = psutil.Process(first.pid)
     assert (first.answered, second.answered) == (1, 2)
     assert first.pid == second.pid != node.process.pid
     assert node.state["count"]["count"] == 2
-    assert node.said("query.goodbye").answered == 3
-    assert ends(first.pid)
+    assert node.about("query.goodbye").answered == 3
+    wait_until_ended(trainer, node.log)
     assert not node.sockets()
 
 
 def test_another_run_is_answered_by_another_process(node):
-    first = node.said()
+    first = psutil.Process(node.about().pid)
     node.run += 1
-    second = node.said()
+    second = node.about()
     assert second.answered == 1
     assert second.pid != first.pid
-    assert ends(first.pid)
+    wait_until_ended(first, node.log)
     assert len(node.sockets()) == 1
 
 
-def test_a_trainer_ends_with_its_node(doomed):
-    trainer = doomed.said().pid
-    doomed.kill()
-    assert ends(trainer)
-    assert not doomed.sockets()
+def test_an_idle_trainer_ends_with_its_node(mortal_node):
+    trainer = psutil.Process(mortal_node.about().pid)
+    mortal_node.kill()
+    wait_until_ended(trainer, mortal_node.log)
+    assert not mortal_node.sockets()
 
 
-def test_a_trainer_at_work_ends_with_its_node(doomed):
-    trainer, waiting = asleep(doomed)
-    os.kill(waiting, signal.SIGSTOP)  # the line stays open: the node's end alone must do
-    doomed.kill()
-    assert ends(trainer)
-    os.kill(waiting, signal.SIGKILL)
+def test_a_working_trainer_ends_with_its_node(mortal_node):
+    trainer, waiting = mortal_node.begin_to_sleep()
+    waiting.suspend()  # its connection stays open, so only the end of the node can be noticed
+    mortal_node.kill()
+    wait_until_ended(trainer, mortal_node.log)
+    waiting.kill()
 
 
-def test_a_trainer_ends_with_the_process_it_works_for(node):
-    trainer, waiting = asleep(node)
-    os.kill(waiting, signal.SIGKILL)
-    assert ends(trainer)
+def test_a_working_trainer_ends_with_the_process_it_works_for(node):
+    trainer, waiting = node.begin_to_sleep()
+    waiting.kill()
+    wait_until_ended(trainer, node.log)
     assert node.process.stdout.readline() == "answered\n"
-    assert node.said().answered == 1
+    assert node.about().answered == 1
 
 
 def test_a_killed_trainer_is_replaced(node):
-    trainer = node.said().pid
-    os.kill(trainer, signal.SIGKILL)
-    assert ends(trainer)
-    replaced = node.said()
-    assert (replaced.answered, replaced.pid != trainer) == (1, True)
+    trainer = psutil.Process(node.about().pid)
+    trainer.kill()
+    wait_until_ended(trainer, node.log)
+    replacement = node.about()
+    assert (replacement.answered, replacement.pid != trainer.pid) == (1, True)
 
 
-def test_a_trainer_that_dies_of_a_message_is_an_error_that_says_so(node):
+def test_a_trainer_that_dies_in_its_first_message_is_an_error_that_says_how(node):
     with pytest.raises(RuntimeError, match=r"was ended by SIGKILL .* while .* train\.die message"):
         node.ask("train.die")
-    assert node.said().answered == 1
+    assert node.about().answered == 1
 
 
-# --- What the server hears, and what the site decides --------------------------------------------
+# --- Errors and options --------------------------------------------------------------------------
 
 
-def test_an_exception_reaches_the_server_as_it_would_without_a_trainer(node):
+def test_the_server_gets_the_same_error_with_and_without_a_trainer(node):
     with pytest.raises(RuntimeError) as warm:
         node.ask("train.refuse")
-    assert "In the trainer" in (node.folder / "log").read_text()
-    assert node.said().answered == 1  # by another: it may have been the process that was broken
+    assert "In the trainer" in node.log.read_text()
+    assert node.about().answered == 1  # by another trainer: the first may have been broken
     node.config = {"warm": False}
     with pytest.raises(RuntimeError) as cold:
         node.ask("train.refuse")
@@ -394,27 +387,27 @@ def test_an_exception_reaches_the_server_as_it_would_without_a_trainer(node):
     assert str(warm.value) == str(cold.value) == expected
 
 
-def test_a_site_can_turn_it_off(node):
+def test_a_site_can_turn_warm_clients_off(node):
     node.config = {"warm": False}
-    assert node.said().parent == node.process.pid
+    assert node.about().parent == node.process.pid
     node.config = {"warm": "no"}
     with pytest.raises(RuntimeError, match="warm='no' in the node config: must be true or false"):
         node.ask()
 
 
-def test_a_process_that_lives_on_answers_itself(tmp_path, monkeypatch):
+def test_a_process_that_serves_more_than_one_message_answers_itself(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    said = WarmClientApp("toy:app")(message("train"), context({})).content["said"]
-    assert said["pid"] == os.getpid()
+    about = WarmClientApp("toy:app")(message("train"), context({})).content["about"]
+    assert about["pid"] == os.getpid()
 
 
-def test_the_socket_is_in_a_folder_that_the_user_alone_may_enter(node):
-    node.said()
+def test_only_the_user_can_enter_the_folder_of_the_socket(node):
+    node.ask()
     (socket,) = node.sockets()
     assert stat.S_ISSOCK(socket.stat().st_mode)
     assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
     socket.parent.chmod(0o755)
-    assert node.said().parent == node.process.pid
-    assert "is not a folder that this user alone may enter" in (node.folder / "log").read_text()
+    assert node.about().parent == node.process.pid
+    assert "is not a folder that only this user can enter" in node.log.read_text()
     socket.parent.chmod(0o700)

@@ -1,7 +1,6 @@
-"""The ClientApp that Flower calls: it hands on, or answers here where a process lives on anyway."""
+"""The ClientApp that Flower calls: forwards messages to the trainer, or answers them itself."""
 
 import importlib
-import os
 import sys
 from logging import WARNING
 from pathlib import Path
@@ -10,18 +9,18 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
-from flower_desloc.sites.warm.door import Door, NoTrainerError
+from flower_desloc.sites.warm.trainer_client import NoTrainerError, TrainerClient
 
-_SWITCH = "warm"  # in the node config
-_OF_ONE_MESSAGE = "flwr-clientapp"  # the program that a SuperNode starts for every message
+_OPTION = "warm"  # in the node config
+_ONE_MESSAGE_PROGRAM = "flwr-clientapp"  # a SuperNode starts it for every message
 
 
 class WarmClientApp(ClientApp):
     """Answers for the ClientApp that ``reference`` names, as ``module:attribute``.
 
     In a process that a SuperNode started for one message, the node's trainer answers. In a
-    simulation, in one process with the server, or with ``warm=false`` in the node config, the app
-    is imported and answers here.
+    simulation, in one process with the server, with ``warm=false`` in the node config, or on a
+    system other than Linux, the app is imported and answers in this process.
     """
 
     def __init__(self, reference: str) -> None:
@@ -29,10 +28,10 @@ class WarmClientApp(ClientApp):
         self.reference = reference
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Return the app's reply; raises what the app raises, under the same name and text."""
-        if _is_wanted(context) and Path(sys.argv[0]).name == _OF_ONE_MESSAGE:
+        """Return the app's reply; raises what the app raises, with the same type name and text."""
+        if _uses_trainer(context):
             try:
-                return Door(self.reference, context).answer(message, context)
+                return TrainerClient(self.reference, context).answer(message, context)
             except NoTrainerError as error:
                 log(WARNING, "%s; this message is answered without a warm trainer", error)
         return load(self.reference)(message, context)
@@ -46,8 +45,9 @@ def load(reference: str) -> ClientApp:
     return app
 
 
-def _is_wanted(context: Context) -> bool:
-    wanted = context.node_config.get(_SWITCH, True)
+def _uses_trainer(context: Context) -> bool:
+    wanted = context.node_config.get(_OPTION, True)
     if not isinstance(wanted, bool):
-        raise ValueError(f"{_SWITCH}={wanted!r} in the node config: must be true or false")
-    return wanted and hasattr(os, "pidfd_open")  # Linux alone has it
+        raise ValueError(f"{_OPTION}={wanted!r} in the node config: must be true or false")
+    one_message = Path(sys.argv[0]).name == _ONE_MESSAGE_PROGRAM
+    return wanted and one_message and sys.platform == "linux"

@@ -1,0 +1,153 @@
+"""Forwards a message to the node's trainer, and starts the trainer if there is none.
+
+The process that starts a trainer binds the socket and passes it on. So nobody waits for a trainer
+to be ready: whoever connects before it has imported anything is queued, and if the trainer dies the
+connection closes.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from flwr.app import Context, Message
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.sites.supervisor import describe_exit
+from flower_desloc.sites.warm.framing import (
+    read_context,
+    read_head,
+    read_message,
+    write_context,
+    write_head,
+    write_message,
+)
+
+_EXIT_TIMEOUT = 10.0  # seconds a trainer may take to end after its connection has closed
+_DISCONNECTED = (OSError, EOFError)
+
+
+class NoTrainerError(RuntimeError):
+    """A trainer cannot be started here."""
+
+
+class TrainerClient:
+    """The connection to one node's trainer, which serves one run.
+
+    Raises :class:`NoTrainerError` if there is no private folder for the socket.
+    """
+
+    def __init__(self, reference: str, context: Context) -> None:
+        self.reference = reference
+        self.run = _digest([reference, context.run_id, fingerprint(), sys.path])
+        """Identifies the run and the code; a trainer is shared by messages with equal values."""
+        node = [context.node_id, context.node_config.get("state-dir"), os.environ.get("FLWR_HOME")]
+        self.path = _socket_folder() / f"{_digest(node)}.sock"
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """Return the trainer's reply, and copy its changes to the context's state.
+
+        Raises what the app raised, with the same type name and text; ``RuntimeError`` if a trainer
+        that was started for this message dies; :class:`NoTrainerError` if none can be started. A
+        trainer that was already there and dies is replaced and asked again: a window starts from
+        the state file, whoever did part of it before.
+        """
+        with suppress(*_DISCONNECTED):  # there is none, or it ends because it served another run
+            return self._ask(message, context)
+        trainer = self._start()
+        try:
+            return self._ask(message, context)
+        except _DISCONNECTED as error:
+            raise RuntimeError(
+                f"the process that trains for this node {_how_it_ended(trainer)} while it was at a "
+                f"{message.metadata.message_type} message; the SuperNode's log may say why"
+            ) from error
+
+    def _ask(self, message: Message, context: Context) -> Message:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.path))
+            with connection.makefile("rwb") as stream:
+                head = {"run": self.run, "task": TaskIdentity.task_id, "pid": os.getpid()}
+                write_head(stream, head)
+                write_message(stream, message)
+                write_context(stream, context)
+                stream.flush()
+                head = read_head(stream)
+                context.state = read_context(stream).state
+                if "raised" in head:
+                    raise _as_raised(head)
+                reply = read_message(stream)
+        # Flower keeps the message while it sends the reply, and copies that: three times the
+        # memory. It needs only the message's metadata from here on, and nobody asks again.
+        if message.has_content():
+            message.content.clear()
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
+        # its SuperNode: a SuperExec may go on for ten seconds after a SuperNode that was killed.
+        node = [process.pid for process in psutil.Process().parents()[:2]]
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                self.path.unlink(missing_ok=True)
+                listener.bind(str(self.path))
+                listener.listen()
+                return subprocess.Popen(  # noqa: S603
+                    [
+                        *(sys.executable, "-P", "-m", "flower_desloc.sites.warm.trainer"),
+                        *(self.reference, self.run, str(self.path)),
+                        *map(str, [listener.fileno(), *node]),
+                    ],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,  # Ctrl-C in a terminal is for the SuperNode
+                )
+        except OSError as error:
+            raise NoTrainerError(f"cannot start a trainer at {self.path}: {error}") from error
+
+
+def _socket_folder() -> Path:
+    # Not beside the state: that may be on a disk shared by several machines, and a socket's path
+    # is limited to 107 bytes.
+    folder = Path(tempfile.gettempdir()) / f"desloc-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise NoTrainerError(f"no folder for a trainer's socket: {error}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NoTrainerError(f"{folder} is not a folder that only this user can enter")
+    return folder
+
+
+def _how_it_ended(trainer: subprocess.Popen[bytes]) -> str:
+    try:
+        return describe_exit(trainer.wait(_EXIT_TIMEOUT))
+    except subprocess.TimeoutExpired:
+        return "closed the connection"
+
+
+def _as_raised(head: dict[str, Any]) -> Exception:
+    """Return an exception with the type name and text of the one in the trainer.
+
+    Flower sends both to the server; the type itself may exist in the trainer only.
+    """
+    module, name, text = head["raised"]
+    kind = type(name, (Exception,), {"__module__": module, "__str__": lambda _: text})
+    error: Exception = kind(text)
+    error.add_note(f"In the trainer:\n{head['traceback']}")
+    return error
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
