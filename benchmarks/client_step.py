@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
-from client_app.worker import build_worker
+from client_app.client import build_worker
 from flower_desloc.config import dump, load
 from flower_desloc.config.schema import Config
 from flower_desloc.core.local_steps import local_steps

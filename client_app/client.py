@@ -1,8 +1,29 @@
-"""The client itself: the task's model and data, driven by DES-LOC or a strategy of Flower's."""
+"""The client: the task's model and data, trained by DES-LOC or by a strategy of Flower's."""
 
-from client_app.worker import build_worker
-from flower_desloc.flower.client import client_app
+from collections.abc import Mapping
+
+from flwr.app import Context
+
+from client_app.worker import build_single_worker, device_of
+from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.stock_client import answer_stock
+from flower_desloc.sites.multiprocess.parallelism import Parallelism
+
+
+def build_worker(config: Mapping[str, str | int | float | bool], context: Context) -> Worker:
+    """Return the worker of one client, in as many processes as its node config says.
+
+    Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
+    """
+    settings, frozen = str(config["settings"]), str(config.get("frozen", ""))
+    node = context.node_config
+    parallelism = Parallelism.of(node)
+    if parallelism.processes == 1:
+        return build_single_worker(settings, frozen, node)
+    from client_app.multiprocess import build_ranks_worker  # takes a second; most do without
+
+    return build_ranks_worker(settings, frozen, context, device_of(node), parallelism)
+
 
 app = client_app(build_worker)
 answer_stock(app, build_worker)

@@ -1,11 +1,10 @@
 """What a client trains: built from the server's settings and the site's own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from flwr.app import Context
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,27 +15,22 @@ from flower_desloc.flower.observer import DATA
 from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.setup.preflight.machine import about_device
 from flower_desloc.setup.preflight.needs import about_micro_batch
-from flower_desloc.sites.multiprocess.settings import Node, Setting
+from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 
 
-def build_worker(config: Mapping[str, str | int | float | bool], context: Context) -> Worker:
-    """Return the worker of one client.
+def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
+    """Return the worker of a client of one process.
 
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
-    settings, node = str(config["settings"]), context.node_config
-    device, setting, frozen = _device(node), Setting.of(node), str(config.get("frozen", ""))
-    if setting.processes > 1:
-        from client_app.group import group_worker  # it takes a second, and most do without
-
-        return group_worker(settings, frozen, context, device, setting)
+    device = device_of(node)
     return worker_of(settings, node, device, *_model(settings, frozen, device))
 
 
 def worker_of(
     settings: str,
-    node: Node,
+    node: NodeConfig,
     device: torch.device,
     module: nn.Module,
     optimizer: Optimizer,
@@ -112,12 +106,13 @@ def model_of(settings: str, frozen: str) -> nn.Module:
     return model
 
 
-def _device(node: Node) -> torch.device:
+def device_of(node: NodeConfig) -> torch.device:
+    """Return where a client computes: a GPU if there is one and the node config names no other."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(str(node.get("device", default)))
 
 
-def _site(node: Node) -> Site:
+def _site(node: NodeConfig) -> Site:
     path = node.get("data-path")
     if path is None and not {"partition-id", "num-partitions"} <= node.keys():
         raise ValueError(

@@ -7,7 +7,7 @@ BEGAN = time.time()
 from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
-from client_app.worker import build_worker
+from client_app.client import build_worker
 from flower_desloc.flower.client import Worker, client_app
 
 IMPORTED = time.time()

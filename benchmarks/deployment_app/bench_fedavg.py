@@ -7,7 +7,7 @@ BEGAN = time.time()
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from client_app.worker import build_worker
+from client_app.client import build_worker
 from flower_desloc.core.local_steps import local_steps
 
 IMPORTED = time.time()

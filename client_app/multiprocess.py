@@ -1,0 +1,100 @@
+"""A client of several processes: what each rank trains, and what several processes cannot do."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from flwr.app import Context
+from torch import Tensor, nn
+
+from client_app.worker import config_of, model_of, task_of, worker_of
+from flower_desloc.config import Config
+from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.flower.client import Worker, state_folder
+from flower_desloc.setup.build import build_optimizer
+from flower_desloc.sites.multiprocess.layouts import Replicated, Sharded
+from flower_desloc.sites.multiprocess.parallelism import Parallelism
+from flower_desloc.sites.multiprocess.rank_worker import RankWorker
+from flower_desloc.sites.multiprocess.ranks import Ranks
+from flower_desloc.sites.multiprocess.worker import MultiProcessWorker
+from flower_desloc.tasks import Batch, Task
+from flower_desloc.tasks.compute import SharesBatches
+
+_ELEMENTWISE = ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam")
+"""Optimizers that treat every value by itself, so they can work on shards."""
+
+
+def build_ranks_worker(
+    settings: str, frozen: str, context: Context, device: torch.device, parallelism: Parallelism
+) -> Worker:
+    """Return the worker of a client with several processes; start them if necessary.
+
+    Raises ``ValueError`` for what several processes cannot do.
+    """
+    config = config_of(settings)
+    _require_shared_batches(config, task_of(settings))
+    _check(config, parallelism)
+    argument = json.dumps([settings, frozen])
+    ranks = Ranks.of("client_app.multiprocess:build_rank", argument, parallelism, device)
+    return MultiProcessWorker.of(ranks, context.node_config, state_folder(context))
+
+
+def build_rank(device: torch.device, parallelism: Parallelism, argument: str) -> RankWorker:
+    """Return what this process trains, as one rank."""
+    settings, frozen = json.loads(argument)
+    config, task = config_of(settings), task_of(settings)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharing = _require_shared_batches(config, task)
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        # Before anything is drawn for dropout: other rows need other random numbers.
+        torch.manual_seed(torch.initial_seed() + rank)
+        part, weight = sharing.share(batch, rank, world)
+        return task.loss(module, part) * weight
+
+    layout = (Sharded if parallelism.sharded else Replicated)(
+        lambda: model_of(settings, frozen),
+        lambda params: build_optimizer(config, params),
+        device,
+    )
+    return RankWorker(
+        layout,
+        lambda node: worker_of(settings, node, device, layout.model, layout.optimizer, loss),
+    )
+
+
+def _require_shared_batches(config: Config, task: Task) -> SharesBatches:
+    if isinstance(task, SharesBatches):
+        return task
+    raise ValueError(
+        f"task={config.task} does not say how several processes share a batch; give it a method "
+        "share(batch, rank, world), or leave processes out of the node config"
+    )
+
+
+def _check(config: Config, parallelism: Parallelism) -> None:
+    data, optimizer = config.data, config.optimizer.name
+    if config.strategy != "desloc":
+        raise ValueError(f"strategy={config.strategy} is for clients of one process")
+    if data.batch_size < parallelism.processes:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} is too small for "
+            f"processes={parallelism.processes} in the node config"
+        )
+    if not parallelism.sharded:
+        return
+    if optimizer not in _ELEMENTWISE:
+        raise ValueError(
+            f"optimizer.name={optimizer} may need whole tensors, which parallel='fsdp' does not "
+            f"give it; use parallel='ddp', or one of {', '.join(_ELEMENTWISE)}"
+        )
+    if GRADIENTS in config.sync:
+        raise ValueError("sync.gradients is for parallel='ddp'")
+    # All ranks must go through the model equally often.
+    if data.micro_batch_size == "auto":
+        raise ValueError("data.micro_batch_size=auto is for parallel='ddp'; give a number")
+    if data.micro_batch_size is not None and data.batch_size % parallelism.processes:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} with data.micro_batch_size must be a multiple of "
+            f"processes={parallelism.processes} under parallel='fsdp'"
+        )
