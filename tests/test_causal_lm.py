@@ -21,7 +21,7 @@ from flower_desloc.config import Config
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.causal_lm import CausalLM, TextBatch
 from flower_desloc.tasks.causal_lm.batches import heldout_batches, random_batch
-from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer, Tokens, load_tokenizer
 
 LETTERS = st.text(max_size=40) | st.text("ab é€😀\n\t ", max_size=40)
@@ -112,9 +112,9 @@ def test_every_window_is_drawn():
 def test_held_out_windows_do_not_overlap_and_are_spread_evenly(
     count, seq_len, batch_size, sequences
 ):
-    batches = heldout_batches(
-        numbered(count), seq_len=seq_len, batch_size=batch_size, sequences=sequences
-    )
+    config = Config()
+    config.data = replace(config.data, seq_len=seq_len, batch_size=batch_size)
+    batches = heldout_batches(numbered(count), config, sequences)
     windows = torch.cat([batch.tokens for batch in batches])
     length = min(count, seq_len + 1)
     assert windows.shape == (min(sequences, count // length), length)

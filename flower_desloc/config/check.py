@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.schema import Config, Optimizer
+from flower_desloc.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 
@@ -22,9 +22,6 @@ _CHOICES = {
     "sync_mode": ("periodic", "probabilistic"),
     "outer.name": ("none", "sgd", "adam"),
 }
-
-AUTO = "auto"
-"""Value of ``data.micro_batch_size``: as many as fit."""
 
 _OWN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 """An import path, ``module:name``."""

@@ -9,6 +9,9 @@ from typing import Any
 
 from flower_desloc.flower.policy import Policy
 
+AUTO = "auto"
+"""Value of ``data.micro_batch_size``: as many as fit into memory."""
+
 
 @dataclass(kw_only=True)
 class Run:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flower_desloc.config import Config
-from flower_desloc.config.check import AUTO
+from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text, seconds_text
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
