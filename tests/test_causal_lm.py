@@ -339,15 +339,14 @@ def test_the_weights_start_with_the_papers_deviation(config):
     config.model = replace(config.model, hidden_size=64)
     matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
     assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
-    config.model.initializer_range = 0.02
-    matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
-    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_a_random_model_predicts_nothing(config, task):
-    config.model.initializer_range = 0.02
     config.model.tie_word_embeddings = False  # A tied one predicts what it just read.
-    sums = task.evaluate(task.build_model(), task.heldout()["a"])
+    model = task.build_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.01)
+    sums = task.evaluate(model, task.heldout()["a"])
     assert task.metrics(sums)["loss"] == pytest.approx(math.log(256), abs=0.1)
 
 
