@@ -1,6 +1,7 @@
 """What a client trains: built from the server's settings and the site's own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.config import Config, parse
+from flower_desloc.config import Config, dump, parse
+from flower_desloc.config.schema import AUTO
 from flower_desloc.core import streams
 from flower_desloc.flower.client import Worker
-from flower_desloc.flower.observer import DATA
+from flower_desloc.flower.observer import DATA, MICRO_BATCH
 from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.setup.preflight.machine import about_device
-from flower_desloc.setup.preflight.needs import about_micro_batch
+from flower_desloc.setup.preflight.needs import micro_batch_size
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 
@@ -25,6 +27,7 @@ def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
     device = device_of(node)
+    settings = with_micro_batch_size(settings, device)
     return worker_of(settings, node, device, *_model(settings, frozen, device))
 
 
@@ -41,6 +44,7 @@ def worker_of(
     ``loss`` takes the place of the task's.
     """
     typed, site = config_of(settings), _site(node)
+    micro_batch = typed.data.micro_batch_size
     task, data = task_of(settings), _data(settings, site)
     loss = loss or task.loss
 
@@ -62,7 +66,7 @@ def worker_of(
         metrics=task.metrics,
         about={
             **about_device(device),
-            **about_micro_batch(typed, device),
+            **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
             **{f"{DATA}{name}": str(size) for name, size in data.description.items()},
         },
     )
@@ -76,6 +80,16 @@ def worker_of(
 def config_of(settings: str) -> Config:
     """Return the configuration that was sent."""
     return parse(settings)
+
+
+@lru_cache(maxsize=1)
+def with_micro_batch_size(settings: str, device: torch.device) -> str:
+    """Return the settings with the number that ``data.micro_batch_size=auto`` is on ``device``."""
+    config = config_of(settings)
+    if config.data.micro_batch_size != AUTO:
+        return settings
+    data = replace(config.data, micro_batch_size=micro_batch_size(config, device))
+    return dump(replace(config, data=data))
 
 
 @lru_cache(maxsize=1)

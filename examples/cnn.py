@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from flower_desloc.tasks.dealing import Rule, deal
+from flower_desloc.tasks.partition import PartitionRule, partition_rows
 
 
 class CNN:
@@ -42,11 +42,10 @@ class CNN:
         )
 
     def client_data(self, site):
-        """Deal the training images as the section data says, and return one client's."""
-        data = self.config.data
-        rule = Rule(data.partition, data.alpha, self.config.run.seed, data.classes_per_client)
-        dealt = deal(self.labels[self.train_rows].tolist(), rule, site.num_partitions)
-        return Shard(self, self.train_rows[dealt[site.partition]], site.partition)
+        """Partition the training images as the section data states; return one client's."""
+        labels = self.labels[self.train_rows].tolist()
+        clients = partition_rows(labels, PartitionRule.of(self.config), site.num_partitions)
+        return Shard(self, self.train_rows[clients[site.partition]], site.partition)
 
     def heldout(self):
         """Return the held-out batches of the only domain."""

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 
-from flower_desloc.tasks.causal_lm.source import Source
-from flower_desloc.tasks.causal_lm.text import read
-from flower_desloc.tasks.dealing import Rule, deal
+from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.sources import Source
+from flower_desloc.tasks.partition import PartitionRule, partition_rows
 
 PAD = 256  # the token that fills up; the other 256 are bytes
 
@@ -43,12 +43,10 @@ class SequenceClassifier:
         )
 
     def client_data(self, site):
-        """Deal the documents as the section data says, and return one client's."""
-        data, seed = self.config.data, self.config.run.seed
-        rule = Rule(data.partition, data.alpha, seed, data.classes_per_client)
-        parts = []
+        """Partition the documents as the section data states; return one client's."""
+        rule, parts = PartitionRule.of(self.config), []
         for tokens, labels in (self.train_part, self.heldout_part):
-            rows = deal(labels.tolist(), rule, site.num_partitions)[site.partition]
+            rows = partition_rows(labels.tolist(), rule, site.num_partitions)[site.partition]
             parts.append((tokens[rows], labels[rows]))
         return Shard(self, site.partition, *parts)
 

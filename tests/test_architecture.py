@@ -35,14 +35,7 @@ RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 # To be removed one by one; nothing may be added.
 OUTWARD = {
-    "flower_desloc.core.averaging -> flower_desloc.native.pages",
-    "flower_desloc.core.averaging -> flower_desloc.native.passes",
-    "flower_desloc.core.local_steps -> flower_desloc.optim",
-    "flower_desloc.core.streams -> flower_desloc.native.passes",
     "flower_desloc.flower.arrays -> flower_desloc.native.pages",
-    "flower_desloc.native.adopt -> flower_desloc.native.compiled",
-    "flower_desloc.native.passes -> flower_desloc.native.compiled",
-    "flower_desloc.optim.adopt -> flower_desloc.native.adopt",
     "flower_desloc.setup.initial -> flower_desloc.runs.resume",
     "flower_desloc.setup.preflight.verdict -> flower_desloc.runs.units",
     "flower_desloc.tasks.compute -> flower_desloc.setup.preflight.needs",

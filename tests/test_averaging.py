@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from federation import compiled, draw, generator
+from federation import draw, generator
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,17 +32,6 @@ def mean_of(clients, weights=None, reference=None):
 
 def stacked(clients, name, key):
     return torch.stack([streams[name][key] for streams in clients])
-
-
-def fp32(m):
-    """A client in fp32, of more than a piece."""
-    streams = client(m, torch.float32)
-    streams["params"]["large"] = large(m, 70_000)
-    return streams
-
-
-def unlimited(_name):
-    return -math.inf, math.inf
 
 
 # -------------------------------------------------------------------------------------------- Mean
@@ -167,7 +156,7 @@ def ulps(dtype, number):
     return number * torch.finfo(dtype).eps * 4  # of values up to four
 
 
-@pytest.mark.parametrize("size", [1, 13, 4096, 5000, 1 << 18])
+@pytest.mark.parametrize("size", [13, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_mean_is_the_same_bits_whatever_the_size_of_a_block(size, dtype, monkeypatch):
     # Of blocks of one value each, a thousand are enough.
@@ -188,7 +177,7 @@ def test_neither_mean_nor_drift_depends_on_the_number_of_threads(threads):
     def after(threads):
         torch.set_num_threads(threads)
         try:
-            mean = mean_of([{"params": {"a": large(m, (1 << 18) + 40_001)}} for m in range(3)])
+            mean = mean_of([{"params": {"a": large(m, (1 << 20) + 40_001)}} for m in range(3)])
             assert torch.get_num_threads() == threads
             return mean.result()["params"]["a"], mean.drift(mean.result())
         finally:
@@ -268,63 +257,3 @@ def test_drift_of_fp32_neither_overflows_nor_underflows(size):
     exact = 1e-5 if size > 1e-37 else 0.3  # of the last there is little more than zero and one
     for figure in ("spread", "moved", "norm"):
         assert getattr(got, figure) == pytest.approx(getattr(expected, figure), rel=exact)
-
-
-# ----------------------------------------------------------------------------------------- Together
-
-
-@compiled
-@given(WEIGHTS, st.integers(0, 7), st.booleans())
-def test_clients_taken_together_are_added_one_by_one_to_the_same_bits(weights, split, asked):
-    clients = [fp32(m) for m in range(len(weights))]
-    one_by_one = mean_of(clients, weights)
-    together = Mean()
-    pairs = list(zip(clients, weights, strict=True))
-    for batch in filter(None, (pairs[:split], pairs[split:])):
-        assert together.take(batch, unlimited)
-        if asked:
-            before = together.result()
-            kept = {n: {k: t.clone() for k, t in s.items()} for n, s in before.items()}
-    if asked:
-        torch.testing.assert_close(before, kept, rtol=0, atol=0, equal_nan=True)
-    assert together.count == one_by_one.count
-    got, expected = together.result(), one_by_one.result()
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    assert together.drift(got) == one_by_one.drift(expected)
-
-
-def of_value(value):
-    def spoil(streams):
-        streams["exp_avg"]["matrix"][1, 2] = value
-
-    return spoil
-
-
-@compiled
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        *(of_value(v) for v in (math.nan, math.inf, -math.inf, -1e4, 1e4)),
-        lambda s: s.pop("params"),
-        lambda s: s["params"].pop("matrix"),
-        lambda s: s["params"].update(matrix=torch.zeros(5, 3)),
-        lambda s: s["params"].update(matrix=s["params"]["matrix"].double()),
-        lambda s: s["params"].update(matrix=torch.zeros(5, 3).T),
-        lambda s: s.update(weight=0.0),
-    ],
-)
-def test_where_one_client_is_not_as_it_should_be_nothing_is_taken(begun, which, spoil):
-    clients = [fp32(m) for m in range(3)]
-    spoil(clients[which])
-    weights = [streams.pop("weight", 1.0) for streams in clients]
-    mean = mean_of([fp32(7)] if begun else [])
-
-    def limits(name):
-        return (-1e3, 1e3) if name == "exp_avg" else (-math.inf, math.inf)
-
-    assert not mean.take(list(zip(clients, weights, strict=True)), limits)
-    assert mean.count == (1 if begun else 0)
-    if begun:
-        torch.testing.assert_close(mean.result(), mean_of([fp32(7)]).result(), rtol=0, atol=0)

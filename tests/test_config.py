@@ -302,5 +302,15 @@ def test_a_parsed_text_is_held_to_the_same(text):
         parse(text)
 
 
+def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwise_refused():
+    config = quickstart()
+    earlier = "{betas: [0.9, 0.95], eps: 1.0e-8, lr: 0.5}"
+    text = dump(config).replace("outer:\n", "outer:\n  eps: 1.0e-08\n  betas: [0.9, 0.95]\n")
+    assert parse(text) == config
+    assert parse(f"sync: {{params: 1}}\nouter: {earlier}").outer.lr == 0.5
+    with pytest.raises(ConfigError, match=r"^outer.eps: no such key"):
+        parse("sync: {params: 1}\nouter: {eps: 0.1}")
+
+
 def test_a_configuration_error_is_a_value_error():
     assert issubclass(ConfigError, ValueError)

@@ -32,15 +32,14 @@ from flower_desloc.runs.fairness import fairness
 from flower_desloc.runs.figures.partition import draw_partition, labels, unlikeness
 from flower_desloc.runs.metrics import read_lines
 from flower_desloc.tasks import Site, build_task
-from flower_desloc.tasks.dealing import Rule, deal
 from flower_desloc.tasks.image_classification import ImageClassification
 from flower_desloc.tasks.image_classification.batches import Images, heldout_batches, shuffled_batch
-from flower_desloc.tasks.image_classification.corpus import read
-from flower_desloc.tasks.image_classification.partition import Share, shares
-from flower_desloc.tasks.image_classification.source import Source
+from flower_desloc.tasks.image_classification.partition import client_rows
+from flower_desloc.tasks.image_classification.sources import ImageSource, read
+from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
 from flower_desloc.tools.engines.in_process import run_in_process
 
-DIGITS = Source("builtin", validation_fraction=0.2)
+DIGITS = ImageSource("builtin", validation_fraction=0.2)
 RULES = ("iid", "dirichlet", "pathological", "quantity")
 LEARNS = ["model.hidden_size=64", "model.intermediate_size=128", "optimizer.lr=0.005"]
 SMALL = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=1"]
@@ -52,14 +51,14 @@ def digits(*overrides: str) -> ImageClassification:
     return task
 
 
-def rule(name: str, *, alpha: float = 0.5, seed: int = 0, classes: int = 2) -> Rule:
-    return Rule(name, alpha, seed, classes)
+def rule(name: str, *, alpha: float = 0.5, seed: int = 0, classes: int = 2) -> PartitionRule:
+    return PartitionRule(name, alpha, seed, classes)
 
 
 def counts(name: str, num_clients: int, **how: Any) -> np.ndarray:
     """How many images of each label every client trains on."""
     numbers = read(DIGITS).train.labels
-    dealt = shares(DIGITS, rule(name, **how), num_clients)
+    dealt = client_rows(DIGITS, rule(name, **how), num_clients)
     return np.array([np.bincount(numbers[share.train], minlength=10) for share in dealt])
 
 
@@ -69,7 +68,7 @@ def counts(name: str, num_clients: int, **how: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("num_clients", [1, 10, 37])
 def test_every_training_image_goes_to_one_client(name, num_clients):
-    dealt = shares(DIGITS, rule(name, classes=10 if num_clients == 1 else 2), num_clients)
+    dealt = client_rows(DIGITS, rule(name, classes=10 if num_clients == 1 else 2), num_clients)
     rows = [row for share in dealt for row in share.train]
     assert sorted(rows) == list(range(len(read(DIGITS).train)))
     assert all(share.train and share.heldout for share in dealt)
@@ -78,7 +77,7 @@ def test_every_training_image_goes_to_one_client(name, num_clients):
 @pytest.mark.parametrize("name", RULES)
 def test_the_held_out_images_are_dealt_in_the_proportions_of_the_training_images(name):
     corpus = read(DIGITS)
-    dealt = shares(DIGITS, rule(name, alpha=5), 10)
+    dealt = client_rows(DIGITS, rule(name, alpha=5), 10)
     assert sorted(row for share in dealt for row in share.heldout) == list(
         range(len(corpus.heldout))
     )
@@ -90,7 +89,7 @@ def test_the_held_out_images_are_dealt_in_the_proportions_of_the_training_images
 
 def test_clients_without_a_held_out_image_are_lent_one_of_each_of_their_labels():
     corpus = read(DIGITS)
-    for share in shares(DIGITS, rule("pathological"), 400):
+    for share in client_rows(DIGITS, rule("pathological"), 400):
         assert share.heldout
         assert {*corpus.heldout.labels[share.heldout]} <= {*corpus.train.labels[share.train]}
 
@@ -99,7 +98,7 @@ def test_clients_without_a_held_out_image_are_lent_one_of_each_of_their_labels()
 def test_any_labels_are_dealt_whole(numbers, num_clients, seed):
     for name in ("iid", "dirichlet", "quantity"):
         if num_clients <= len(numbers):
-            clients = deal(numbers, rule(name, seed=seed), num_clients)
+            clients = partition_rows(numbers, rule(name, seed=seed), num_clients)
             assert len(clients) == num_clients
             assert sorted(chain.from_iterable(clients)) == list(range(len(numbers)))
 
@@ -130,9 +129,9 @@ def test_quantity_makes_sizes_unlike_and_leaves_mixtures_alike():
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_seed_decides_who_gets_which_image(name):
-    def rows(seed: int) -> list[Share]:
-        shares.cache_clear()
-        return shares(DIGITS, rule(name, seed=seed), 12)
+    def rows(seed: int) -> list[ClientRows]:
+        client_rows.cache_clear()
+        return client_rows(DIGITS, rule(name, seed=seed), 12)
 
     assert rows(3) == rows(3) != rows(4)
 
@@ -238,7 +237,7 @@ def test_no_image_is_both_trained_on_and_held_out():
     both = Counter(
         image.tobytes()
         for part in (corpus.train, corpus.heldout)
-        for image in map(np.asarray, part.examples.images)
+        for image in map(np.asarray, part.images)
     )
     assert both == Counter(
         np.rint(image * 255 / 16).astype(np.uint8).tobytes() for image in bunch.images
@@ -503,7 +502,7 @@ def on(source: Path, *overrides: str) -> ImageClassification:
 
 
 def test_a_folder_of_parquet_files_has_the_parts_it_says(animals):
-    corpus = read(Source(str(animals)))
+    corpus = read(ImageSource(str(animals)))
     assert corpus.names == ("cat", "dog/wolf", "emu")
     assert corpus.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     assert corpus.heldout.labels.tolist() == [2, 1]
@@ -519,7 +518,7 @@ def test_a_folder_of_parquet_files_has_the_parts_it_says(animals):
 
 def test_a_single_parquet_file_is_split_by_label(tmp_path):
     parquet(tmp_path / "all.parquet", [0, 1, 2] * 4)
-    corpus = read(Source(str(tmp_path / "all.parquet"), validation_fraction=0.25))
+    corpus = read(ImageSource(str(tmp_path / "all.parquet"), validation_fraction=0.25))
     assert sorted(corpus.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert sorted(corpus.heldout.labels) == [0, 1, 2]
 
@@ -572,7 +571,7 @@ def test_a_folder_of_image_files_has_a_label_a_subfolder(tmp_path):
     with pytest.raises(ValueError, match=r"data.image_size=null: .* pixels beside"):
         on(tmp_path / "sky").client_data(Site(0, 1)).train_batch(0)
     batch = on(tmp_path / "sky", "data.image_size=8").client_data(Site(0, 1)).train_batch(0)
-    assert read(Source(str(tmp_path / "sky"))).names == ("day", "night")
+    assert read(ImageSource(str(tmp_path / "sky"))).names == ("day", "night")
     assert batch.images.shape[1:] == (3, 8, 8)
     assert torch.equal(batch.images[:, 0, 0, 0] == 0, batch.labels == 1)
 

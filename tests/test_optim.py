@@ -5,7 +5,7 @@ import copy
 import pytest
 import reference
 import torch
-from federation import OPTIMIZERS, generator
+from federation import OPTIMIZERS, compiled, generator
 
 from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
 
@@ -285,6 +285,67 @@ def test_no_gradient_at_all_is_no_step(ours):
     optimizer.step()
     torch.testing.assert_close(params, parameters(), rtol=0, atol=0)
     assert not optimizer.state
+
+
+def test_the_memory_layout_of_a_parameter_makes_no_difference(ours):
+    finals = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(4, 3, 5, 5, generator=generator(0)).to(memory_format=layout)
+        optimizer = ours([x.requires_grad_()])
+        for t in range(5):
+            g = torch.randn(4, 3, 5, 5, generator=generator(1, t))
+            x.grad = g.to(memory_format=layout)
+            optimizer.step()
+        finals.append(x.detach().contiguous())
+    torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-6)
+
+
+def test_values_that_are_not_finite_stay_where_they_are():
+    x, alone = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    optimizer, other = ADOPT([x]), ADOPT([alone])
+    for t in range(3):
+        alone.grad = torch.tensor([1.0, 1.0 + t])
+        x.grad = torch.tensor([float("nan") if t == 1 else 1.0, 1.0 + t])
+        optimizer.step()
+        other.step()
+    assert x[0].isnan()
+    assert x[1] == alone[1] != 0
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_steps_do_not_depend_on_the_number_of_threads(ours, threads):
+    def after(number):
+        torch.set_num_threads(number)
+        try:
+            sizes = [1 << 19, 70_001, 3]
+            params = [torch.ones(n).requires_grad_() for n in sizes]
+            return [p.detach() for p in drive(params, ours(params), range(3))]
+        finally:
+            torch.set_num_threads(1)
+
+    torch.testing.assert_close(after(1), after(threads), rtol=0, atol=0)
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, from the compiler
+def test_a_compiled_step_is_the_step_to_rounding_and_compiles_once_for_all_learning_rates(ours):
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    params, twins = parameters(torch.float32), parameters(torch.float32)
+    optimizer, twin = ours(params), ours(twins)
+    optimizer.compile()
+    # Precompiled headers take longer than the one kernel they are for, and so do its vectors.
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
+        for t in range(5):
+            for one in (optimizer, twin):
+                one.param_groups[0]["lr"] = 0.05 / (1 + t)
+            drive(params, optimizer, [t])
+            drive(twins, twin, [t])
+            if t == 1:  # ADOPT's first step is another
+                compiled_once = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == compiled_once > 0
+    torch.testing.assert_close(params, twins, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sparse_gradient_is_refused(ours):

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / name for name in ("paper.md", "baselines.md", "studies.md", "wire.md")]
+PAGES = [
+    ROOT / "docs" / name
+    for name in ("paper.md", "baselines.md", "studies.md", "wire.md", "ladder.md")
+]
 
 
 def load_tables() -> Any:

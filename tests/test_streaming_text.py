@@ -24,15 +24,20 @@ from test_text import prose, write
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import check
-from flower_desloc.tasks import Site
-from flower_desloc.tasks.causal_lm import CausalLM, named, patience, sequences, stream
-from flower_desloc.tasks.causal_lm.files import open_files
-from flower_desloc.tasks.causal_lm.packing import BLOCK
-from flower_desloc.tasks.causal_lm.partition import parts
-from flower_desloc.tasks.causal_lm.patience import patiently
-from flower_desloc.tasks.causal_lm.source import Files, Source, Unit
-from flower_desloc.tasks.causal_lm.stream import Documents, Part, Position, domain
-from flower_desloc.tasks.causal_lm.text import read
+from flower_desloc.tasks import Site, retry
+from flower_desloc.tasks.causal_lm import CausalLM, sources, streaming
+from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, Source, open_files
+from flower_desloc.tasks.causal_lm.streaming import (
+    BLOCK,
+    DocumentStream,
+    DomainShare,
+    PackedSequences,
+    ReadPosition,
+    client_shares,
+    open_domain,
+)
+from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tools.engines.in_process import run_in_process
 
 WEIGHTS = [5.0, 3.0, 2.0]
@@ -42,16 +47,16 @@ WEIGHTS = [5.0, 3.0, 2.0]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache of this test's own; a new process has nothing open."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(patience, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(retry, "WAITS", (0.0, 0.0))
     forget()
     return tmp_path / "cache"
 
 
 def forget() -> None:
     """Close what is open, as a process does that ends."""
-    sequences._packers.clear()
-    domain.cache_clear()
-    stream.domain_names.cache_clear()
+    streaming._packers.clear()
+    open_domain.cache_clear()
+    streaming.domain_names.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +95,9 @@ def config(folder: Path) -> Config:
     return config
 
 
-def epoch(part: Part, number: int = 0, seed: int = 0) -> list[str]:
+def epoch(part: DomainShare, number: int = 0, seed: int = 0) -> list[str]:
     """Return the documents of one pass over a part."""
-    documents = Documents(part, [seed], Position(number))
+    documents = DocumentStream(part, [seed], ReadPosition(number))
     return [*takewhile(lambda _: documents.position.epoch == number, documents)]
 
 
@@ -123,7 +128,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, said):
     (tmp_path / "text" / name).write_bytes(data)
     source = Source(str(tmp_path / "text"), streaming=True)
     with pytest.raises(ValueError, match=rf"data\.source=.*/text.*\bb\b.*\(.*{said}"):
-        [epoch(part) for part in parts(source, [], "iid", Site(0, 1))]
+        [epoch(part) for part in client_shares(source, [], "iid", Site(0, 1))]
 
 
 @pytest.mark.parametrize("partition", ["iid", "by_domain"])
@@ -131,9 +136,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, said):
 def test_no_document_is_seen_by_two_clients_and_none_is_missed(source, partition, num_clients):
     seen: Counter[str] = Counter()
     for client in range(num_clients):
-        for part in parts(source, WEIGHTS, partition, Site(client, num_clients)):
+        for part in client_shares(source, WEIGHTS, partition, Site(client, num_clients)):
             seen.update(epoch(part, seed=client))
-    heldout = [t for name in "abc" for t in domain(source, name).heldout()]
+    heldout = [t for name in "abc" for t in open_domain(source, name).heldout()]
     assert set(seen.values()) == {1}
     everything = read(replace(source, streaming=False))
     assert sorted([*seen, *heldout]) == sorted(
@@ -142,7 +147,7 @@ def test_no_document_is_seen_by_two_clients_and_none_is_missed(source, partition
 
 
 def test_the_next_pass_has_the_same_documents_in_another_order(source):
-    part = Part(source=source, domain="b", turn=0, holders=1, weight=1.0)
+    part = DomainShare(source=source, domain="b", turn=0, holders=1, weight=1.0)
     first, second = epoch(part), epoch(part, 1)
     assert sorted(first) == sorted(second)
     assert first != second
@@ -150,7 +155,7 @@ def test_the_next_pass_has_the_same_documents_in_another_order(source):
 
 
 def test_a_new_pass_is_told_in_one_line(source, caplog):
-    part = Part(source=source, domain="a", turn=1, holders=2, weight=1.0)
+    part = DomainShare(source=source, domain="a", turn=1, holders=2, weight=1.0)
     with caplog.at_level(logging.WARNING):
         epoch(part)
     (line,) = caplog.messages
@@ -158,7 +163,7 @@ def test_a_new_pass_is_told_in_one_line(source, caplog):
 
 
 def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(source):
-    held = [parts(source, WEIGHTS, "by_domain", Site(i, 5)) for i in range(5)]
+    held = [client_shares(source, WEIGHTS, "by_domain", Site(i, 5)) for i in range(5)]
     assert [[part.domain for part in client] for client in held] == [
         ["a", "b", "c"], ["b"], ["c"], ["a", "b", "c"], ["b"],
     ]  # fmt: skip
@@ -167,14 +172,14 @@ def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(so
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_reading_goes_on_where_it_was_left(source, name):
-    part = Part(source=source, domain=name, turn=1, holders=3, weight=1.0)
-    documents = Documents(part, [0], Position())
+    part = DomainShare(source=source, domain=name, turn=1, holders=3, weight=1.0)
+    documents = DocumentStream(part, [0], ReadPosition())
     texts = iter(documents)
     for _ in range(12):
         next(texts)
         kept = json.loads(json.dumps(documents.position.__dict__))
     rest = [next(texts) for _ in range(70)]  # into the next pass
-    again = iter(Documents(part, [0], Position(**kept)))
+    again = iter(DocumentStream(part, [0], ReadPosition(**kept)))
     assert [next(again) for _ in range(70)] == rest
 
 
@@ -182,8 +187,8 @@ def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
     write(tmp_path / "t.txt", prose("t", 3000))  # more than the library hands over at a time
     write(tmp_path / "u.txt", prose("u", 700))
     source = replace(Source("builtin", streaming=True).at_site(tmp_path), validation_fraction=0.3)
-    (part,) = parts(source, [], "iid", Site(0, 1, tmp_path))
-    train, heldout = epoch(part), [*domain(source, tmp_path.name).heldout()]
+    (part,) = client_shares(source, [], "iid", Site(0, 1, tmp_path))
+    train, heldout = epoch(part), [*open_domain(source, tmp_path.name).heldout()]
     assert 0.2 < len(heldout) / (len(train) + len(heldout)) < 0.4
     words = {text for document in [*train, *heldout] for text in document.split("\n\n")}
     assert words == {*prose("t", 3000), *prose("u", 700)}
@@ -191,9 +196,9 @@ def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
 
 
 def test_a_part_without_text(source):
-    (part, *_) = parts(source, WEIGHTS, "iid", Site(500, 1000))
+    (part, *_) = client_shares(source, WEIGHTS, "iid", Site(500, 1000))
     with pytest.raises(ValueError, match=r"domain 'a' there is no document for part 500 of 1000"):
-        next(iter(Documents(part, [0], Position())))
+        next(iter(DocumentStream(part, [0], ReadPosition())))
 
 
 # ------------------------------------------------------------------------------------- sequences
@@ -226,7 +231,9 @@ def test_sequences_are_whole_documents_one_after_the_other_in_their_weights(conf
     assert all(batch.num_bytes == 4 * 15 for batch in batches)  # One token a byte.
     text = "".join(map(text_of, batches))
     found = text.split("\n\n")[:-1]
-    mine = {part.domain: {*epoch(part)} for part in parts(source, WEIGHTS, "iid", Site(0, 2))}
+    mine = {
+        part.domain: {*epoch(part)} for part in client_shares(source, WEIGHTS, "iid", Site(0, 2))
+    }
     sizes = Counter({name: sum(len(t) for t in found if t in mine[name]) for name in mine})
     assert {*found} <= set().union(*mine.values())
     for name, weight in zip("abc", WEIGHTS, strict=True):
@@ -242,7 +249,7 @@ def test_equal_shares_are_the_default(config):
 def test_what_a_killed_process_left_is_not_read(config, cache):
     data = CausalLM(config).client_data(Site(0, 2))
     wanted = data.train_batch(3 * BLOCK // 4)
-    for what in ("00000003.block", "00000003.pause", "00000001.pause"):
+    for what in ("00000003.block", "00000003.state", "00000001.state"):
         (path,) = cache.rglob(f"{what}.safetensors")
         path.write_bytes(path.read_bytes()[:-9])
     (path.parent / "tmp1.partial").write_bytes(b"half")
@@ -253,7 +260,7 @@ def test_what_a_killed_process_left_is_not_read(config, cache):
 
 
 def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
-    monkeypatch.setattr(sequences, "KEPT", 2)
+    monkeypatch.setattr(streaming, "KEPT_BLOCKS", 2)
     data = CausalLM(config).client_data(Site(0, 2))
     first = data.train_batch(0)
     data.train_batch(5 * BLOCK // 4)
@@ -295,7 +302,7 @@ def test_a_disk_that_is_full_is_named(config, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sequences, "save_file", full)
+    monkeypatch.setattr(streaming, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write packed text to .* or name .* XDG_CACHE_HOME"):
         CausalLM(config).client_data(Site(0, 1))
 
@@ -356,15 +363,15 @@ def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
     whole = run(config, tmp_path / "whole")
     for file in cache.rglob("*.safetensors"):
         file.unlink()
-    batch = sequences.Sequences.batch
+    batch = PackedSequences.batch
 
-    def until(self: sequences.Sequences, start: int, stop: int) -> Any:
+    def until(self: PackedSequences, start: int, stop: int) -> Any:
         if start >= 9 * 128:  # in the second block
             raise KeyboardInterrupt
         return batch(self, start, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sequences.Sequences, "batch", until)
+        patch.setattr(PackedSequences, "batch", until)
         with pytest.raises(KeyboardInterrupt):
             run(config, tmp_path / "cut")
     for file in cache.rglob("*.safetensors"):
@@ -411,23 +418,23 @@ def server(folder: Path) -> Iterator[Any]:
 
 
 def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypatch, caplog):
-    def units(_: Source) -> dict[str, Unit]:
+    def units(_: Source) -> dict[str, Domain]:
         web = partial(open_files, "json", [server.url])
-        return {"a": Unit(lambda: web()[0], None, lambda: Files([web()[0]], ""))}
+        return {"a": Domain(lambda: web()[0], None, lambda: OpenFiles([web()[0]], ""))}
 
-    monkeypatch.setattr(stream, "units", units)
+    monkeypatch.setattr(streaming, "domains_of", units)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
     config.data = replace(config.data, domains=["a"], weights=[])
     data = CausalLM(config).client_data(Site(0, 1))
     wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
 
-    for file in sequences.cache_folder().rglob("*.safetensors"):
+    for file in streaming.cache_folder().rglob("*.safetensors"):
         file.unlink()
     forget()
     data = CausalLM(config).client_data(Site(0, 1))
     assert torch.equal(data.train_batch(300).tokens, wanted[0])
-    sequences._packers.clear()
+    streaming._packers.clear()
     server.down = 2
     with caplog.at_level(logging.WARNING):
         assert torch.equal(data.train_batch(600).tokens, wanted[1])
@@ -435,7 +442,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypa
     assert lines
     assert all(re.search(r"^data.source=.*; try [23] of 3 in 0 s$", line) for line in lines)
 
-    sequences._packers.clear()
+    streaming._packers.clear()
     server.down = 1000
     with pytest.raises(ConnectionError, match=r"gave up after 3 tries. Check .* HF_HUB_OFFLINE=1"):
         data.train_batch(900)
@@ -456,7 +463,7 @@ def failing(times: int, error: Exception) -> Any:
 
 def test_what_a_network_refuses_is_not_asked_again(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
-        assert patiently("it", failing(2, ConnectionError("gone"))) == "done"
+        assert retry_network("it", failing(2, ConnectionError("gone"))) == "done"
         assert caplog.messages == [
             "it: cannot be reached (ConnectionError: gone); try 2 of 3 in 0 s",
             "it: cannot be reached (ConnectionError: gone); try 3 of 3 in 0 s",
@@ -464,24 +471,24 @@ def test_what_a_network_refuses_is_not_asked_again(caplog, monkeypatch):
         refusal = aiohttp.ClientResponseError(None, (), status=404)  # type: ignore[arg-type]
         for error in (FileNotFoundError("x"), refusal, ValueError("x")):
             with pytest.raises(type(error)):
-                patiently("it", failing(1, error))
+                retry_network("it", failing(1, error))
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         with pytest.raises(ConnectionError, match=r"^gone$"):
-            patiently("it", failing(1, ConnectionError("gone")))
+            retry_network("it", failing(1, ConnectionError("gone")))
     assert len(caplog.messages) == 2
 
 
 def test_a_hub_that_cannot_be_reached_at_first(tmp_path, monkeypatch, caplog):
     names = datasets.get_dataset_config_names
     fail = failing(2, ConnectionError("Couldn't reach the Hub"))
-    monkeypatch.setattr(named, "get_dataset_config_names", lambda name: fail() and names(name))
+    monkeypatch.setattr(sources, "get_dataset_config_names", lambda name: fail() and names(name))
     write(tmp_path / "one" / "train.jsonl", prose("one"))
     write(tmp_path / "two" / "train.parquet", prose("two"))
     first, second = tmp_path / "one", tmp_path / "two"
     source = Source(f"{first}:default", ("default", f"{second}:default"), streaming=True)
-    assert stream.domain_names(source) == source.domains
+    assert streaming.domain_names(source) == source.domains
     assert len(caplog.messages) == 2
-    held = [epoch(part) for part in parts(source, [], "iid", Site(0, 1))]
+    held = [epoch(part) for part in client_shares(source, [], "iid", Site(0, 1))]
     assert [texts[0][:3] for texts in held] == ["one", "two"]
 
 

@@ -23,13 +23,14 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_desloc.tasks.causal_lm import builtin, named, text
+from flower_desloc.tasks.causal_lm import builtin
+from flower_desloc.tasks.causal_lm import corpus as corpora
+from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.documents import cut, split
-from flower_desloc.tasks.causal_lm.partition import deal, shares
-from flower_desloc.tasks.causal_lm.source import Source
-from flower_desloc.tasks.causal_lm.stream import domain as opened
-from flower_desloc.tasks.causal_lm.text import read, units
-from flower_desloc.tasks.dealing import Rule
+from flower_desloc.tasks.causal_lm.partition import client_rows, partition_documents
+from flower_desloc.tasks.causal_lm.sources import Source, domains_of
+from flower_desloc.tasks.causal_lm.streaming import open_domain
+from flower_desloc.tasks.partition import PartitionRule
 
 WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
 RULES = ("iid", "by_domain", "dirichlet")
@@ -152,7 +153,7 @@ def test_the_builtin_code_of_real_modules_has_no_comments_or_docstrings():
 
 def test_no_more_of_the_library_is_parsed_than_is_needed():
     builtin._code_and_docstrings.cache_clear()
-    text.read.__wrapped__(Source("builtin", ("code",), max_bytes=100_000))
+    corpora.read.__wrapped__(Source("builtin", ("code",), max_bytes=100_000))
     assert 0 < builtin._code_and_docstrings.cache_info().misses < 40
 
 
@@ -161,7 +162,7 @@ def test_an_installation_without_the_text_is_told_so(monkeypatch):
     with pytest.raises(
         ValueError, match=r"data.source=builtin: its domain 'code' holds too little"
     ):
-        text.read.__wrapped__(Source("builtin", max_bytes=1000))
+        corpora.read.__wrapped__(Source("builtin", max_bytes=1000))
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -239,7 +240,7 @@ def test_a_word_that_begins_like_test_is_no_test(tmp_path, streaming):
     # Alone in its domain, it says nothing either.
     write(tmp_path / "test.jsonl", prose("test"))
     source = Source("builtin", streaming=streaming).at_site(tmp_path)
-    found = units(source)
+    found = domains_of(source)
     assert sorted(found) == ([tmp_path.name] if streaming else sorted([*names, "test"]))
     rows = [row["text"] for unit in found.values() for row in unit.train()]
     assert sorted(rows) == sorted(text for name in (*names, "test") for text in prose(name))
@@ -264,7 +265,7 @@ def test_a_column_makes_the_domains(tmp_path):
 @pytest.mark.parametrize("max_bytes", [2, 101, 1000, 1800, 5000])
 def test_max_bytes_is_the_most_read_of_a_domain(max_bytes):
     rows = (("a", {"text": "é" * 100}) for _ in range(9))
-    found = text._collect(Source("x", max_bytes=max_bytes), rows, {"a"})
+    found = corpora._collect(Source("x", max_bytes=max_bytes), rows, {"a"})
     size = sum(len(document.encode()) for document in found["a"])
     assert min(max_bytes, 1800) - 1 <= size <= max_bytes
     assert sum(1 for _ in rows) == max(0, 9 - math.ceil(max_bytes / 200))  # What was not read.
@@ -295,12 +296,12 @@ def test_a_config_of_a_named_data_set_is_a_domain(repository, tmp_path, monkeypa
 
 def test_loading_a_named_data_set_shows_no_progress(repository, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    text.read.__wrapped__(Source(f"{repository}:en"))
+    corpora.read.__wrapped__(Source(f"{repository}:en"))
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_configs_are_known_without_reading_them(repository):
-    assert list(named.units(Source(str(repository)))) == ["en", "fr"]
+    assert list(domains_of(Source(str(repository)))) == ["en", "fr"]
 
 
 # ---------------------------------------------------------------------------------------- messages
@@ -369,7 +370,9 @@ def test_of_many_files_the_one_that_cannot_be_read_is_named(tmp_path, streaming)
     with (tmp_path / "site" / "part-2.jsonl").open("ab") as file:
         file.write(b'{"text": "\xe9"}\n')
     source = Source(str(tmp_path), streaming=streaming)
-    reading = (lambda: [*opened(source, "site").heldout()]) if streaming else lambda: read(source)
+    reading = (
+        (lambda: [*open_domain(source, "site").heldout()]) if streaming else lambda: read(source)
+    )
     with pytest.raises(ValueError, match=r"cannot read \S*part-2.jsonl"):
         reading()
 
@@ -391,7 +394,7 @@ def test_private_data_that_does_not_exist():
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 5, 9, 100])
 def test_every_training_document_goes_to_one_client(three, name, num_clients):
-    dealt = shares(three, Rule(name, 0.5, seed=0), num_clients)
+    dealt = client_rows(three, PartitionRule(name, 0.5, seed=0), num_clients)
     rows = [row for share in dealt for row in share.train]
     assert sorted(rows) == list(range(len(read(three).train)))
     assert all(share.train and share.heldout for share in dealt)
@@ -402,7 +405,7 @@ def test_every_training_document_goes_to_one_client(three, name, num_clients):
 @pytest.mark.parametrize("num_clients", [2, 9, 100])
 def test_held_out_text_is_of_a_domain_the_client_trains_on(three, name, num_clients):
     corpus = read(three)
-    for share in shares(three, Rule(name, 0.5, seed=0), num_clients):
+    for share in client_rows(three, PartitionRule(name, 0.5, seed=0), num_clients):
         trained = {corpus.train["domain"][row] for row in share.train}
         kept = {corpus.heldout["domain"][row] for row in share.heldout}
         assert kept & trained
@@ -411,13 +414,15 @@ def test_held_out_text_is_of_a_domain_the_client_trains_on(three, name, num_clie
 @pytest.mark.parametrize("name", RULES)
 def test_the_seed_makes_the_partition(three, name):
     documents = read(three).train
-    one, same, other = (deal(documents, Rule(name, 0.5, seed), 4) for seed in (1, 1, 2))
+    one, same, other = (
+        partition_documents(documents, PartitionRule(name, 0.5, seed), 4) for seed in (1, 1, 2)
+    )
     assert one == same
     assert one != other
 
 
 def digest(source: Source) -> str:
-    dealt = [shares(source, Rule(name, 0.5, seed=7), 9) for name in RULES]
+    dealt = [client_rows(source, PartitionRule(name, 0.5, seed=7), 9) for name in RULES]
     corpus = read(source)
     content = repr((dealt, texts(corpus.train), texts(corpus.heldout)))
     return hashlib.sha256(content.encode()).hexdigest()
@@ -435,8 +440,10 @@ def test_another_process_deals_the_same_documents(three):
 
 def mixture(source: Source, name: str, num_clients: int, alpha: float = 0.5) -> list[Counter]:
     domains = read(source).train["domain"][:]
-    rule = Rule(name, alpha, seed=0)
-    return [Counter(domains[row] for row in s.train) for s in shares(source, rule, num_clients)]
+    rule = PartitionRule(name, alpha, seed=0)
+    return [
+        Counter(domains[row] for row in s.train) for s in client_rows(source, rule, num_clients)
+    ]
 
 
 def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(three):
@@ -477,7 +484,7 @@ def test_a_smaller_alpha_is_more_unlike(three):
 def test_a_client_is_dealt_its_share_of_the_held_out_text_too(three, name):
     corpus = read(three)
     trained, kept = corpus.train["domain"][:], corpus.heldout["domain"][:]
-    for share in shares(three, Rule(name, 0.5, seed=1), 4):
+    for share in client_rows(three, PartitionRule(name, 0.5, seed=1), 4):
         train = Counter(trained[row] for row in share.train)
         heldout = Counter(kept[row] for row in share.heldout)
         for domain in corpus.domains:  # But for rounding, twice.
@@ -487,4 +494,4 @@ def test_a_client_is_dealt_its_share_of_the_held_out_text_too(three, name):
 
 def test_more_clients_than_documents(three):
     with pytest.raises(ValueError, match=r"federation.num_clients=1000: .* only 540 documents"):
-        shares(three, Rule("iid", 0.5, seed=0), 1000)
+        client_rows(three, PartitionRule("iid", 0.5, seed=0), 1000)

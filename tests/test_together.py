@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from federation import compiled, generator
+from federation import generator
 
 from flower_desloc import Mean
 from flower_desloc.core.robust import Gathered
@@ -27,25 +27,6 @@ def added_one_by_one(replies, weights):
     for each, weight in zip(replies, weights, strict=True):
         mean.add(each.streams, weight)
     return mean
-
-
-@compiled
-@pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 3], [4, 1]], ids=str)
-def test_replies_added_together_are_added_one_by_one_to_the_same_bits(batches, monkeypatch):
-    replies, weights = [reply(m) for m in range(5)], [1.0 + m for m in range(5)]
-    mean = Mean()
-    # Its values are looked at in the pass, and by themselves only where one is alone.
-    looked_at = []
-    check = Reply.check_values
-    monkeypatch.setattr(Reply, "check_values", lambda self: looked_at.append(1) or check(self))
-    for size in batches:
-        begin = mean.count
-        errors = add_all(mean, replies[begin : begin + size], weights[begin : begin + size])
-        assert errors == [None] * size
-    assert len(looked_at) == batches.count(1)
-    expected = added_one_by_one(replies, weights)
-    torch.testing.assert_close(mean.result(), expected.result(), rtol=0, atol=0)
-    assert mean.drift(mean.result()) == expected.drift(expected.result())
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.schema import Config, Optimizer
+from flower_desloc.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 
@@ -22,9 +22,6 @@ _CHOICES = {
     "sync_mode": ("periodic", "probabilistic"),
     "outer.name": ("none", "sgd", "adam"),
 }
-
-AUTO = "auto"
-"""Value of ``data.micro_batch_size``: as many as fit."""
 
 _OWN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 """An import path, ``module:name``."""
@@ -47,7 +44,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.num_key_value_heads": (1, math.inf),
     "model.vocab_size": (1, math.inf),
     "model.rope_theta": (1e-3, math.inf),
-    "model.initializer_range": (0, math.inf),
     "model.patch_size": (1, math.inf),
     "data.max_bytes": (0, math.inf),
     "data.validation_fraction": (0.001, 0.5),
@@ -64,7 +60,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.clip_value": (1e-12, math.inf),
     "outer.lr": (0, math.inf),
     "outer.momentum": (0, 1 - 1e-12),
-    "outer.eps": (0, math.inf),
     "fedadam.lr": (0, math.inf),
     "fedadam.tau": (1e-12, math.inf),
     "lr_schedule.warmup_steps": (0, math.inf),
@@ -104,7 +99,7 @@ def check(config: Config) -> None:
             if value == math.inf:
                 upto = " and finite"
             raise ConfigError(f"{key}={value}: must be at least {least:g}{upto}")
-    for key in ("optimizer", "outer", "fedadam"):
+    for key in ("optimizer", "fedadam"):
         betas = _value(config, f"{key}.betas")
         if any(not 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{key}.betas={list(betas)}: both must be at least 0 and below 1")

@@ -19,6 +19,13 @@ PRESETS = Path(__file__).resolve().parents[2] / "configs"
 _EXTENDS = "extends"
 _SYNC = "sync"
 
+# Settings of earlier versions that nobody changed: a file that states the value which is now fixed
+# can still be read.
+_REMOVED = {
+    "model": {"initializer_range": None},
+    "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
+}
+
 
 def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
     """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
@@ -93,7 +100,16 @@ def _mapping(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(container, dict):
         raise ConfigError(f"{what} must hold keys and values, got a {type(container).__name__}")
-    return {str(key): value for key, value in container.items()}
+    values = {str(key): value for key, value in container.items()}
+    for section, removed in _REMOVED.items():
+        stated = values.get(section)
+        if isinstance(stated, dict):
+            values[section] = {
+                key: value
+                for key, value in stated.items()
+                if key not in removed or value != removed[key]
+            }
+    return values
 
 
 def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:

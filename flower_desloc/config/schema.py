@@ -9,6 +9,9 @@ from typing import Any
 
 from flower_desloc.flower.policy import Policy
 
+AUTO = "auto"
+"""Value of ``data.micro_batch_size``: as many as fit into memory."""
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -64,8 +67,6 @@ class Model:
     patch_size: int | None = None
     """Side of the squares a vision transformer cuts images into, in pixels; null: a quarter of the
     image's, or the next smaller that divides it."""
-    initializer_range: float | None = None
-    """Standard deviation of the initial weights; null: 1 / sqrt(hidden_size), the paper's."""
     config: dict[str, Any] = field(default_factory=dict)
     """The architecture whole, as transformers' `config.json` states it, in place of all above but
     type. A model in run.init_from fills it in."""
@@ -177,10 +178,6 @@ class Outer:
     """Momentum of sgd."""
     nesterov: bool = True
     """Nesterov's momentum, in sgd."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of adam's moments."""
-    eps: float = 1e-8
-    """Stability term of adam."""
 
 
 @dataclass(kw_only=True)

@@ -1,18 +1,18 @@
 """A worker's local steps between two sync events."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule
 from flower_desloc.core.streams import set_step
-from flower_desloc.optim import ADOPT
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,35 @@ def local_steps(
     return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
 
 
-def seed_adopt(
-    optimizer: ADOPT, loss_at: Callable[[int], Tensor], *, step: int, clipping: Clipping
+@runtime_checkable
+class SeedsStates(Protocol):
+    """An optimizer whose states must not all be zero where a worker starts at a later step."""
+
+    seeded: Collection[str]
+    """Names of the states that :meth:`seed_states` sets."""
+
+    def seed_states(self) -> None:
+        """Set these states from the present gradients, as the first step would."""
+
+
+def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> bool:
+    """Return whether a later step must not be taken with ``states``, the optimizer's streams."""
+    return isinstance(optimizer, SeedsStates) and not all(
+        any(tensor.any() for tensor in states[name].values()) for name in optimizer.seeded
+    )
+
+
+def seed_states(
+    optimizer: Optimizer, loss_at: Callable[[int], Tensor], *, step: int, clipping: Clipping
 ) -> None:
-    """Give an ADOPT that starts with zeros at a later ``step`` the v its first step would have.
+    """Let an optimizer that starts with zeros at a later ``step`` seed its states.
 
     This costs the gradient of one batch, which is then used again for the step itself.
     """
+    assert isinstance(optimizer, SeedsStates)
     loss_at(step).backward()
     clip(_params(optimizer), clipping)
-    optimizer.seed()
+    optimizer.seed_states()
     optimizer.zero_grad(set_to_none=True)
 
 

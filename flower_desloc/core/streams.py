@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import OneThread, Stream
+from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import BUFFERS as BUFFERS
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.native import passes
 
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""
@@ -200,14 +199,12 @@ def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
     their parts.
     """
     full = {key: _real(tensor) for key, tensor in stream.items() if tensor.numel() > 0}
-    found = passes.ends(list(full.values()))
-    if found is None:
-        with OneThread():
-            found = [(float(low), float(high)) for low, high in map(torch.aminmax, full.values())]
-    ends = dict(zip(full, found, strict=True))
-    for key, (low, high) in ends.items():
+    ends = {}
+    for key, tensor in full.items():
+        low, high = (float(end) for end in torch.aminmax(tensor))
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+        ends[key] = low, high
     return ends
 
 

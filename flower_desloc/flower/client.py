@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.averaging import Stream, distance, norms
-from flower_desloc.core.local_steps import Clipping, StepMetrics, gradients, local_steps, seed_adopt
+from flower_desloc.core.local_steps import (
+    Clipping,
+    StepMetrics,
+    gradients,
+    local_steps,
+    needs_seed,
+    seed_states,
+)
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import check_finite, prime, put, starts_at_zero, stream_names, take
@@ -42,7 +49,6 @@ from flower_desloc.flower.records import (
     Request,
 )
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.optim import ADOPT
 
 T = TypeVar("T")
 Config = Mapping[str, str | int | float | bool]
@@ -102,10 +108,9 @@ class Worker:
         return take(self.module, self.optimizer, names)
 
     def seed(self, step: int) -> None:
-        """Give an ADOPT that starts with zeros at a later ``step`` its v."""
-        assert isinstance(self.optimizer, ADOPT)
+        """Let an optimizer that starts with zeros at a later ``step`` seed its states."""
         self.module.train()
-        seed_adopt(self.optimizer, self.loss_at, step=step, clipping=self.clipping)
+        seed_states(self.optimizer, self.loss_at, step=step, clipping=self.clipping)
 
     def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop``; the optimizer counts them from ``origin``."""
@@ -202,8 +207,7 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         return _LOST
     worker.put(begin, due=request.due - request.formats.keys())
     origin = _origin(request)
-    is_adopt = isinstance(worker.optimizer, ADOPT)
-    if is_adopt and request.start > origin and _is_zero(begin["exp_avg_sq"]):
+    if request.start > origin and needs_seed(worker.optimizer, begin):
         worker.seed(request.start)
     steps = worker.steps(request.start, request.stop, origin)
     streams = worker.take(request.versions)
@@ -435,7 +439,3 @@ def require_finite(streams: Mapping[str, Stream]) -> None:
             check_finite(name, stream)
     except ValueError as error:
         raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
-
-
-def _is_zero(stream: Stream) -> bool:
-    return not any(tensor.any() for tensor in stream.values())

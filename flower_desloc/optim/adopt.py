@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.native.adopt import adopt_step as adopt_step_in_one_pass
-from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
 
 
 def fourth_root(step: int) -> float:
@@ -27,27 +26,41 @@ def adopt_step(
     us: list[Tensor],
     vs: list[Tensor],
     *,
-    lr: float,
+    first: bool,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
-    clip: float | None,
+    clip: float | Tensor | None,
+    weight_decay: float,
+    decouple: bool,
 ) -> None:
-    """One ADOPT step after the first, in place; the four lists have equal shapes.
+    """One ADOPT step, in place; the four lists have equal shapes.
+
+    The ``first`` step spends one batch on the scale: v <- g^2, and x stays. Every other:
 
     n <- clip(g / max(sqrt(v), eps), +-clip)
     u <- beta1 u + (1 - beta1) n
     x <- x - lr u
     v <- beta2 v + (1 - beta2) g^2
+
+    Weight decay comes before it: g <- g + decay x, or with ``decouple`` x <- x - lr decay x.
     """
     beta1, beta2 = betas
+    if weight_decay and not decouple:
+        gs = list(torch._foreach_add(gs, xs, alpha=weight_decay))
+    if first:
+        torch._foreach_addcmul_(vs, gs, gs)
+        return
+    if weight_decay and decouple:
+        torch._foreach_mul_(xs, 1 - lr * weight_decay)
     denominators = torch._foreach_sqrt(vs)
     torch._foreach_clamp_min_(denominators, eps)
     ns = torch._foreach_div(gs, denominators)
     if clip is not None:
-        torch._foreach_clamp_min_(ns, -clip)
-        torch._foreach_clamp_max_(ns, clip)
+        torch._foreach_clamp_min_(ns, [-clip] * len(ns))  # type: ignore[list-item]
+        torch._foreach_clamp_max_(ns, [clip] * len(ns))  # type: ignore[list-item]
     torch._foreach_lerp_(us, ns, 1 - beta1)
-    torch._foreach_add_(xs, us, alpha=-lr)
+    add_scaled_(xs, us, -lr)
     torch._foreach_mul_(vs, beta2)
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
 
@@ -64,6 +77,8 @@ class ADOPT(ForeachOptimizer):
     """
 
     streams = ("exp_avg", "exp_avg_sq")
+    update = staticmethod(adopt_step)
+    seeded = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -92,9 +107,14 @@ class ADOPT(ForeachOptimizer):
         }
         super().__init__(params, defaults)
 
+    def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        """Return the keyword arguments of :func:`adopt_step` after ``step`` completed steps."""
+        clip = None if self._clip_lambda is None else self._clip_lambda(step)
+        return super().arguments(group, step) | {"first": step == 0, "clip": clip}
+
     @torch.no_grad()
-    def seed(self) -> None:
-        """Set v to g^2 from the gradients at hand, as the first step does.
+    def seed_states(self) -> None:
+        """Set v to g^2 from the present gradients, as the first step does.
 
         For a worker that joins before v was ever averaged: with v at zero its normalised
         gradients would all be at the clip, for as long as beta_2 takes to build v up.
@@ -104,32 +124,3 @@ class ADOPT(ForeachOptimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self.state[p]["exp_avg_sq"].copy_(p.grad.add(p, alpha=decay).square())
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        xs: list[Tensor],
-        gs: list[Tensor],
-        states: tuple[list[Tensor], ...],
-    ) -> None:
-        us, vs = states
-        decay = group["weight_decay"]
-        if decay and not group["decouple"]:
-            gs = list(torch._foreach_add(gs, xs, alpha=decay))
-        if step == 0:
-            # v = g^2 whole, not (1 - beta2) g^2, and x stays: one batch is spent on the scale.
-            torch._foreach_addcmul_(vs, gs, gs)
-            return
-        shrink = 1 - group["lr"] * decay if group["decouple"] else 1.0
-        settings = {
-            "lr": group["lr"],
-            "betas": group["betas"],
-            "eps": group["eps"],
-            "clip": None if self._clip_lambda is None else self._clip_lambda(step),
-        }
-        if adopt_step_in_one_pass(xs, gs, us, vs, **settings, decay=shrink):
-            return
-        if shrink != 1:
-            torch._foreach_mul_(xs, shrink)
-        adopt_step(xs, gs, us, vs, **settings)

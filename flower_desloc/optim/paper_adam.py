@@ -1,16 +1,14 @@
 """Adam in the paper's literal form (Algorithm 3, DES-LOC-Adam).
 
-For training take PyTorch's Adam. This one is what the theory is about: no bias correction, and
+For training use PyTorch's Adam. This is the form that the theory analyses: no bias correction, and
 the stability term inside the root.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
 
 
 def paper_adam_step(
@@ -19,7 +17,7 @@ def paper_adam_step(
     us: list[Tensor],
     vs: list[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
@@ -35,7 +33,7 @@ def paper_adam_step(
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
     denominators = torch._foreach_add(vs, eps**2)
     torch._foreach_sqrt_(denominators)
-    torch._foreach_addcdiv_(xs, us, denominators, -lr)
+    add_scaled_(xs, list(torch._foreach_div(us, denominators)), -lr)
 
 
 class PaperAdam(ForeachOptimizer):
@@ -46,6 +44,7 @@ class PaperAdam(ForeachOptimizer):
     """
 
     streams = ("exp_avg", "exp_avg_sq")
+    update = staticmethod(paper_adam_step)
 
     def __init__(
         self,
@@ -60,14 +59,3 @@ class PaperAdam(ForeachOptimizer):
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        xs: list[Tensor],
-        gs: list[Tensor],
-        states: tuple[list[Tensor], ...],
-    ) -> None:
-        del step  # no bias correction
-        paper_adam_step(xs, gs, *states, lr=group["lr"], betas=group["betas"], eps=group["eps"])

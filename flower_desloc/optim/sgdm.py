@@ -1,41 +1,47 @@
 """SGD with momentum as the paper writes it (Algorithm 5, DES-LOC-SGDM)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from flower_desloc.optim._foreach import ForeachOptimizer, require_rate
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
 
 
 def sgdm_step(
-    xs: list[Tensor], gs: list[Tensor], us: list[Tensor], *, lr: float, beta: float
+    xs: list[Tensor],
+    gs: list[Tensor],
+    us: list[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
 ) -> None:
     """One SGDM step, in place; the three lists have equal shapes.
 
-    u <- beta u + (1 - beta) g
+    u <- beta u + (1 - beta) (g + decay x)
     x <- x - lr u
     """
-    if beta and _fusible([*xs, *gs, *us]):
-        # PyTorch's, in one pass: after its first step, it is the paper's if dampened by beta.
+    if weight_decay:
+        gs = list(torch._foreach_add(gs, xs, alpha=weight_decay))
+    if momentum and not isinstance(lr, Tensor) and _fusible([*xs, *gs, *us]):
+        # PyTorch's fused kernel: after its first step, it is the paper's if dampened by beta.
         sgd(
             xs,
             gs,
             list[Tensor | None](us),
             fused=True,
             lr=lr,
-            momentum=beta,
-            dampening=beta,
+            momentum=momentum,
+            dampening=momentum,
             weight_decay=0.0,
             nesterov=False,
             maximize=False,
         )
         return
-    torch._foreach_mul_(us, beta)
-    torch._foreach_add_(us, gs, alpha=1 - beta)
-    torch._foreach_add_(xs, us, alpha=-lr)
+    torch._foreach_mul_(us, momentum)
+    torch._foreach_add_(us, gs, alpha=1 - momentum)
+    add_scaled_(xs, us, -lr)
 
 
 def _fusible(tensors: list[Tensor]) -> bool:
@@ -56,6 +62,7 @@ class SGDM(ForeachOptimizer):
     """
 
     streams = ("momentum_buffer",)
+    update = staticmethod(sgdm_step)
 
     def __init__(
         self,
@@ -69,16 +76,3 @@ class SGDM(ForeachOptimizer):
         require_rate("momentum", momentum, below=1)
         require_rate("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        xs: list[Tensor],
-        gs: list[Tensor],
-        states: tuple[list[Tensor], ...],
-    ) -> None:
-        del step  # SGDM's step does not depend on how many went before
-        if group["weight_decay"]:
-            gs = list(torch._foreach_add(gs, xs, alpha=group["weight_decay"]))
-        sgdm_step(xs, gs, *states, lr=group["lr"], beta=group["momentum"])

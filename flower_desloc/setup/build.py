@@ -155,7 +155,7 @@ def build_outer(config: Config) -> Outer | None:
                 )
             )
         case "adam":
-            return Outer(lambda params: optim.Adam(params, o.lr, o.betas, o.eps))
+            return Outer(lambda params: optim.Adam(params, o.lr, betas=(0.9, 0.95)))
     return None
 
 

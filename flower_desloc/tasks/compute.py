@@ -1,10 +1,10 @@
-"""How a loss is computed: where, in what precision, compiled or not, in how many parts."""
+"""Training losses: device, precision, ``torch.compile`` and micro-batches."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,51 +12,51 @@ import torch
 from torch import Tensor, nn
 
 from flower_desloc.config import Config
+from flower_desloc.config.schema import AUTO
 from flower_desloc.core.local_steps import accumulated
 
 Loss = Callable[..., Tensor]
-"""The mean loss of a model on tensors that have an example a row, ``loss(model, *tensors)``."""
+"""``loss(model, *tensors)``: the mean loss of a model on tensors with one example in each row."""
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingLoss:
-    """A loss to differentiate, computed as ``model`` and ``data.micro_batch_size`` want it."""
+    """A loss to differentiate, computed as ``model`` and ``data.micro_batch_size`` state.
+
+    ``data.micro_batch_size=auto`` is the whole batch here: the client apps replace it by a number
+    before they build the task.
+    """
 
     def __init__(self, loss: Loss, config: Config) -> None:
-        self._loss = _Compiled(loss) if config.model.compile else loss
+        self._loss = Compiled(loss) if config.model.compile else loss
         self._precision = config.model.precision
-        self._config = config
-        self._size: int | None = None
+        size = config.data.micro_batch_size
+        self._micro_batch_size = config.data.batch_size if size == AUTO else size
 
     def __call__(self, model: nn.Module, *tensors: Tensor) -> Tensor:
-        """Return the mean loss over the rows of ``tensors``, which may be on the CPU still.
+        """Return the mean loss over the rows of ``tensors``, which are moved to the model's device.
 
-        Parts that a GPU has no memory for are halved from here on, with a warning: the run's last
-        bits are then others.
+        When the GPU runs out of memory, the size of a micro-batch is halved for the rest of the
+        run, with a warning: the sum of the gradients then differs in the last bits.
         """
-        if self._config.data.micro_batch_size is None:
+        if self._micro_batch_size is None:
             return self._mean(model, *tensors)
         while True:
-            size = self._size or self._micro_batch_size(model)
+            size = int(self._micro_batch_size)
             try:
                 return self._in_parts(size, model, *tensors)
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
-            # Out of the handler, or its traceback would hold what is to be freed.
-            self._size = size // 2
+            # Outside the handler: its traceback references the tensors that are to be freed.
+            self._micro_batch_size = size // 2
             model.zero_grad(set_to_none=True)
-            logging.getLogger(__name__).warning(
+            _log.warning(
                 "data.micro_batch_size: %d are too many for this GPU; going on with %d",
                 size,
-                self._size,
+                self._micro_batch_size,
             )
-
-    def _micro_batch_size(self, model: nn.Module) -> int:
-        # Imported when asked for, as it builds tasks.
-        from flower_desloc.setup.preflight.needs import micro_batch_size
-
-        self._size = micro_batch_size(self._config, next(model.parameters()).device)
-        return self._size
 
     def _in_parts(self, size: int, model: nn.Module, *tensors: Tensor) -> Tensor:
         rows = len(tensors[0])
@@ -74,21 +74,37 @@ class TrainingLoss:
             return self._loss(model, *(to_device(tensor, device) for tensor in tensors))
 
 
+@contextmanager
+def evaluating(model: nn.Module, config: Config) -> Iterator[torch.device]:
+    """Put the model into evaluation mode, without gradients, in the run's precision.
+
+    Yields the model's device.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(config.model.precision, device):
+            yield device
+    finally:
+        model.train(was_training)
+
+
 @runtime_checkable
 class SharesBatches(Protocol):
-    """What a task has, beside the rest, that can be trained by several processes of one client."""
+    """A task that several processes of one client can train together."""
 
     def share(self, batch: Any, rank: int, world: int) -> tuple[Any, float]:
-        """Return the part of ``batch`` that is for process ``rank`` of ``world``, and its weight.
+        """Return the part of ``batch`` for process ``rank`` of ``world``, and its weight.
 
         The losses of the parts, times their weights, add up to the loss of the batch.
         """
 
 
 def share_rows(rank: int, world: int, *tensors: Tensor) -> tuple[tuple[Tensor, ...], float]:
-    """Return the rows for process ``rank`` of ``world``, and their share of all rows.
+    """Return the rows for process ``rank`` of ``world``, and their fraction of all rows.
 
-    Raises ``ValueError`` when there is not a row for each.
+    Raises ``ValueError`` if there is not one row for each process.
     """
     rows = len(tensors[0])
     if rows < world:
@@ -106,44 +122,48 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``; on CUDA the host goes on before the copy is made."""
+    """Return ``tensor`` on ``device``; a copy to CUDA does not block the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        # From pageable memory it would wait for all that was queued before.
+        # From pageable memory the copy would wait for all work that was queued before.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-class _Compiled:
-    """A function, compiled when first called; where that fails, as it is."""
+class Compiled:
+    """A function under ``torch.compile``, compiled when first called.
 
-    def __init__(self, function: Loss) -> None:
-        # The default is a folder of /tmp, and a restart of the machine would cost minutes.
+    If the compiler fails, it logs a warning and calls the function itself from then on.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # The default is a folder of /tmp: after a reboot everything would be compiled again.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
         self._function = function
-        self._compiled: Loss | None = torch.compile(function)
+        self._compiled: Callable[..., Any] | None = torch.compile(function)
 
-    def __call__(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled function."""
         if self._compiled is not None:
             try:
-                return self._compiled(model, *tensors)
+                return self._compiled(*args)
             except Exception as error:
-                if not _is_of_the_compiler(error):
+                if not _is_compiler_error(error):
                     raise
                 self._compiled = None
-                logging.getLogger(__name__).warning(
+                _log.warning(
                     "model.compile=true: going on without, as torch.compile failed: %s",
                     " ".join(str(error).split())[:200],
                 )
-        return self._function(model, *tensors)
+        return self._function(*args)
 
 
-def _is_of_the_compiler(error: Exception) -> bool:
-    # Not imported: it takes seconds, and has been if the compiler has run.
+def _is_compiler_error(error: Exception) -> bool:
+    # Not imported, which takes seconds: if the compiler has run, the module is there.
     module = sys.modules.get("torch._dynamo.exc")
     return module is not None and isinstance(error, module.TorchDynamoException)
 
 
 def cache_folder() -> Path:
-    """Return where this user's files lie that can be made again."""
+    """Return the folder of files that can be computed again."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "flower-desloc"

@@ -1,26 +1,27 @@
-"""Keep the libraries' progress bars and advice off a run's output."""
+"""Suppress the progress bars and advice of ``datasets`` and ``transformers``."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import datasets
-from transformers.utils import logging as advice
+from transformers.utils import logging as transformers_logging
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence ``datasets`` and ``transformers``; afterwards all is as the user had it."""
-    had_bars = not datasets.are_progress_bars_disabled(), advice.is_progress_bar_enabled()
-    verbosity = advice.get_verbosity()
+    """Silence both libraries, and restore the user's settings afterwards."""
+    verbosity = transformers_logging.get_verbosity()
+    datasets_bars = datasets.are_progress_bars_disabled()
+    transformers_bars = transformers_logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
-    advice.disable_progress_bar()
-    advice.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        advice.set_verbosity(verbosity)
-        if had_bars[1]:
-            advice.enable_progress_bar()
-        if had_bars[0]:
+        transformers_logging.set_verbosity(verbosity)
+        if transformers_bars:
+            transformers_logging.enable_progress_bar()
+        if not datasets_bars:
             datasets.enable_progress_bars()

@@ -1,4 +1,4 @@
-"""The report of a dry run: parameters, memory, disk, traffic and time, line by line."""
+"""What is known of a run before it starts, as it is printed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flower_desloc.config import Config
-from flower_desloc.config.check import AUTO
+from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text, seconds_text
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
@@ -23,8 +23,8 @@ from flower_desloc.tools.step_time import timed_step
 _LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
 
 
-def full_report(needs: Needs, place: Place) -> Iterator[str]:
-    """Yield the lines of the report; one local step is timed."""
+def whole(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield all that is known, line by line; a step is measured."""
     yield from _model(needs)
     yield _machine()
     yield from _memory(needs, place)
@@ -32,8 +32,8 @@ def full_report(needs: Needs, place: Place) -> Iterator[str]:
     yield from _time(needs, place)
 
 
-def one_line(needs: Needs, place: Place) -> Iterator[str]:
-    """Yield the one line that is printed before a run starts, if its memory can be estimated."""
+def brief(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield what is to be seen before a run that is about to start."""
     sketch = needs.sketch
     try:
         client = sum(needs.client(place.device, place.micro_batch).values())

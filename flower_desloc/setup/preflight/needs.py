@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from flower_desloc.config import Config, dump, parse
-from flower_desloc.config.check import AUTO
+from flower_desloc.config.schema import AUTO
 from flower_desloc.core.compression import wire_bytes
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import prime, stream_names
 from flower_desloc.core.traffic import stream_bytes
-from flower_desloc.flower.observer import MICRO_BATCH
 from flower_desloc.flower.together import held_together
 from flower_desloc.setup.build import build_optimizer, build_schedule
 from flower_desloc.setup.preflight.machine import clients_at_once, device_memory
@@ -142,7 +141,7 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
     return _fitting(dump(config), str(device))
 
 
-@lru_cache(maxsize=8)  # asked for by the client and by its loss
+@lru_cache(maxsize=8)  # asked for by every client of a process
 def _fitting(settings: str, where: str) -> int:
     config, device = parse(settings), torch.device(where)
     needs, whole = Needs(config), config.data.batch_size
@@ -155,13 +154,6 @@ def _fitting(settings: str, where: str) -> int:
     room = _SHARE * device_memory(device)[0] * _share(config, device) - rest
     fitting = (n for n in range(1, whole + 1) if whole % n == 0 and n * (one - gradients) <= room)
     return max(fitting, default=1)
-
-
-def about_micro_batch(config: Config, device: torch.device) -> dict[str, str]:
-    """Return what a client says of its micro-batches, where they are smaller than the batch."""
-    if config.data.micro_batch_size is None:
-        return {}
-    return {MICRO_BATCH: str(micro_batch_size(config, device))}
 
 
 def _share(config: Config, device: torch.device) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from flower_desloc.config import Config
-from flower_desloc.config.check import AUTO
+from flower_desloc.config.schema import AUTO
 from flower_desloc.flower.observer import MEMORY_TOTAL, MICRO_BATCH
 from flower_desloc.runs.units import bytes_text
 from flower_desloc.setup.preflight.machine import clients_at_once, device_memory, memory

@@ -1,4 +1,4 @@
-"""Text that every Python installation holds, in four naturally different domains."""
+"""Text that every Python installation contains, in four naturally different domains."""
 
 import ast
 import gc
@@ -13,10 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
-from flower_desloc.tasks.causal_lm.documents import cut
-from flower_desloc.tasks.causal_lm.source import Row, Unit
-
-_NOT_THE_LIBRARY = {
+_SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"
 }  # fmt: skip
 
@@ -28,24 +25,6 @@ _STRING_OR_COMMENT = re.compile(
     re.DOTALL,
 )
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-
-
-def units() -> dict[str, Unit]:
-    """Return the domains; their order is part of the contract, for clients are dealt by it."""
-    domains: dict[str, Callable[[], Iterator[str]]] = {
-        "docs": _descriptions,
-        "code": partial(_standard_library, 0),
-        "docstrings": partial(_standard_library, 1),
-        "reference": _topics,
-    }
-    return {name: Unit(partial(_rows, texts)) for name, texts in domains.items()}
-
-
-def _rows(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
-    """Cut each text into documents, so that none reaches from one file into the next."""
-    for text in texts():
-        for document in cut(text.split("\n\n")):
-            yield {"text": document}
 
 
 def _descriptions() -> Iterator[str]:
@@ -75,23 +54,23 @@ def _standard_library(part: int) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _library_files() -> list[Path]:
-    """Return the standard library's files, sorted by path."""
+    """Return the Python files of the standard library, sorted by path."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        # Pruned while it is walked: site-packages is usually inside, and large.
-        subfolders[:] = [name for name in subfolders if name not in _NOT_THE_LIBRARY]
+        # Pruned during the walk: site-packages is usually inside, and large.
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         files.extend(Path(folder, name) for name in names if name.endswith(".py"))
     return sorted(files)
 
 
-@lru_cache(maxsize=1024)  # Two domains come of one parse.
+@lru_cache(maxsize=1024)  # one parse serves two domains
 def _code_and_docstrings(path: Path) -> tuple[str, str]:
     """Return a module's code without docstrings and comments, and its docstrings."""
     source = path.read_bytes()
     try:
         lines: list[str | None] = [*source.decode().split("\n")]
         found = _docstrings(source)
-    except (SyntaxError, ValueError):  # A file of the library that is meant to be broken.
+    except (SyntaxError, ValueError):  # some files of the library are broken on purpose
         return "", ""
     docstrings = []
     for first, last, docstring in found:
@@ -104,7 +83,7 @@ def _code_and_docstrings(path: Path) -> tuple[str, str]:
 
 def _docstrings(source: bytes) -> list[tuple[int, int, str]]:
     """Return the first and last line and the text of every docstring, in the order of the file."""
-    with _uncollected():
+    with _without_gc():
         return [
             (node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno, docstring)
             for node, docstring in _documented(ast.parse(source))
@@ -115,16 +94,16 @@ def _documented(node: ast.AST) -> Iterator[tuple[_Documented, str]]:
     if isinstance(node, _Documented) and (docstring := ast.get_docstring(node)):
         yield node, docstring
     for statement in getattr(node, "body", ()):
-        # Statements only: expressions are most of the tree, and document nothing.
+        # Statements only: expressions are most of the tree and have no docstrings.
         if isinstance(statement, _Documented | ast.If | ast.Try):
             yield from _documented(statement)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Suspend the collector of cycles, of which a syntax tree has none.
+def _without_gc() -> Iterator[None]:
+    """Suspend the garbage collector: a syntax tree has many nodes and no cycles.
 
-    Its many nodes would set it going over all that is imported: three times the parser's own work.
+    Collecting during the parse takes three times as long as the parse itself.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -136,5 +115,14 @@ def _uncollected() -> Iterator[None]:
 
 
 def _well_formed(text: str) -> str:
-    """Return ``text`` with Unix line ends and without the lone surrogates UTF-8 cannot hold."""
+    """Return ``text`` with Unix line ends, without surrogates that UTF-8 cannot encode."""
     return text.encode(errors="replace").decode().replace("\r\n", "\n")
+
+
+BUILTIN: dict[str, Callable[[], Iterator[str]]] = {
+    "docs": _descriptions,
+    "code": partial(_standard_library, 0),
+    "docstrings": partial(_standard_library, 1),
+    "reference": _topics,
+}
+"""Texts by domain. Their order is fixed: clients get domains by it."""

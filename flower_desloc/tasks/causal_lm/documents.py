@@ -1,4 +1,4 @@
-"""Cut long text into documents, and documents into a training and a held-out part."""
+"""Cut long text into documents, and split documents into a training and a held-out part."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ DOCUMENT_SIZE = 4000
 def cut(paragraphs: Iterable[str], size: int = DOCUMENT_SIZE) -> Iterator[str]:
     r"""Join paragraphs to documents of at most ``size`` characters.
 
-    A longer paragraph is cut at an end of line, else at a blank, else anywhere.
+    A longer paragraph is cut at the end of a line, otherwise at a space, otherwise anywhere.
 
     >>> list(cut(["one", "two", "three four"], size=8))
     ['one\n\ntwo', 'three', 'four']
@@ -26,12 +26,12 @@ def cut(paragraphs: Iterable[str], size: int = DOCUMENT_SIZE) -> Iterator[str]:
 
 
 def split(documents: Sequence[str], heldout_fraction: float) -> tuple[list[str], list[str]]:
-    """Return the documents to train on and those held out; neither part is empty.
+    """Return the documents to train on and the held-out documents; neither part is empty.
 
-    Who is held out follows the rank of the content's hash: neither the order of the documents nor
-    the seed matters, and equal documents lie on one side. A single document is split by its text.
+    The hash of a document's content decides: neither the order of the documents nor the seed
+    matters, and equal documents are in the same part. A single document is split by its text.
 
-    Raises ``ValueError`` when there is nothing to split.
+    Raises ``ValueError`` if there is nothing to split.
     """
     if not documents:
         raise ValueError("there is no document to split")
@@ -61,6 +61,6 @@ def _split_text(text: str, heldout_fraction: float) -> tuple[str, str]:
     if len(text) < 2:
         raise ValueError("a text of one character cannot be split")
     at = min(max(1, round((1 - heldout_fraction) * len(text))), len(text) - 1)
-    blank = max(text.rfind(mark, 1, at) for mark in "\n ")
-    at = blank if blank > 0 else at
+    space = max(text.rfind(mark, 1, at) for mark in "\n ")
+    at = space if space > 0 else at
     return text[:at], text[at:]

@@ -1,4 +1,4 @@
-"""A model that is there already: a folder of ``save_pretrained``, or a name on the hub."""
+"""Existing models: a folder of ``save_pretrained``, or a name on the hub."""
 
 import json
 import string
@@ -20,20 +20,20 @@ from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer
 from flower_desloc.tasks.quiet import quiet
 
 _OF_THE_FILE = ("_name_or_path", "architectures", "dtype", "model_type", "transformers_version")
-"""What a ``config.json`` says of the weights beside it, and not of the architecture."""
+"""Keys of a ``config.json`` that describe the weights and not the architecture."""
 
 _SAMPLE = (
     string.printable + "In 1859 the naïve Zürcher wrote f(x) = x ** 2; 你好, мир 😀\n    end\n"
 )
-"""Text that different tokenizers cut differently."""
+"""Text that different tokenizers encode differently."""
 
 
 def settled(config: Config) -> Config:
     """Return ``config`` with the architecture and the tokenizer of the model in ``run.init_from``.
 
-    No weights are read. What comes back says all that a client needs to build the same model.
+    No weights are read. The result states everything that a client needs to build the same model.
 
-    Raises :class:`ConfigError` where there is no such model, or it does not go with the data.
+    Raises :class:`ConfigError` if there is no such model, or it does not fit the data.
     """
     name = _where(config)
     try:
@@ -53,7 +53,9 @@ def settled(config: Config) -> Config:
 def weights(config: Config) -> dict[str, dict[str, Tensor]]:
     """Return the model's parameters and saved buffers, as streams, in ``model.dtype``.
 
-    ``config`` is :func:`settled`. Raises :class:`ConfigError` where they cannot be read.
+    ``config`` is the result of :func:`settled`.
+
+    Raises :class:`ConfigError` if they cannot be read.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     architecture = given_architecture(
@@ -71,9 +73,9 @@ def weights(config: Config) -> dict[str, dict[str, Tensor]]:
 
 
 def architecture_of(name: str) -> PretrainedConfig:
-    """Return what a folder of transformers, or a name on the hub, says of its model.
+    """Return the architecture of a model in a folder or on the hub.
 
-    Raises ``ValueError`` where it cannot be read, or is no causal language model.
+    Raises ``ValueError`` if it cannot be read, or is no causal language model.
     """
     try:
         with quiet():
@@ -91,11 +93,12 @@ def architecture_of(name: str) -> PretrainedConfig:
 
 
 def read(name: str, **settings: Any) -> Any:
-    """Return the model of a folder of transformers, or of a name on the hub, with its weights.
+    """Return the model in a folder or on the hub, with its weights.
 
-    Only safetensors are read, in one file or in several: a pickle from elsewhere may run code.
-    Raises ``ValueError`` where they are missing, torn, incomplete or not finite: transformers would
-    draw at random what is not there.
+    Only safetensors are read: a pickle may run code.
+
+    Raises ``ValueError`` if the weights are missing, damaged, incomplete or not finite.
+    (transformers alone would draw missing weights at random.)
     """
     try:
         with quiet():
@@ -104,7 +107,7 @@ def read(name: str, **settings: Any) -> Any:
             )
     except Exception as error:
         why = shorten(str(error), 200)
-        if "ignore_mismatched_sizes" in why:  # transformers' advice, in place of a reason
+        if "ignore_mismatched_sizes" in why:  # advice of transformers, not a reason
             why = "of other shapes than its config.json states"
         raise ValueError(f"cannot read its weights, safetensors ({why})") from error
     model, report = loaded
@@ -128,7 +131,7 @@ def _plain(found: PretrainedConfig) -> dict[str, Any]:
 
 
 def _tokenizer(config: Config, name: str, vocab_size: int) -> str:
-    """Return the setting ``data.tokenizer``: the model's own tokenizer, or an equal one."""
+    """Return the value for ``data.tokenizer``: the model's own tokenizer, or an equal one."""
     stated = config.data.tokenizer
     try:
         own = load_tokenizer(name)
@@ -140,7 +143,7 @@ def _tokenizer(config: Config, name: str, vocab_size: int) -> str:
             ) from error
         return stated
     if _equal(own, ByteTokenizer()):
-        name = BYTES  # which every site has
+        name = BYTES  # available at every site
     if stated != BYTES and not _equal(own, load_tokenizer(stated)):
         raise _wrong(
             config,

@@ -1,4 +1,4 @@
-"""Text to tokens, and how many bytes of text each token stands for."""
+"""Tokenizers, and how many bytes of text each token stands for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BYTES = "bytes"
 _SEPARATOR = "\n\n"
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 _CHUNK = 256
-"""Documents tokenised at a time: their offsets take far more memory than their tokens."""
+"""Documents tokenised at a time: offsets take far more memory than tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Tokens:
 
     ids: NDArray[Any]
     num_bytes: NDArray[Any]
-    """UTF-8 bytes each token stands for; they add up to the text's, whatever the tokenizer."""
+    """UTF-8 bytes that each token stands for; they add up to those of the text."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,19 +38,19 @@ class Tokens:
 
 
 class Tokenizer(Protocol):
-    """What the model reads instead of text."""
+    """Encodes documents."""
 
     vocab_size: int
     eos_id: int | None
-    """The token between documents, if there is one."""
+    """The token that ends a document, if there is one."""
     fingerprint: str
-    """Equal for tokenizers that give equal tokens."""
+    """Equal for tokenizers that produce equal tokens."""
 
     def encode(self, documents: Sequence[str]) -> Tokens:
-        """Return the documents, joined."""
+        """Return the tokens of all documents, joined."""
 
     def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        """Return each document, with what stands between it and the next."""
+        """Yield the tokens of each document, with its separator or end-of-text token."""
 
     def save(self, folder: Path) -> None:
         """Write what ``transformers.AutoTokenizer`` needs into ``folder``."""
@@ -58,10 +58,10 @@ class Tokenizer(Protocol):
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of ``data.tokenizer``, loaded once a process.
+    """Return the tokenizer of ``data.tokenizer``, loaded once in each process.
 
-    Raises ``ValueError`` when there is none of that name, or it cannot say where tokens lie in
-    the text.
+    Raises ``ValueError`` if there is none of that name, or it cannot map tokens to positions in the
+    text.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -71,7 +71,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         with quiet():
             if path.is_file():
-                return Subwords(_from_file(path))
+                return SubwordTokenizer(_from_file(path))
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
         raise ValueError(
@@ -84,17 +84,17 @@ def load_tokenizer(name: str) -> Tokenizer:
             "one the bytes a token stands for are unknown"
         )
     if knows_nothing(tokenizer):
-        raise ValueError(f"data.tokenizer={name}: knows no token; its files are not there")
-    return Subwords(tokenizer)
+        raise ValueError(f"data.tokenizer={name}: its vocabulary is empty; its files are missing")
+    return SubwordTokenizer(tokenizer)
 
 
 def knows_nothing(tokenizer: Any) -> bool:
-    """Return whether it is the empty one that transformers makes where files are missing."""
+    """Return whether its vocabulary is empty, as transformers makes it when files are missing."""
     return len(tokenizer) <= len(tokenizer.all_special_ids)
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8; a blank line between documents."""
+    """One token for each UTF-8 byte; a blank line between documents."""
 
     vocab_size = 256
     eos_id: int | None = None
@@ -106,14 +106,14 @@ class ByteTokenizer:
         return Tokens(ids, np.broadcast_to(np.uint8(1), ids.shape))
 
     def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        """Return the bytes of each document and of the blank line."""
+        """Yield the bytes of each document and of the blank line after it."""
         return (self.encode([text, ""]) for text in documents)
 
     def save(self, folder: Path) -> None:
         """Write an equal tokenizer that ``transformers`` can load."""
-        # The library writes a byte as a character: itself, or where that cannot be seen one of the
-        # next free ones, in order. (Its byte fallback would decode a text with one wrong byte to
-        # nothing but replacement characters.)
+        # The library represents a byte as a printable character: itself, otherwise one of the next
+        # free ones, in order. (With its byte fallback, one wrong byte would turn a whole text into
+        # replacement characters.)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         free = iter(sorted(character for character in alphabet if ord(character) > 255))
         vocabulary = {chr(b) if chr(b) in alphabet else next(free): b for b in range(256)}
@@ -123,10 +123,10 @@ class ByteTokenizer:
         _wrapped(tokenizer, None).save_pretrained(folder)
 
 
-class Subwords:
+class SubwordTokenizer:
     """A tokenizer of the ``tokenizers`` library; its end-of-text token ends every document.
 
-    One without such a token gets a blank line between documents instead.
+    Without such a token, a blank line separates documents.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -146,13 +146,13 @@ class Subwords:
         return joined([empty, *self._each(documents)])
 
     def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        """Return the tokens of each document and of its end."""
+        """Yield the tokens of each document and of its end."""
         return self._each(
             documents if self.eos_id is not None else [text + _SEPARATOR for text in documents]
         )
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer itself."""
+        """Write the tokenizer."""
         self._tokenizer.save_pretrained(folder)
 
     @property
@@ -176,7 +176,7 @@ class Subwords:
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
-    """Return the parts, at least one, as one."""
+    """Concatenate at least one part."""
     return Tokens(
         np.concatenate([part.ids for part in parts]),
         np.concatenate([part.num_bytes for part in parts]),
@@ -185,7 +185,7 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    # The file does not say which token ends a text.
+    # The file does not state which token ends a text.
     end = next((token for token in _END_OF_TEXT if tokenizer.token_to_id(token) is not None), None)
     return _wrapped(tokenizer, end)
 
@@ -195,10 +195,10 @@ def _wrapped(tokenizer: tokenizers.Tokenizer, end: str | None) -> PreTrainedToke
 
 
 def _bytes_per_token(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
-    """Return the bytes from the end of the token before to the end of each token.
+    """Return the bytes from the end of the previous token to the end of each token.
 
-    What no token covers (blanks, in some tokenizers) goes to the next one, or at the end of the
-    text to the last; of several tokens that share a character the first has its bytes.
+    Text that no token covers (spaces, in some tokenizers) counts for the next token, and at the
+    end of the text for the last. If tokens share a character, its bytes count for the first.
     """
     if not offsets:
         return np.empty(0, np.uint32)

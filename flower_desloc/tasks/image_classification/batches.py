@@ -1,17 +1,43 @@
-"""Batches as pure functions of images and a key."""
+"""Images as tensors, and batches of them: pure functions of images and a key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import datasets
 import numpy as np
+import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flower_desloc.config import Config
+from flower_desloc.tasks.image_classification.partition import client_rows
+from flower_desloc.tasks.image_classification.sources import (
+    ImageCorpus,
+    ImageSource,
+    LabelledImages,
+    StoredImage,
+    read,
+)
+from flower_desloc.tasks.partition import ClientRows, PartitionRule, Rows
+from flower_desloc.tasks.protocol import Site
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """The shape of all images of a run."""
+
+    channels: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.width} x {self.height} pixels"
+
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """Images and what they show."""
+    """Images and their labels."""
 
     images: Tensor  # (batch, channel, row, column), uint8
     labels: Tensor  # (batch,), int64
@@ -19,7 +45,7 @@ class ImageBatch:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A part of the images, decoded."""
+    """Decoded images and their labels."""
 
     images: Tensor
     labels: Tensor
@@ -27,27 +53,150 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: NDArray[np.int64]) -> ImageBatch:
+    def batch(self, rows: NDArray[np.int64]) -> ImageBatch:
         """Return a batch of those rows."""
         index = torch.from_numpy(rows)
         return ImageBatch(self.images[index], self.labels[index])
 
 
 def shuffled_batch(images: Images, *, batch_size: int, step: int, key: Sequence[int]) -> ImageBatch:
-    """Return the batch of a step: epoch after epoch, each in an order of its own.
+    """Return the batch of a step; every epoch has an order of its own.
 
-    A batch may reach from one epoch into the next, so that all are of one size.
+    A batch may span two epochs, so that all batches have one size.
     """
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), len(images))
     rows = [
         np.random.default_rng([*key, epoch]).permutation(len(images))[places[epochs == epoch]]
         for epoch in np.unique(epochs)
     ]
-    return images.take(np.concatenate(rows))
+    return images.batch(np.concatenate(rows))
 
 
 def heldout_batches(images: Images, *, batch_size: int, limit: int) -> list[ImageBatch]:
     """Return at most ``limit`` images (0: all), spread evenly, each once."""
     num = min(limit, len(images)) if limit else len(images)
     rows = np.arange(num) * len(images) // max(num, 1)
-    return [images.take(rows[i : i + batch_size]) for i in range(0, num, batch_size)]
+    return [images.batch(rows[i : i + batch_size]) for i in range(0, num, batch_size)]
+
+
+class ImageShard:
+    """A client's images, and the batches made of them.
+
+    Raises ``ValueError`` if it has no images to train on, or none held out.
+    """
+
+    num_examples: int
+    """Training images."""
+    description: Mapping[str, int]
+    """Training images by label."""
+
+    def __init__(self, config: Config, site: Site) -> None:
+        self._config = config
+        self._site = site
+        corpus, rows = _client_images(config, site)
+        if not rows.train or not rows.heldout:
+            raise ValueError(
+                f"{site.describe(config.data)} holds {len(rows.train)} images to train on and "
+                f"{len(rows.heldout)} held out; use fewer clients (federation.num_clients) or a "
+                "larger data.validation_fraction"
+            )
+        self._corpus, self._rows = corpus, rows
+        self._decoded: dict[str, Images] = {}
+        labels = corpus.train.labels[rows.train]
+        self.num_examples = len(labels)
+        counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
+        self.description = {
+            n: count for n, count in zip(corpus.names, counts, strict=True) if count
+        }
+
+    def train_batch(self, step: int) -> ImageBatch:
+        """Return the batch of the step taken after ``step`` completed steps."""
+        return shuffled_batch(
+            self._images("train"),
+            batch_size=self._config.data.batch_size,
+            step=step,
+            key=[self._config.run.seed, self._site.partition],
+        )
+
+    def heldout(self) -> Iterable[ImageBatch]:
+        """Return the batches of the client's held-out part."""
+        return heldout_batches(
+            self._images("heldout"),
+            batch_size=self._config.data.batch_size,
+            limit=self._config.evaluation.images,
+        )
+
+    def _images(self, part: str) -> Images:
+        # Decoded when first used: the client's description needs the labels only.
+        if part not in self._decoded:
+            rows: Rows = getattr(self._rows, part)
+            self._decoded[part] = decode_rows(self._config, getattr(self._corpus, part), rows)
+        return self._decoded[part]
+
+
+def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]:
+    source = ImageSource.of(config.data)
+    corpus = read(source)
+    if site.data_path:
+        private = read(source.at_site(site.data_path), corpus.names)
+        everything = (list(range(len(part))) for part in (private.train, private.heldout))
+        return private, ClientRows(*everything)
+    return corpus, client_rows(source, PartitionRule.of(config), site.num_partitions)[
+        site.partition
+    ]
+
+
+def common_shape(config: Config) -> ImageShape:
+    """Return the shape of the run's images: the first image's, or ``data.image_size``."""
+    picture = _picture(read(ImageSource.of(config.data)).train.images[0])
+    side = config.data.image_size
+    width, height = (side, side) if side else picture.size
+    return ImageShape(1 if picture.mode == "L" else 3, height, width)
+
+
+def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> Images:
+    """Decode images to uint8 of (image, channel, row, column), in grey or colour as the first.
+
+    Raises ``ValueError`` if images differ in size and ``data.image_size`` is null.
+    """
+    shape = common_shape(config)
+    mode, size = ("L" if shape.channels == 1 else "RGB"), (shape.width, shape.height)
+    arrays = []
+    for row in rows:
+        picture = _picture(part.images[row]).convert(mode)
+        if picture.size != size:
+            if not config.data.image_size:
+                raise ValueError(
+                    f"data.image_size=null: there is an image of {picture.width} x "
+                    f"{picture.height} pixels beside one of {shape}; set it to the side that all "
+                    "images are resized to"
+                )
+            picture = picture.resize(size, PIL.Image.Resampling.BILINEAR)
+        arrays.append(np.asarray(picture).reshape(shape.height, shape.width, shape.channels))
+    # Copied, because indexing a view of a transposed array is slow.
+    images = torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2).copy())
+    return Images(images, torch.from_numpy(part.labels[rows]))
+
+
+def _picture(image: StoredImage) -> PIL.Image.Image:
+    """Return an image in grey (L) or in colour (RGB)."""
+    if isinstance(image, Mapping):
+        decoded = datasets.Image().decode_example(dict(image))
+    elif isinstance(image, bytes):
+        decoded = datasets.Image().decode_example({"bytes": image, "path": None})
+    else:
+        decoded = PIL.Image.fromarray(_as_bytes(np.asarray(image)))
+    picture: PIL.Image.Image = decoded
+    return picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB")
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[..., 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
+        raise ValueError(f"data.image_field: an array of shape {array.shape} is not an image")
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
+        raise ValueError("data.image_field: its arrays must hold whole numbers from 0 to 255")
+    return array.astype(np.uint8)

@@ -1,1 +1,1 @@
-"""Engines that run the two apps: one process, Flower's simulation, a deployment."""
+"""The ways to run the two apps: in one process, in simulation, in a deployment."""

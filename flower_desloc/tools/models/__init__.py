@@ -1,1 +1,1 @@
-"""A run's model: export, evaluation, text generation."""
+"""What becomes of a run's model: handed on, scored, looked at."""

@@ -1,4 +1,4 @@
-"""Loading the model of a run, of a checkpoint, of a folder, or of the hub."""
+"""The model of a run, of one of its checkpoints, or of a folder, as transformers loads it."""
 
 import json
 import shutil
@@ -26,18 +26,18 @@ from flower_desloc.tasks import build_task
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """The final model of a run, or that of a checkpoint."""
+class Trained:
+    """What a run has learned: by its end, or up to a checkpoint."""
 
     run: RunFolder
     checkpoint: Path | None
-    """None if the run is complete and its model is in ``final/``."""
+    """None: the run is complete, and its model in ``final/``."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the model of a run's folder or of a checkpoint.
+        """Return the model of a run's folder, or of the checkpoint named.
 
-        For a run that is not complete, its last checkpoint is used. Raises ``ValueError`` if there
+        Of a run that is not complete it is the last checkpoint's. Raises ``ValueError`` when there
         is none.
         """
         folder = RunFolder(path.expanduser().resolve())
@@ -46,7 +46,7 @@ class TrainedModel:
         return cls(*last_checkpoint(path.expanduser()))
 
     def write(self, folder: Path) -> None:
-        """Write the model into an existing folder, as the run itself does."""
+        """Write the model into ``folder``, which is there, as the run itself does."""
         if self.checkpoint is None:
             shutil.copytree(self.run.final, folder, dirs_exist_ok=True)
             return
@@ -61,7 +61,7 @@ class TrainedModel:
         task.save(model, folder)
 
     def facts(self) -> tuple[Config, dict[str, Any]]:
-        """Return the run's configuration, and its summary up to the model's step."""
+        """Return the run's configuration, and its summary as far as the model has come."""
         if self.checkpoint is None:
             config = parse(self.run.config.read_text(encoding="utf-8"))
             summary: dict[str, Any] = json.loads(self.run.summary.read_text(encoding="utf-8"))
@@ -69,28 +69,30 @@ class TrainedModel:
         checkpoint = Checkpoint.read(self.checkpoint)
         config = parse(checkpoint.settings)
         lines = (line for line in read_lines(self.run.metrics) if line["round"] <= checkpoint.round)
+        schedule = build_schedule(config)
+        weights = digest(checkpoint.averages[PARAMS])
         return config, build(
             lines,
             config=config,
-            schedule=build_schedule(config),
+            schedule=schedule,
             plan=None,
             status="failed",
-            weights_sha256=digest(checkpoint.averages[PARAMS]),
+            weights_sha256=weights,
         )
 
 
 @contextmanager
 def loadable(source: str) -> Iterator[str]:
-    """Yield the argument of ``from_pretrained`` for ``source``.
+    """Yield what ``from_pretrained`` takes for ``source``.
 
-    ``source`` is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the
-    hub. Raises ``ValueError`` if it is none of them.
+    That is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the hub.
+    Raises ``ValueError`` when it is none of them.
     """
     path = Path(source).expanduser()
     if is_pretrained(source) or _holds_adapters(path):
         yield str(path) if path.exists() else source
         return
-    trained = TrainedModel.of(path)
+    trained = Trained.of(path)
     if trained.checkpoint is None:
         yield str(trained.run.final)
         return
@@ -100,11 +102,11 @@ def loadable(source: str) -> Iterator[str]:
 
 
 def load(source: str) -> tuple[Any, Any]:
-    """Return the model of ``source`` and its tokenizer, on the GPU if there is one.
+    """Return the model of ``source`` and its tokenizer, on the accelerator if there is one.
 
-    Raises ``ValueError`` if transformers cannot load every tensor of it from safetensors.
+    Raises ``ValueError`` when there is none that transformers can load, whole and of safetensors.
     """
-    # transformers takes seconds to import.
+    # Imported when wanted: transformers takes seconds.
     from transformers import AutoTokenizer
 
     from flower_desloc.tasks.causal_lm.pretrained import architecture_of, read

@@ -1,4 +1,4 @@
-"""A run as the command line states it: a preset and overrides, as the app will read them."""
+"""What a command is asked to run: a preset and overrides, as the app will see them."""
 
 import json
 import os
@@ -21,60 +21,61 @@ _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 
 @dataclass(frozen=True)
-class RunArguments:
-    """One run of the app in folder ``app``, validated before anything starts."""
+class Request:
+    """One run of the app in folder ``app``, checked as far as can be before it starts."""
 
     app: Path
     preset: str
     given: list[str]
-    """The overrides on the command line, with absolute paths."""
-    overrides: list[str]
-    """The overrides for the app: the given ones and those of the command's options."""
+    """The overrides that were given, files by absolute paths."""
+    words: list[str]
+    """Those the app is given: others besides."""
     config: Config
 
     @classmethod
-    def parse(
+    def of(
         cls,
         preset: str,
         overrides: Sequence[str],
-        add: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
-    ) -> "RunArguments":
-        """Return the run of a command line, or end the command with exit code 2.
+        more: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
+    ) -> "Request":
+        """Return what is asked for; ends the command by exit code 2 if it cannot be.
 
-        ``add`` returns the overrides of the command's own options, from the given ones.
+        ``more`` returns overrides of the command's own, from those that were given.
         """
         try:
             app = app_folder()
             if not preset:
-                known = listing(opening_comments(app / "configs"))
-                fail(USAGE, f"which preset? There are\n{known}")
+                fail(
+                    USAGE, f"which preset? There are\n{listing(opening_comments(app / 'configs'))}"
+                )
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
-            given = _split(overrides)
-            every = [*given, *add(given)]
-            config = load(preset, every, presets=app / "configs")
-            if absolute := _absolute_paths(config):
-                given, every = [*given, *absolute], [*every, *absolute]
-                config = load(preset, every, presets=app / "configs")
+            given = _words(overrides)
+            words = [*given, *more(given)]
+            config = load(preset, words, presets=app / "configs")
+            if seen_from_here := _absolute_paths(config):
+                given, words = [*given, *seen_from_here], [*words, *seen_from_here]
+                config = load(preset, words, presets=app / "configs")
             config = settled(config)
             check_streams(config)
         except (ConfigError, NotACheckoutError) as error:
             fail(USAGE, str(error))
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
-        return cls(app, preset, given, every, config)
+        return cls(app, preset, given, words, config)
 
     def run_config(self, output_dir: Path) -> dict[str, str]:
-        """Return the run config for `flwr run`."""
+        """Return what `flwr run` is told."""
         return {
             "config": self.preset,
-            "overrides": " ".join(self.overrides),
+            "overrides": " ".join(self.words),
             "output-dir": str(output_dir.expanduser().resolve()),
         }
 
 
 def override(key: str, value: str) -> str:
-    """Return one override without whitespace, which is written as YAML escapes."""
+    """Return one override, without a blank: YAML's way to write a text that has some."""
     if not any(map(str.isspace, value)):
         return f"{key}={value}"
     text = json.dumps(value, ensure_ascii=False)
@@ -82,33 +83,33 @@ def override(key: str, value: str) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """End the command with exit code 2 unless ``folder`` exists or can be made, and is writable."""
+    """End the command by exit code 2 unless ``folder``, made if need be, may be written to."""
     path = folder.expanduser().resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
     if not os.access(path, os.W_OK):
-        fail(USAGE, f"--output-dir {folder}: is not writable; give another folder")
+        fail(USAGE, f"--output-dir {folder}: may not be written to; give another folder")
 
 
-def _split(arguments: Sequence[str]) -> list[str]:
-    """Return one override per item: the app reads them separated by blanks."""
-    overrides: list[str] = []
-    for item in arguments:
+def _words(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides as the app will see them: several in one argument are cut at blanks."""
+    words: list[str] = []
+    for item in overrides:
         parts = item.split()
         if all("=" in part for part in parts[1:]):
-            overrides += parts
+            words += parts
         elif _A_LIST.match(item):
             raise ConfigError(f"override {item!r}: leave out the blanks, as in [a,b] and {{a:1}}")
         else:
             key, _, value = item.partition("=")
-            overrides.append(override(key, value))
-    return overrides
+            words.append(override(key, value))
+    return words
 
 
 def _absolute_paths(config: Config) -> list[str]:
-    """Return overrides with absolute paths for files named from here: the app runs elsewhere."""
+    """Return overrides for what names a file seen from here; the app runs in another folder."""
     named = {
         "data.source": config.data.source,
         "data.tokenizer": config.data.tokenizer,

@@ -1,0 +1,162 @@
+"""The gradient noise scale of a configuration, at a few points of a run or for trained weights.
+
+    python benchmarks/noise_scale.py CONFIG [KEY=VALUE ...] --steps 0,64,512 [--json FILE]
+    python benchmarks/noise_scale.py CONFIG [KEY=VALUE ...] --weights runs/NAME/final
+
+McCandlish et al., "An Empirical Model of Large-Batch Training" (2018): B = tr(S) / |G|^2, the batch
+at which the noise of a gradient is as large as the gradient. The unit is tokens. There is one
+estimate for each client on its own data, and one for all clients together, where a batch has an
+equal part from each.
+
+Both terms are unbiased estimates from two batch sizes: --number batches of data.batch_size, and all
+of them as one batch. The interval is a 95 % jackknife interval of |G|^2 / tr(S), inverted; its
+upper end is infinite where |G|^2 can be 0. The points of a run are those of Local: every client
+takes sync.params steps, then parameters and optimizer states are averaged.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.config import Config, load
+from flower_desloc.core.local_steps import local_steps
+from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
+from flower_desloc.tasks import ClientData, Site, Task, build_task
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """``value`` = ``trace`` / ``squared_gradient``, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    trace: float
+    squared_gradient: float
+
+
+def noise_scale(gradients: Tensor, batch: float) -> NoiseScale:
+    """Return the noise scale, in units of ``batch``, from gradients of equal batches, one a row."""
+    inner = (gradients @ gradients.T).double()
+    n, own, total = len(inner), inner.diagonal(), inner.sum()
+
+    def terms(n: int, squares: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        signal = (total - squares) / (n * (n - 1))  # mean product of two different batches
+        return signal, squares / n - signal  # what is left is the variance of one batch
+
+    signal, variance = terms(n, own.sum(), total)
+    one_less = terms(n - 1, own.sum() - own, total - 2 * inner.sum(1) + own)
+    ratio = float(signal / variance)
+    error = math.sqrt((n - 1) * float((one_less[0] / one_less[1]).var(correction=0)))
+    reach = float(stats.t.ppf(0.975, n - 1)) * error
+    low, value, high = (
+        batch / r if r > 0 else math.inf for r in (ratio + reach, ratio, ratio - reach)
+    )
+    return NoiseScale(value, low, high, float(variance) * batch, float(signal))
+
+
+def measure(
+    task: Task, model: nn.Module, shards: list[ClientData], number: int, tokens: int
+) -> dict[str, Any]:
+    """Return the noise scale of each client and of all together, in tokens."""
+    params = [p for p in model.train().parameters() if p.requires_grad]
+    found, mean = {}, torch.zeros(())
+    for index, shard in enumerate(shards):
+        rows = []
+        for i in range(number):  # of steps that no run reaches
+            loss = task.loss(model, shard.train_batch(10**8 + i))
+            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
+        found[f"client {index}"] = asdict(noise_scale(torch.stack(rows), tokens))
+        mean = mean + torch.stack(rows) / len(shards)
+    return found | {"all clients": asdict(noise_scale(mean, tokens * len(shards)))}
+
+
+def client_window(
+    task: Task, start: tuple[nn.Module, Optimizer], config: Config, shard: ClientData, at: range
+) -> tuple[nn.Module, Optimizer]:
+    """Return model and optimizer of one client after the steps ``at``."""
+    model, optimizer = copy.deepcopy(start)
+    local_steps(
+        model,
+        optimizer,
+        lambda step: task.loss(model, shard.train_batch(step)),
+        start=at.start,
+        stop=at.stop,
+        lr_schedule=build_lr_schedule(config),
+        clipping=build_clipping(config),
+    )
+    return model, optimizer
+
+
+def average(clients: list[tuple[nn.Module, Optimizer]]) -> tuple[nn.Module, Optimizer]:
+    """Return the first client, with the mean of all clients' parameters and optimizer states."""
+    tensors = [
+        [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values() if t.ndim)]
+        for model, optimizer in clients
+    ]
+    with torch.no_grad():
+        for same in zip(*tensors, strict=True):
+            same[0].copy_(torch.stack(same).mean(0))
+    return clients[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
+    parser.add_argument("--steps", default="0", help="measure after these numbers of steps")
+    parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
+    parser.add_argument("--number", type=int, default=64, help="batches for each client")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    config = load(args.config, args.overrides)
+    task = build_task(config)
+    model = task.build_model()
+    if args.weights:  # a tied output embedding is not in the file
+        model.load_state_dict(load_file(args.weights / "model.safetensors"), strict=False)
+    state = (model, build_optimizer(config, model.parameters()))
+    clients = config.federation.num_clients
+    shards = [task.client_data(Site(index, clients)) for index in range(clients)]
+    tokens = config.data.batch_size * config.data.seq_len
+    points: dict[str, Any] = {}
+    step = 0
+    for point in sorted(int(text) for text in args.steps.split(",")):
+        while step < point:
+            at = range(step, min(step + config.sync["params"], point))
+            state = average([client_window(task, state, config, shard, at) for shard in shards])
+            step = at.stop
+        name = str(args.weights or point)
+        points[name] = measure(task, state[0], shards, args.number, tokens)
+        for who, scale in points[name].items():
+            interval = f"{scale['low']:.0f} to {scale['high']:.0f}"
+            print(f"{name:>6} {who:12} {scale['value']:10.0f} tokens ({interval})", flush=True)
+    result = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__},
+        "config": args.config,
+        "overrides": [text for text in args.overrides if not text.startswith("data.source=")],
+        "batches_a_client": args.number,
+        "tokens_a_batch": tokens,
+        "points": points,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

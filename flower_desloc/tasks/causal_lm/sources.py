@@ -1,0 +1,372 @@
+"""Sources of text: the builtin text, local files and data sets known by name, all read lazily."""
+
+import glob
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from datasets import (
+    IterableDataset,
+    get_dataset_config_names,
+    load_dataset,
+    load_dataset_builder,
+)
+
+from flower_desloc.config.schema import Data
+from flower_desloc.tasks.causal_lm.builtin import BUILTIN
+from flower_desloc.tasks.causal_lm.documents import cut
+from flower_desloc.tasks.quiet import quiet
+from flower_desloc.tasks.retry import retry_network
+
+_PRIVATE = "data-path"
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_FORMATS = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
+_HELDOUT = ("validation", "valid", "test")
+_QUICKLY_READ = 1 << 30  # bytes
+
+Row = Mapping[str, Any]
+"""One row of a data set; one of its columns holds a document."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from; equal sources hold equal text."""
+
+    name: str
+    domains: tuple[str, ...] = ()
+    domain_field: str = ""
+    text_field: str = "text"
+    streaming: bool = False
+    max_bytes: int = 0
+    validation_fraction: float = 0.1
+    key: str = "data.source"
+    """The setting that named it, for messages."""
+
+    @classmethod
+    def of(cls, data: Data) -> "Source":
+        """Return the common source of a run."""
+        return cls(
+            data.source,
+            tuple(data.domains),
+            data.domain_field,
+            data.text_field,
+            data.streaming,
+            data.max_bytes,
+            data.validation_fraction,
+        )
+
+    @property
+    def endless(self) -> bool:
+        """Whether it is read while it is trained on, and never as a whole."""
+        return self.streaming and not self.max_bytes
+
+    def at_site(self, path: Path) -> "Source":
+        """Return the source of a site's private files, with all their domains."""
+        if not path.expanduser().exists():
+            raise ValueError(f"{_PRIVATE}={path}: there is no such file or folder on this node")
+        name = str(path.expanduser().resolve())
+        return replace(self, name=name, domains=(), domain_field="", key=_PRIVATE)
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFiles:
+    """Opened files, in shards that can be read independently."""
+
+    datasets: Sequence[IterableDataset]
+    version: str
+    """Changes when the files' content changes under the same names."""
+    damaged: Callable[[], str | None] = lambda: None
+    """Return the path of the first unreadable file, unless it takes too long to read them all."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One domain of a source: a file, a folder or a config; opened when a field is called."""
+
+    train: Callable[[], Iterable[Row]]
+    heldout: Callable[[], Iterable[Row]] | None = None
+    """The held-out part, if the source has one."""
+    files: Callable[[], OpenFiles] | None = None
+    """The training part as files, if it is stored in files."""
+
+
+def domains_of(source: Source) -> dict[str, Domain]:
+    """Return all domains of a source by name, without reading them."""
+    if source.name == "builtin":
+        return {name: Domain(partial(_cut_texts, texts)) for name, texts in BUILTIN.items()}
+    if Path(source.name).expanduser().exists():
+        return _local_domains(source)
+    return named_domains(source)
+
+
+def selected(source: Source, known: Collection[str]) -> Collection[str]:
+    """Return the domains that the configuration names; by default, all."""
+    for domain in source.domains:
+        if domain not in known:
+            raise ValueError(
+                f"data.domains={list(source.domains)}: {source} has no domain {domain!r}; "
+                f"it has {', '.join(known)}"
+            )
+    return source.domains or known
+
+
+def document(source: Source, row: Row) -> str:
+    """Return the row's document; empty if it is blank."""
+    text = cell(source, row, "text_field", source.text_field)
+    if not isinstance(text, str | None):
+        raise ValueError(
+            f"data.text_field={source.text_field}: this column of {source} holds "
+            f"{type(text).__name__}, not text"
+        )
+    return text if text and text.strip() else ""
+
+
+def cell(source: Source, row: Row, setting: str, column: str) -> object:
+    """Return the value in the column that a setting names."""
+    if column not in row:
+        raise ValueError(
+            f"data.{setting}={column}: {source} has no such column; it has {', '.join(row)}"
+        )
+    return row[column]
+
+
+def reason(error: Exception) -> str:
+    """Return in one line why text cannot be read."""
+    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
+        return "it is empty"  # the only sign that `datasets` gives of an empty file
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _cut_texts(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
+    """Cut each text into documents, so that no document spans two files."""
+    for text in texts():
+        for piece in cut(text.split("\n\n")):
+            yield {"text": piece}
+
+
+# Local files: each file or subfolder is a domain.
+
+
+def _local_domains(source: Source) -> dict[str, Domain]:
+    """Return the domains of a file or folder, sorted by name.
+
+    A folder with training and held-out files or folders side by side is one domain, named after
+    it; anything else in it is another domain. Hidden files and files of other formats are skipped.
+    A site's private files that are read while they are trained on are one domain together.
+    """
+    path = Path(source.name).expanduser().resolve()
+    domains = {name: _by_part(files, path) for name, files in _grouped_files(path).items()}
+    if not domains:
+        raise ValueError(f"{source}: there is no file here of the kinds read, {_FORMATS}")
+    if source.endless and source.key == _PRIVATE:
+        train, heldout = (
+            [file for parts in domains.values() for file in parts[part]] for part in (0, 1)
+        )
+        domains = {path.name if path.is_dir() else _stem(path): (train, heldout)}
+    return {
+        name: Domain(
+            partial(_file_rows, source, train),
+            partial(_file_rows, source, heldout) if heldout else None,
+            partial(_open_domain, source, train),
+        )
+        for name, (train, heldout) in domains.items()
+    }
+
+
+def _grouped_files(path: Path) -> dict[str, list[Path]]:
+    if path.is_file():
+        return {_stem(path): [path]} if _builder(path) else {}
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if _builder(file)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    tops = [_names(file, path)[0] for file in files]
+    together = any(map(_is_heldout, tops)) and any(map(_is_training, tops))
+    domains: dict[str, list[Path]] = {}
+    for file, top in zip(files, tops, strict=True):
+        of_folder = _is_heldout(top) or _is_training(top) or file.parent == path
+        domains.setdefault(path.name if together and of_folder else top, []).append(file)
+    return dict(sorted(domains.items()))
+
+
+def _by_part(files: list[Path], folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return a domain's training and held-out files, told by their names or their folders'."""
+    held = [any(map(_is_heldout, _names(file, folder))) for file in files]
+    train = [file for file, is_held in zip(files, held, strict=True) if not is_held]
+    heldout = [file for file, is_held in zip(files, held, strict=True) if is_held]
+    # If all files have such a name, it means nothing.
+    return (train, heldout) if train else (heldout, [])
+
+
+def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
+    """Read the files as a stream: only what is needed, and no copy of private text in a cache."""
+    for builder, paths in _by_builder(files):
+        try:
+            rows: Iterable[Row] = open_files(builder, paths)[0]
+            if builder == "text":
+                rows = ({"text": text} for text in cut(row["text"] for row in rows))
+            yield from rows
+        except Exception as error:
+            raise _unreadable(source, builder, paths, error) from error
+
+
+def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
+    datasets, versions = [], []
+    for builder, paths in _by_builder(files):
+        try:
+            rows, version = open_files(builder, paths)
+        except Exception as error:
+            raise _unreadable(source, builder, paths, error) from error
+        datasets.append(rows.map(_recut, batched=True) if builder == "text" else rows)
+        versions.append(version)
+    return OpenFiles(datasets, " ".join(versions), partial(_damaged, files))
+
+
+def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:
+    """Return the rows of files of one format, and the files' version."""
+    # Escaped, because the library takes a path for a pattern.
+    patterns = [glob.escape(path) for path in paths]
+    options = {"sample_by": "paragraph"} if builder == "text" else {}
+    opened = load_dataset_builder(builder, data_files=patterns, **options)
+    return opened.as_streaming_dataset(split="train"), opened.config_id
+
+
+def _unreadable(source: Source, builder: str, paths: list[str], error: Exception) -> ValueError:
+    what = paths[0] if len(paths) == 1 else _damaged([Path(path) for path in paths])
+    return ValueError(f"{source}: cannot read {what or paths} as {builder} ({reason(error)})")
+
+
+def _damaged(files: list[Path]) -> str | None:
+    if sum(file.stat().st_size for file in files) > _QUICKLY_READ:
+        return None
+    for builder, paths in _by_builder(files):
+        for path in paths:
+            try:
+                for _ in open_files(builder, [path])[0]:
+                    pass
+            except Exception:
+                return path
+    return None
+
+
+def _by_builder(files: list[Path]) -> Iterator[tuple[str, list[str]]]:
+    for builder in ("json", "parquet", "text"):
+        if paths := [str(file) for file in files if _builder(file) == builder]:
+            yield builder, paths
+
+
+def _recut(paragraphs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {"text": [*cut(paragraphs["text"])]}
+
+
+def _builder(file: Path) -> str | None:
+    return _BUILDERS.get(_unzipped(file).suffix.lower())
+
+
+def _stem(file: Path) -> str:
+    return _unzipped(file).stem
+
+
+def _unzipped(file: Path) -> Path:
+    return file.with_suffix("") if file.suffix.lower() == ".gz" else file
+
+
+def _names(file: Path, folder: Path) -> list[str]:
+    """Return the names of the folders between ``folder`` and one of its files, and the stem."""
+    between = file.relative_to(folder).parts[:-1] if file != folder else ()
+    return [*between, _stem(file)]
+
+
+def _is_heldout(name: str) -> bool:
+    """Return whether a name means held out: test, test-00000-of-00002, valid_1."""
+    return bool(re.fullmatch(r"(valid|validation|test)([-_.]?(of[-_.]?)?\d+)*", name.lower()))
+
+
+def _is_training(name: str) -> bool:
+    return bool(re.match(r"train(?![a-z])", name.lower()))
+
+
+# Data sets that the ``datasets`` library knows by name: each config is a domain.
+
+
+def named_domains(source: Source) -> dict[str, Domain]:
+    """Return the configs of the data set ``name``, or the one of ``name:config``.
+
+    A domain written ``name:config`` is that config of another data set.
+
+    Raises ``ValueError`` if the library does not know the data set or cannot reach it, or the
+    domains of a stream are neither stated nor its configs.
+    """
+    if source.streaming and source.domain_field and not source.domains:
+        raise ValueError(
+            f"data.domains=[]: state the values of data.domain_field={source.domain_field} to use; "
+            "a stream may not end, so that they cannot be found"
+        )
+    name, _, config = source.name.partition(":")
+    try:
+        configs = retry_network(source, lambda: get_dataset_config_names(name))
+    except Exception as error:
+        raise ValueError(
+            f"{source}: neither `builtin`, nor a file or folder here, nor a data set that could "
+            f"be loaded ({_one_line(error)})"
+        ) from error
+    if config and config not in configs:
+        raise ValueError(f"{source}: the data set has no such config, only {', '.join(configs)}")
+    known = {each: _config_domain(source, name, each) for each in ([config] if config else configs)}
+    if not source.domain_field:
+        for domain in source.domains:
+            if ":" in domain:
+                known.setdefault(domain, _config_domain(source, *domain.split(":", 1)))
+    return known
+
+
+def _config_domain(source: Source, name: str, config: str) -> Domain:
+    return Domain(
+        partial(_config_rows, source, name, config, ("train",)),
+        partial(_config_rows, source, name, config, _HELDOUT),
+        partial(_open_config, source, name, config),
+    )
+
+
+def _config_rows(source: Source, name: str, config: str, splits: tuple[str, ...]) -> Iterable[Row]:
+    parts = _load(source, config, lambda: load_dataset(name, config, streaming=source.streaming))
+    return _first_split(source, config, parts, splits)
+
+
+def _open_config(source: Source, name: str, config: str) -> OpenFiles:
+    opened = _load(source, config, lambda: load_dataset_builder(name, config))
+    parts = _load(source, config, opened.as_streaming_dataset)
+    rows = cast(IterableDataset, _first_split(source, config, parts, ("train",)))
+    return OpenFiles([rows], f"{opened.config_id} {opened.hash}")
+
+
+def _first_split(
+    source: Source, config: str, parts: Mapping[str, Iterable[Row]], splits: tuple[str, ...]
+) -> Iterable[Row]:
+    for split in splits:
+        if split in parts:
+            return parts[split]
+    if splits == _HELDOUT:
+        return ()
+    raise ValueError(f"{source}: {config!r} has no split 'train', only {', '.join(parts)}")
+
+
+def _load(source: Source, config: str, load: Callable[[], Any]) -> Any:
+    try:
+        with quiet():
+            return retry_network(source, load)
+    except Exception as error:
+        raise ValueError(f"{source}: cannot load {config!r} ({_one_line(error)})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

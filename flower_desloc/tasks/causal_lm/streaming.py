@@ -1,0 +1,565 @@
+"""Text that is read while it is trained on: documents of each client, packed into sequences.
+
+``datasets.interleave_datasets`` and ``split_dataset_by_node`` are not used: the first mixes by
+documents and not by tokens, the second deals rows by position, so that equal documents reach
+different clients.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import IterableDataset
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from flower_desloc.config import Config
+from flower_desloc.tasks.causal_lm.batches import TextBatch, heldout_batches
+from flower_desloc.tasks.causal_lm.partition import domain_clients
+from flower_desloc.tasks.causal_lm.sources import (
+    OpenFiles,
+    Row,
+    Source,
+    document,
+    domains_of,
+    reason,
+    selected,
+)
+from flower_desloc.tasks.causal_lm.tokens import Tokens, joined, load_tokenizer
+from flower_desloc.tasks.compute import cache_folder
+from flower_desloc.tasks.protocol import Site
+from flower_desloc.tasks.retry import retry_network
+
+BLOCK = 1024
+"""Sequences packed at a time; documents are shuffled within a block."""
+
+KEPT_BLOCKS = 256
+"""Blocks kept on disk: 1 GB, with sequences of 2048 tokens of two bytes."""
+
+_MAX_OPEN_PACKERS = 4
+"""Packers that a process keeps open, for each holds the rows it has read ahead."""
+
+_HELDOUT_CHUNK = 16
+"""Held-out documents tokenised at a time."""
+
+_log = logging.getLogger(__name__)
+
+
+# Domains, and each client's documents of them.
+
+
+class StreamedDomain:
+    """The documents of one domain: training documents in shards, and held-out documents."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        domain = domains_of(source)[name]
+        files = domain.files() if domain.files else OpenFiles([_generated(domain.train)], "")
+        self.version, self._damaged = files.version, files.damaged
+        self._source, self._name = source, name
+        self._shards = [(rows, i) for rows in files.datasets for i in range(rows.num_shards)]
+        self._own_heldout = domain.heldout
+        if self._own_heldout is not None and not any(True for _ in self._own_heldout()):
+            self._own_heldout = None
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards that can be read independently."""
+        return len(self._shards)
+
+    def shard(self, index: int) -> IterableDataset:
+        """Return the rows of one shard."""
+        rows, i = self._shards[index]
+        # Some formats do not know the names of their columns before they are read.
+        if self._source.text_field in (rows.column_names or ()):
+            rows = rows.select_columns([self._source.text_field])
+        return rows.shard(rows.num_shards, i)
+
+    def texts(self, rows: Iterable[Row], *, train: bool) -> Iterator[str]:
+        """Yield the training documents among a shard's rows, or the held-out ones.
+
+        If the source has no held-out part, the hash of the content decides: equal documents are in
+        the same part.
+        """
+        heldout = self._source.validation_fraction if self._own_heldout is None else 0.0
+        for row in self._read(rows):
+            text = document(self._source, row)
+            if text and (_hashed(text, "held out") >= heldout) == train:
+                yield text
+
+    def _read(self, rows: Iterable[Row]) -> Iterator[Row]:
+        try:
+            yield from rows
+        except Exception as error:
+            what = self._damaged() or f"domain {self._name!r}"
+            raise ValueError(f"{self._source}: cannot read {what} ({reason(error)})") from error
+
+    def heldout(self) -> Iterator[str]:
+        """Yield the held-out documents."""
+        if self._own_heldout is not None:
+            yield from filter(None, (document(self._source, row) for row in self._own_heldout()))
+            return
+        for index in range(self.num_shards):
+            yield from self.texts(self.shard(index), train=False)
+
+
+@lru_cache(maxsize=64)
+def open_domain(source: Source, name: str) -> StreamedDomain:
+    """Return a domain of the source, opened once in each process."""
+    return StreamedDomain(source, name)
+
+
+@lru_cache(maxsize=4)
+def domain_names(source: Source) -> tuple[str, ...]:
+    """Return the domains that are used, in their order."""
+    return tuple(selected(source, domains_of(source)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainShare:
+    """One client's share of a domain's documents; no document is in two clients' shares."""
+
+    source: Source
+    domain: str
+    turn: int
+    """The client's number among those that read this domain."""
+    holders: int
+    """How many clients read it."""
+    weight: float
+    """Fraction of the client's tokens, relative to its other shares."""
+
+
+def client_shares(
+    source: Source, weights: Sequence[float], partition: str, site: Site
+) -> list[DomainShare]:
+    """Return what a client reads of each domain; ``weights`` are by domain, by default equal."""
+    names = domain_names(source)
+    if site.data_path:
+        return [DomainShare(source=source, domain=n, turn=0, holders=1, weight=1.0) for n in names]
+    shares = []
+    for index, (name, weight) in enumerate(zip(names, weights or [1.0] * len(names), strict=True)):
+        holders = [*range(site.num_partitions)]
+        if partition == "by_domain":
+            holders = domain_clients(index, len(names), site.num_partitions)
+        if site.partition in holders:
+            turn = holders.index(site.partition)
+            shares.append(
+                DomainShare(
+                    source=source, domain=name, turn=turn, holders=len(holders), weight=weight
+                )
+            )
+    return shares
+
+
+@dataclass(frozen=True)
+class ReadPosition:
+    """How far a client has read its share of a domain."""
+
+    epoch: int = 0
+    """Completed passes over the share."""
+    shard: int = 0
+    """Shards read in this epoch."""
+    rows: dict[str, Any] | None = None
+    """Position in the next shard, the ``state_dict`` of ``datasets``; None: at its beginning."""
+
+
+class DocumentStream:
+    """A client's documents of one domain, repeated without end.
+
+    With at least as many shards as clients that read the domain, a client reads whole shards. With
+    fewer, it reads all of them and keeps the documents whose hash selects it. ``key`` seeds the
+    order of the shards, which differs in every epoch.
+    """
+
+    def __init__(self, share: DomainShare, key: Sequence[int], position: ReadPosition) -> None:
+        self._share = share
+        self._key = key
+        self._position = position
+        self._domain = open_domain(share.source, share.domain)
+        self._whole_shards = share.holders <= self._domain.num_shards
+        self._rows: IterableDataset | None = None
+
+    @property
+    def position(self) -> ReadPosition:
+        """The position after the last document that was yielded."""
+        rows = self._rows
+        return self._position if rows is None else replace(self._position, rows=rows.state_dict())
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the documents.
+
+        Raises ``ValueError`` if there is no document, or a row has no text.
+        """
+        while True:
+            found = self._position != ReadPosition()
+            for text in self._epoch():
+                found = True
+                yield text
+            epoch = self._position.epoch + 1
+            share = self._share
+            if not found:
+                raise ValueError(
+                    f"{share.source}: of domain {share.domain!r} there is no document for part "
+                    f"{share.turn} of {share.holders}; give it more text, use fewer clients "
+                    "(federation.num_clients), or leave it out of data.domains"
+                )
+            _log.warning(
+                "%s: part %d of %d of domain %r has been read; it begins again, for pass %d",
+                *(share.source, share.turn, share.holders, share.domain, epoch + 1),
+            )
+            self._position = ReadPosition(epoch)
+
+    def _epoch(self) -> Iterator[str]:
+        share, at = self._share, self._position
+        mine = range(self._domain.num_shards)
+        if self._whole_shards:
+            mine = mine[share.turn :: share.holders]
+        order = np.random.default_rng([*self._key, at.epoch]).permutation(mine)
+        for number in range(at.shard, len(order)):
+            self._rows = self._domain.shard(int(order[number]))
+            if self._position.rows is not None:
+                self._rows.load_state_dict(self._position.rows)
+            for text in self._domain.texts(self._rows, train=True):
+                if self._whole_shards or self._is_mine(text):
+                    yield text
+            self._rows = None
+            self._position = ReadPosition(at.epoch, number + 1)
+
+    def _is_mine(self, text: str) -> bool:
+        return int(_hashed(text, "dealt") * self._share.holders) == self._share.turn
+
+
+def _hashed(text: str, purpose: str) -> float:
+    """Return a pseudo-random number in [0, 1) that depends on the content only."""
+    digest = hashlib.blake2b(text.encode(), digest_size=6, person=purpose.encode()).digest()
+    return int.from_bytes(digest) / 2**48
+
+
+def _generated(rows: Callable[[], Iterable[Row]]) -> IterableDataset:
+    return IterableDataset.from_generator(rows)
+
+
+# Packing: documents of several domains, mixed by weight, into sequences of equal length.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingSpec:
+    """What determines a client's sequences."""
+
+    shares: tuple[DomainShare, ...]
+    tokenizer: str
+    length: int
+    """Tokens in a sequence."""
+    key: tuple[int, ...]
+    """Seed of the order of files and documents."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Versions of the tokenizer and of the files behind these settings."""
+        versions = [open_domain(share.source, share.domain).version for share in self.shares]
+        return (load_tokenizer(self.tokenizer).fingerprint, *versions)
+
+
+@dataclass(frozen=True)
+class ShareProgress:
+    """What has been read of one share."""
+
+    position: ReadPosition = field(default_factory=ReadPosition)
+    num_bytes: int = 0
+    """UTF-8 bytes of its documents."""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PackerState:
+    """The state of a packer between two blocks."""
+
+    progress: tuple[ShareProgress, ...]
+    rest: Tokens
+    """Tokens of documents that did not fit into the block."""
+
+    def to_json(self) -> str:
+        """Serialise the progress."""
+        return json.dumps([asdict(each) for each in self.progress])
+
+    @classmethod
+    def from_json(cls, text: str, rest: Tokens) -> "PackerState":
+        """Return the state that :meth:`to_json` wrote."""
+        return cls(
+            tuple(
+                ShareProgress(**{**each, "position": ReadPosition(**each["position"])})
+                for each in json.loads(text)
+            ),
+            rest,
+        )
+
+
+class Packer:
+    """Packs the blocks of a specification, one after the other."""
+
+    def __init__(
+        self, spec: PackingSpec, number: int = 0, state: PackerState | None = None
+    ) -> None:
+        self.number = number
+        """The next block."""
+        self._spec = spec
+        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._progress = [*state.progress] if state else [ShareProgress() for _ in spec.shares]
+        self._rest = state.rest if state else joined([*self._tokenizer.encode_each([""])])[:0]
+        self._streams = [
+            DocumentStream(share, [*spec.key, index], progress.position)
+            for index, (share, progress) in enumerate(zip(spec.shares, self._progress, strict=True))
+        ]
+        self._documents = [iter(stream) for stream in self._streams]
+
+    def pack(self) -> tuple[Tokens, PackerState]:
+        """Return the next block's tokens, and the state after it.
+
+        After an exception the packer cannot be used any more.
+        """
+        rng = np.random.default_rng([*self._spec.key, len(self._documents), self.number])
+        size = BLOCK * self._spec.length
+        packed = [self._rest]
+        while (missing := size - sum(map(len, packed))) > 0:
+            drawn = self._draw(missing)
+            rng.shuffle(drawn)
+            encoded = self._tokenizer.encode_each([text for _, text in drawn])
+            for (index, text), tokens in zip(drawn, encoded, strict=True):
+                packed.append(tokens)
+                self._count(index, text, len(tokens))
+        tokens = joined(packed)
+        self._rest = tokens[size:]
+        self.number += 1
+        for index, stream in enumerate(self._streams):
+            self._progress[index] = replace(self._progress[index], position=stream.position)
+        return tokens[:size], PackerState(tuple(self._progress), self._rest)
+
+    def _draw(self, num_tokens: int) -> list[tuple[int, str]]:
+        """Return documents of about ``num_tokens``, rather fewer, each with its share's number.
+
+        The next document is always from the share that is farthest below its weight in tokens.
+        Tokens of the documents drawn here are estimated from their bytes.
+        """
+        expected = [float(each.num_tokens) for each in self._progress]
+        enough = sum(expected) + 0.95 * num_tokens
+        drawn: list[tuple[int, str]] = []
+        while not drawn or sum(expected) < enough:
+            index = min(
+                range(len(expected)), key=lambda i: expected[i] / self._spec.shares[i].weight
+            )
+            text = next(self._documents[index])
+            drawn.append((index, text))
+            each = self._progress[index]
+            per_byte = each.num_tokens / each.num_bytes if each.num_bytes else 1.0
+            expected[index] += len(text.encode()) * per_byte
+        return drawn
+
+    def _count(self, index: int, text: str, num_tokens: int) -> None:
+        each = self._progress[index]
+        self._progress[index] = replace(
+            each,
+            num_bytes=each.num_bytes + len(text.encode()),
+            num_tokens=each.num_tokens + num_tokens,
+        )
+
+
+# Sequences on disk.
+
+_packers: OrderedDict[Path, Packer] = OrderedDict()
+"""Open packers of this process, the least recently used first."""
+
+
+class PackedSequences:
+    """The sequences of a specification, packed when they are needed and cached on disk.
+
+    Sequence n is the same in every process and after any loss of cached files. A block file holds
+    :data:`BLOCK` sequences and a small state file the packer's state before a block. Files are
+    written atomically and with the same content by every process, so no lock is needed. Old
+    blocks are deleted and packed again from their state file when they are asked for.
+    """
+
+    def __init__(self, spec: PackingSpec) -> None:
+        self._spec = spec
+        what = repr((spec, spec.versions)).encode()
+        self._folder = cache_folder() / "text" / hashlib.blake2b(what, digest_size=16).hexdigest()
+
+    def batch(self, start: int, stop: int) -> TextBatch:
+        """Return the sequences from number ``start`` to before ``stop``."""
+        ids, num_bytes = [], 0
+        while start < stop:
+            number, first = divmod(start, BLOCK)
+            last = min(BLOCK, first + stop - start)
+            block = self._block(number, first, last)
+            ids.append(block["ids"].astype(np.int64))
+            num_bytes += int(block["num_bytes"].sum())
+            start += last - first
+        return TextBatch(torch.from_numpy(np.concatenate(ids)), num_bytes)
+
+    def state_before(self, number: int) -> PackerState:
+        """Return the packer's state before block ``number``, at least 1."""
+        while True:
+            try:
+                with safe_open(self._path(number, "state"), "numpy") as file:
+                    rest = Tokens(file.get_tensor("ids"), file.get_tensor("num_bytes"))
+                    return PackerState.from_json(file.metadata()["progress"], rest)
+            except (FileNotFoundError, SafetensorError):  # missing or damaged
+                self._path(number, "state").unlink(missing_ok=True)
+                self._pack_until(number - 1)
+
+    def _block(self, number: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        while True:
+            try:
+                with safe_open(self._path(number, "block"), "numpy") as file:
+                    return {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+            except (FileNotFoundError, SafetensorError):
+                self._path(number, "block").unlink(missing_ok=True)
+                self._pack_until(number)
+
+    def _pack_until(self, number: int) -> None:
+        """Pack block ``number`` and the blocks before it that this requires."""
+        retry_network(self._spec.shares[0].source, lambda: self._pack(number))
+
+    def _pack(self, number: int) -> None:
+        first = next((n for n in range(number, 0, -1) if self._path(n, "state").exists()), 0)
+        # Removed here, and not put back if reading fails: its open files are then unusable.
+        packer = _packers.pop(self._folder, None)
+        if packer is None or not first <= packer.number <= number:
+            packer = Packer(self._spec, first, self.state_before(first) if first else None)
+        while packer.number <= number:
+            self._write(packer.number, *packer.pack())
+        _packers[self._folder] = packer
+        while len(_packers) > _MAX_OPEN_PACKERS:
+            _packers.popitem(last=False)
+
+    def _write(self, number: int, tokens: Tokens, state: PackerState) -> None:
+        shape = BLOCK, self._spec.length
+        sizes = tokens.num_bytes.reshape(shape)[:, 1:].sum(axis=1, dtype=np.int64)
+        rest = {"ids": state.rest.ids, "num_bytes": state.rest.num_bytes}
+        block = {"ids": tokens.ids.reshape(shape), "num_bytes": sizes}
+        self._replace(self._path(number + 1, "state"), rest, {"progress": state.to_json()})
+        self._replace(self._path(number, "block"), block, {})
+        self._path(number - KEPT_BLOCKS, "block").unlink(missing_ok=True)
+
+    def _replace(
+        self, path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]
+    ) -> None:
+        partial = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._folder, suffix=".partial")
+            os.close(handle)
+            partial = Path(name)
+            save_file({k: np.ascontiguousarray(a) for k, a in arrays.items()}, partial, metadata)
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            if partial is not None:
+                partial.unlink(missing_ok=True)
+            raise OSError(
+                f"cannot write packed text to {self._folder} ({error}); free disk space, or name "
+                "another folder in the environment variable XDG_CACHE_HOME"
+            ) from error
+
+    def _path(self, number: int, what: str) -> Path:
+        return self._folder / f"{number:08d}.{what}.safetensors"
+
+
+# The client's data.
+
+
+class StreamedShard:
+    """A client's endless sequences: step t takes ``batch_size`` of them from t * batch_size on.
+
+    Raises ``ValueError`` if there is no text for the client.
+    """
+
+    num_examples: int
+    """Sequences of the whole run, as the size of the text is unknown."""
+    description: Mapping[str, int]
+    """Text of the first block by domain, in UTF-8 bytes."""
+
+    def __init__(self, config: Config, site: Site) -> None:
+        self._config = config
+        data, source = config.data, Source.of(config.data)
+        if site.data_path:
+            source = source.at_site(site.data_path)
+        self._shares = retry_network(
+            source, lambda: client_shares(source, data.weights, data.partition, site)
+        )
+        spec = PackingSpec(
+            shares=tuple(self._shares),
+            tokenizer=data.tokenizer,
+            length=data.seq_len + 1,
+            key=(config.run.seed, site.partition),
+        )
+        self._sequences = retry_network(source, lambda: PackedSequences(spec))
+        self.num_examples = config.run.steps * data.batch_size
+        progress = self._sequences.state_before(1).progress
+        self.description = {
+            share.domain: each.num_bytes for share, each in zip(self._shares, progress, strict=True)
+        }
+
+    def train_batch(self, step: int) -> TextBatch:
+        """Return the batch of the step taken after ``step`` completed steps."""
+        size = self._config.data.batch_size
+        return self._sequences.batch(step * size, (step + 1) * size)
+
+    def heldout(self) -> Iterable[TextBatch]:
+        """Return held-out batches of the client's domains, in the proportions of their weights."""
+        total = sum(share.weight for share in self._shares)
+        return [
+            batch
+            for share in self._shares
+            for batch in _domain_batches(
+                self._config,
+                share.source,
+                share.domain,
+                max(1, round(self._config.evaluation.sequences * share.weight / total)),
+            )
+        ]
+
+
+def streamed_heldout(config: Config) -> dict[str, list[TextBatch]]:
+    """Return held-out batches of every domain of the common source."""
+    source = Source.of(config.data)
+    names = retry_network(source, lambda: domain_names(source))
+    sequences = config.evaluation.sequences
+    return {name: _domain_batches(config, source, name, sequences) for name in names}
+
+
+def _domain_batches(config: Config, source: Source, name: str, sequences: int) -> list[TextBatch]:
+    data = config.data
+    wanted = config.evaluation.sequences * (data.seq_len + 1)
+    tokens = retry_network(source, lambda: _heldout(source, name, data.tokenizer, wanted))
+    return heldout_batches(tokens, config, sequences)
+
+
+@lru_cache(maxsize=64)
+def _heldout(source: Source, name: str, tokenizer: str, wanted: int) -> Tokens:
+    """Return the first held-out documents of a domain: ``wanted`` tokens or more, or all."""
+    encode = load_tokenizer(tokenizer).encode_each
+    found: list[Tokens] = []
+    documents: list[str] = []
+    for text in open_domain(source, name).heldout():
+        documents.append(text)
+        if len(documents) == _HELDOUT_CHUNK:
+            found.extend(encode(documents))
+            documents = []
+            if sum(map(len, found)) >= wanted:
+                break
+    found.extend(encode(documents))
+    if sum(map(len, found)) < 2:
+        raise ValueError(
+            f"{source}: no text of domain {name!r} is held out; leave it out of data.domains, or "
+            "raise data.validation_fraction"
+        )
+    return joined(found)

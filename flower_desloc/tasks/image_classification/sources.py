@@ -1,0 +1,242 @@
+"""Sources of labelled images: scikit-learn's digits, local files and data sets known by name."""
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Array2D, Array3D, ClassLabel, Features, Image, List, Value, load_dataset
+from numpy.typing import NDArray
+
+from flower_desloc.config.schema import Data
+from flower_desloc.tasks.quiet import quiet
+
+_HELDOUT = ("validation", "valid", "test")
+
+StoredImage = Any
+"""An image as its source stores it: the bytes or path of an encoded file, or an array."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Where images come from; equal sources hold equal images."""
+
+    name: str
+    image_field: str = ""
+    label_field: str = ""
+    streaming: bool = False
+    validation_fraction: float = 0.1
+    key: str = "data.source"
+    """The setting that named it, for messages."""
+
+    @classmethod
+    def of(cls, data: Data) -> "ImageSource":
+        """Return the common source of a run."""
+        return cls(
+            data.source,
+            data.image_field,
+            data.label_field,
+            data.streaming,
+            data.validation_fraction,
+        )
+
+    def at_site(self, path: Path) -> "ImageSource":
+        """Return the source of a site's private images."""
+        if not path.expanduser().exists():
+            raise ValueError(f"data-path={path}: there is no such file or folder on this node")
+        return replace(self, name=str(path.expanduser().resolve()), key="data-path")
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImages:
+    """Images as stored, and the number of each one's label."""
+
+    images: Sequence[StoredImage]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageCorpus:
+    """The images of a source; ``names`` are those of the labels."""
+
+    names: tuple[str, ...]
+    train: LabelledImages
+    heldout: LabelledImages
+
+
+@lru_cache(maxsize=4)
+def read(source: ImageSource, names: tuple[str, ...] = ()) -> ImageCorpus:
+    """Return the images of a source, read once in each process.
+
+    Labels are numbered in the order of ``names``, by default in the source's own order.
+
+    Raises ``ValueError`` if the source or a column is missing, a label is not among ``names``, or a
+    part is empty; the message names the setting.
+    """
+    train, heldout = (_digits(), None) if source.name == "builtin" else _stored_parts(source)
+    names = names or train.names or _sorted({*train.labels, *(heldout or train).labels})
+    numbers = _numbers(source, train, names)
+    if heldout is None:
+        held = _is_held_out(numbers, source.validation_fraction)
+        parts = _select(train, numbers, ~held), _select(train, numbers, held)
+    else:
+        parts = (
+            LabelledImages(train.images, numbers),
+            LabelledImages(heldout.images, _numbers(source, heldout, names)),
+        )
+    for part, what in zip(parts, ("to train on", "held out"), strict=True):
+        if not len(part):
+            raise ValueError(
+                f"{source}: no image is {what}; use more images, or another "
+                f"data.validation_fraction than {source.validation_fraction}"
+            )
+    return ImageCorpus(names, *parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """One part of a source: images and the names of their labels."""
+
+    images: Sequence[StoredImage]
+    labels: Sequence[str]
+    names: tuple[str, ...] = ()
+    """All labels in their order, if the source states it."""
+
+
+def _digits() -> _Stored:
+    """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in shades from 0 to 255."""
+    # Imported here: it takes a second.
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    shades = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    return _Stored(shades, [str(name) for name in bunch.target])
+
+
+def _is_held_out(labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+    """Choose the same fraction of every label, independent of the run's seed."""
+    rng = np.random.default_rng(0)
+    held = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        held[rows[: round(fraction * len(rows))]] = True
+    return held
+
+
+def _select(part: _Stored, numbers: NDArray[np.int64], chosen: NDArray[np.bool_]) -> LabelledImages:
+    rows = np.flatnonzero(chosen).tolist()
+    return LabelledImages([part.images[row] for row in rows], numbers[rows])
+
+
+def _numbers(source: ImageSource, part: _Stored, names: tuple[str, ...]) -> NDArray[np.int64]:
+    number = {name: i for i, name in enumerate(names)}
+    if unknown := set(part.labels) - number.keys():
+        raise ValueError(
+            f"{source}: the label {min(unknown)!r} is not among those of the run, "
+            f"{', '.join(names)}"
+        )
+    return np.array([number[name] for name in part.labels], dtype=np.int64)
+
+
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    """Return labels in natural order: 2 before 10."""
+    numeric = {name for name in names if name.removeprefix("-").isdecimal()}
+    return (*sorted(numeric, key=lambda name: (int(name), name)), *sorted(names - numeric))
+
+
+def _stored_parts(source: ImageSource) -> tuple[_Stored, _Stored | None]:
+    """Return the training part of a source, and its held-out part if it has one."""
+    parts = _load(source)
+    train = parts.get("train") or (next(iter(parts.values())) if len(parts) == 1 else None)
+    if train is None:
+        raise ValueError(f"{source}: it has no part 'train', only {', '.join(parts)}")
+    heldout = next((parts[name] for name in _HELDOUT if name in parts), None)
+    has_heldout = heldout is not None and heldout is not train
+    return _read_rows(source, train), _read_rows(source, heldout) if has_heldout else None
+
+
+def _load(source: ImageSource) -> Mapping[str, Any]:
+    path = Path(source.name).expanduser().resolve()
+    try:
+        with quiet():
+            # Files as a stream: no copy of private images in a cache.
+            if path.is_file():
+                parts = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=True)
+            elif path.is_dir():
+                parts = load_dataset(str(path), streaming=True)
+            else:
+                name, _, config = source.name.partition(":")
+                parts = load_dataset(name, config or None, streaming=source.streaming)
+    except Exception as error:
+        raise ValueError(
+            f"{source}: neither `builtin`, nor a Parquet file or a folder of images here, nor a "
+            f"data set that could be loaded ({' '.join(str(error).split())})"
+        ) from error
+    return dict(parts)
+
+
+def _read_rows(source: ImageSource, part: Any) -> _Stored:
+    if part.features is None:
+        raise ValueError(f"{source}: the columns of this stream are unknown; set data.streaming=no")
+    image = _column(source, part.features, "image_field", source.image_field, _is_image)
+    label = _column(source, part.features, "label_field", source.label_field, _is_label)
+    part = part.select_columns([image, label])
+    if isinstance(part.features[image], Image):
+        part = part.cast_column(image, Image(decode=False))
+    try:
+        with quiet():
+            rows = [(row[image], row[label]) for row in part]
+    except Exception as error:
+        raise ValueError(f"{source}: cannot be read ({' '.join(str(error).split())})") from error
+    images, labels = [each for each, _ in rows], [value for _, value in rows]
+    feature = part.features[label]
+    if not isinstance(feature, ClassLabel):
+        return _Stored(images, [str(value) for value in labels])
+    if any(number is None or number < 0 for number in labels):
+        raise ValueError(f"{source}: it holds images without a label")
+    return _Stored(images, [feature.names[number] for number in labels], tuple(feature.names))
+
+
+def _column(
+    source: ImageSource,
+    features: Features,
+    setting: str,
+    named: str,
+    fits: Callable[[object], bool],
+) -> str:
+    """Return the column that a setting names, otherwise the only one that fits."""
+    if named:
+        if named not in features:
+            raise ValueError(
+                f"data.{setting}={named}: {source} has no such column; it has {', '.join(features)}"
+            )
+        return named
+    found = [str(name) for name, feature in features.items() if fits(feature)]
+    # A class label is meant as one; a number or a text may be anything.
+    found = [name for name in found if isinstance(features[name], ClassLabel)] or found
+    if len(found) != 1:
+        raise ValueError(
+            f"data.{setting}: {source} has {len(found) or 'no'} columns that could be it; name one "
+            f"of {', '.join(found or features)}"
+        )
+    return found[0]
+
+
+def _is_image(feature: object) -> bool:
+    rows = isinstance(feature, List) and isinstance(feature.feature, List)
+    return rows or isinstance(feature, Image | Array2D | Array3D)
+
+
+def _is_label(feature: object) -> bool:
+    kinds = ("int", "uint", "string", "large_string", "bool")
+    valued = isinstance(feature, Value) and feature.dtype.startswith(kinds)
+    return valued or isinstance(feature, ClassLabel)
