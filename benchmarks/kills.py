@@ -217,7 +217,7 @@ def federated_trial(victim: str, draw: random.Random, folder: Path) -> dict[str,
         assert process.returncode == 0, log.read_text()
         assert any(event.startswith(f"client-{node} ") for event in told(folder)), told(folder)
         return found | {"client": node}
-    named = re.search(r"go on from its last checkpoint: (.*)", log.read_text())
+    named = re.search(r"resume from its last checkpoint: (.*)", log.read_text())
     assert named or victim == ALL, log.read_text()
     again = shlex.split(named[1]) if named else [*command, "run.resume=auto"]
     again[0] = command[0]

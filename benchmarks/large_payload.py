@@ -35,9 +35,9 @@ from typing import Any
 
 import psutil
 
-from flower_desloc.cli.federate import federation
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.sites.deployment.environment import as_argument
+from flower_desloc.tools.engines.deployment import deployment
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 APP = Path(__file__).with_name("large_payload_app")
@@ -133,7 +133,7 @@ def engine(name: str, folder: Path) -> Iterator[tuple[SuperLink, list[str]]]:
             )
             return
         site = {"partition-id": 0, "num-partitions": 1, "state-dir": str(folder / "state")}
-        superlink, _ = stack.enter_context(federation([site], threads=1))
+        superlink, _ = stack.enter_context(deployment([site], threads=1))
         yield superlink, []
 
 

@@ -1,4 +1,4 @@
-"""`desloc run`: what it refuses, what it prints, and what it leaves behind, which is nothing."""
+"""`desloc run`: errors, output, exit codes, and that no process or file is left behind."""
 
 import os
 import re
@@ -19,6 +19,7 @@ import typer
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from typer.testing import CliRunner
 
 import flower_desloc
@@ -29,31 +30,17 @@ from flower_desloc.runs.resume import cut_off_since
 from flower_desloc.sites.deployment import environment as flower
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines import simulation, superlink
-from flower_desloc.tools.engines.simulation import federation, flwr_run, without_flower
+from flower_desloc.tools.engines.simulation import federation_config, flwr_run, without_flower
 
 ROOT = Path(__file__).parents[1]
 
 
+def slow(test):
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
+
+
 def desloc(*arguments):
     return CliRunner().invoke(app, ["run", *map(str, arguments)], catch_exceptions=False)
-
-
-def marked(mark):
-    """Return the command lines of the processes that have ``mark`` in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().decode().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -118,7 +105,7 @@ def test_a_dry_run_prints_the_configuration_and_the_command_and_starts_nothing(n
     assert 'config="quickstart" overrides="run.steps=7" output-dir="/o"' in command
 
 
-def test_a_dry_run_foretells_the_papers_ratios(nothing_starts):
+def test_a_dry_run_prints_the_papers_ratios(nothing_starts):
     periods = ["sync.params=256", "sync.exp_avg=768", "sync.exp_avg_sq=1536"]
     result = desloc("quickstart", "run.steps=1536", *periods, "--dry-run")
     assert "2.00 times as much" in result.stdout
@@ -154,9 +141,7 @@ def printed_command(preset: str) -> str:
     return command
 
 
-def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
-    nothing_starts, tmp_path, monkeypatch
-):
+def test_relative_paths_reach_the_app_as_absolute_paths(nothing_starts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "builtin").mkdir()  # a name of ours, whatever else is called so
@@ -168,7 +153,7 @@ def test_files_seen_from_here_are_named_so_that_the_app_finds_them(
     assert "data.source" not in printed_command("quickstart")
 
 
-def test_paths_with_blanks_are_told_to_the_app_as_they_are(nothing_starts, tmp_path, monkeypatch):
+def test_paths_with_blanks_reach_the_app_unchanged(nothing_starts, tmp_path, monkeypatch):
     here = tmp_path / "my own folder\u00a0"
     (here / "two words").mkdir(parents=True)
     monkeypatch.chdir(here)
@@ -183,7 +168,7 @@ def test_paths_with_blanks_are_told_to_the_app_as_they_are(nothing_starts, tmp_p
 
 
 @pytest.mark.parametrize("end", [typer.Exit(1), SystemExit(143)], ids=["failed", "SIGTERM"])
-def test_a_command_that_ends_early_says_how_its_own_run_goes_on(tmp_path, capsys, end):
+def test_a_command_that_ends_early_prints_how_to_resume_its_own_run(tmp_path, capsys, end):
     here = tmp_path / "my own folder"
 
     def ended(*names):
@@ -195,20 +180,20 @@ def test_a_command_that_ends_early_says_how_its_own_run_goes_on(tmp_path, capsys
                 checkpoint.touch()
             raise end
 
-        with pytest.raises(type(end)), run.telling_how_to_go_on(["desloc"], Config(), here):
+        with pytest.raises(type(end)), run.resume_hint(["desloc"], Config(), here):
             work()
         return capsys.readouterr().err
 
     assert ended() == ""
     what, _, command = ended("desloc").strip().partition(": ")
-    assert what == "go on from its last checkpoint"
+    assert what == "resume from its last checkpoint"
     _, resume, _, folder = shlex.split(command)
     assert load("quickstart", resume).run.resume == str(here / "desloc")
     assert folder == str(here)
     assert ended() == ""  # that one was another command's
 
 
-def test_the_run_of_another_command_that_still_goes_on_is_not_offered(tmp_path):
+def test_the_run_of_another_command_is_not_offered_while_it_runs(tmp_path):
     for name in ("desloc", "desloc-2"):
         checkpoint = tmp_path / name / "checkpoints" / "step-1.safetensors"
         checkpoint.parent.mkdir(parents=True)
@@ -233,11 +218,11 @@ def test_the_run_of_another_command_that_still_goes_on_is_not_offered(tmp_path):
         (4, 2, 3, 2, 6),
     ],
 )
-def test_there_are_as_many_workers_as_are_of_use(clients, cpus, workers, cores, ray_cpus):
+def test_ray_starts_no_more_workers_than_clients_need(clients, cpus, workers, cores, ray_cpus):
     config = Config()
     config.federation.num_clients = clients
     config.federation.client_cpus = cpus
-    settings = federation(config, workers=workers, cores=cores)
+    settings = federation_config(config, workers=workers, cores=cores)
     assert settings.pop("init-args-num-cpus", None) == ray_cpus
     assert settings == {
         "num-supernodes": clients,
@@ -254,7 +239,7 @@ def test_the_app_is_the_checkout_around_the_package():
 
 
 @pytest.mark.parametrize("pyproject", [None, "[project]\nname = 'another'\n", "not TOML ["])
-def test_a_package_without_its_checkout_is_told_how_to_get_one(
+def test_a_package_without_its_checkout_is_an_error_with_the_way_to_get_one(
     nothing_starts, tmp_path, monkeypatch, pyproject
 ):
     if pyproject is not None:
@@ -269,7 +254,7 @@ def test_a_package_without_its_checkout_is_told_how_to_get_one(
 # --- The environment ----------------------------------------------------------------------------
 
 
-def test_flower_gets_our_environment_without_what_would_lead_it_elsewhere(monkeypatch):
+def test_flower_gets_our_environment_without_variables_that_would_misdirect_it(monkeypatch):
     for name in ("FLWR_HOME", "FLWR_LOCAL_CONTROL_API_PORT", "FLWR_DATABASE", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "stale")
     monkeypatch.setenv("NO_PROXY", "intra.net")
@@ -316,7 +301,7 @@ def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkey
     assert not home.exists()
 
 
-def test_what_is_deaf_and_left_the_process_group_is_ended_too(home, monkeypatch):
+def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(home, monkeypatch):
     deaf = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
     parent = (
         "import subprocess, time\n"
@@ -326,11 +311,14 @@ def test_what_is_deaf_and_left_the_process_group_is_ended_too(home, monkeypatch)
     command = [sys.executable, "-c", parent]
     monkeypatch.setattr(superlink, "_superlink_command", lambda *_: command)
     monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
-    mark = f"FLWR_HOME={home}"
+
+    def started():
+        return processes_with("FLWR_HOME", str(home))
+
     with superlink.private_superlink():
-        wait_until(lambda: any(name.startswith("sh -c trap") for name in marked(mark)))
-        assert len(marked(mark)) >= 3  # the supervisor, the parent, the child
-    assert marked(mark) == []
+        wait_until(lambda: any(name.startswith("sh -c trap") for name in started()), started)
+        assert len(started()) >= 3  # the supervisor, the parent, the child
+    assert started() == []
     assert not home.exists()
 
 
@@ -356,7 +344,7 @@ An unhandled exception occurred when running the simulation.
 """
 
 
-def test_the_apps_lines_are_shown_and_of_flowers_the_warnings():
+def test_the_apps_lines_are_shown_and_flowers_warnings():
     shown = [simulation._COLOUR.sub("", line) for line in without_flower(LOG.splitlines())]
     assert shown == [
         "step 1/2",
@@ -369,7 +357,7 @@ def test_the_apps_lines_are_shown_and_of_flowers_the_warnings():
     ]
 
 
-def test_a_log_that_breaks_off_is_told_on_and_not_again():
+def test_a_log_that_breaks_off_is_continued_without_repetition():
     class BrokenOnce:
         logs = iter([["one", "two"], ["one", "two", "three"]])
         states = iter(["running", "finished:completed"])
@@ -498,12 +486,13 @@ def write(path, text):
 
 
 DESLOC = f"""\
+{DEFAULT_SIGNALS}
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from flower_desloc.cli import app, request
+from flower_desloc.cli import app, run_arguments
 folder = Path(sys.argv.pop(1))
-request.app_folder = lambda: folder
+run_arguments.app_folder = lambda: folder
 app()
 """
 
@@ -532,14 +521,14 @@ class Place:
         """Return exit code, output and errors; the app's folder is as it was."""
         before = contents(tiny)
         with self.start(tiny, *arguments) as process, ended(process):
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=600)
         assert contents(tiny) == before
         assert self.left() == []
         return process.returncode, output, errors
 
     def left(self):
         """Return the processes and the temporary folders that are still there."""
-        return marked(f"PLACE={self.temp}") + list(self.temp.iterdir())
+        return processes_with("PLACE", str(self.temp)) + list(self.temp.iterdir())
 
 
 @contextmanager
@@ -581,10 +570,10 @@ def place(tmp_path) -> Iterator[Place]:
         yield Place(cwd, environment, Path(temp))
 
 
-@pytest.mark.slow
-def test_a_run_that_completes_exits_by_0_and_ran_the_code_that_was_submitted(tiny, place):
+@slow
+def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, place):
     code, output, errors = place.run(tiny, "federation.num_clients=2", "--output-dir", "my runs")
-    assert (code, errors) == (0, "")
+    assert (code, errors) == (0, ""), output
     _takes, command, _submitted, *said = output.splitlines()
     config = shlex.split(command)[shlex.split(command).index("--run-config") + 1]
     assert said[0] == f"server: run config {parse_config_args([config])}"
@@ -599,18 +588,18 @@ def test_a_run_that_completes_exits_by_0_and_ran_the_code_that_was_submitted(tin
     assert "INFO" not in output
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_exits_by_1_and_says_why(tiny, place):
+@slow
+def test_a_run_that_fails_exits_with_1_and_prints_the_error(tiny, place):
     code, output, errors = place.run(tiny, "run.name=raises")
-    assert code == 1
+    assert code == 1, output + errors
     assert "server: imported" in output
     assert "ValueError: the app has had enough" in output
     assert "finished:failed" in errors
     assert "the app has had enough" in errors
 
 
-@pytest.mark.slow
-def test_an_app_that_cannot_be_built_exits_by_1_and_says_why(tiny, place):
+@slow
+def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, place):
     (tiny / "LICENSE").unlink()
     code, _output, errors = place.run(tiny)
     assert code == 1
@@ -618,7 +607,7 @@ def test_an_app_that_cannot_be_built_exits_by_1_and_says_why(tiny, place):
     assert "LICENSE" in errors
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("number", "said"),
     [
@@ -628,13 +617,13 @@ def test_an_app_that_cannot_be_built_exits_by_1_and_says_why(tiny, place):
 )
 def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
     with place.start(tiny, "run.name=waits", "federation.num_clients=2") as process, ended(process):
-        assert any(line.startswith(said) for line in process.stdout)
+        assert any(line.startswith(said) for line in process.stdout), process.stderr.read()
         assert place.left() != []
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     if number == signal.SIGKILL:  # then nobody waits for the supervisor
         assert process.returncode == -number
-        wait_until(lambda: place.left() == [])
+        wait_until(lambda: place.left() == [], place.left)
     else:
         assert process.returncode == 128 + number
         assert f"stopped by {signal.Signals(number).name}" in errors

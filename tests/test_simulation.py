@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 from safetensors.torch import load_file
 
 from flower_desloc.sites.supervisor import end_all
@@ -71,8 +72,9 @@ def test_transformers_loads_the_final_weights(in_process):
     assert all(own[name].equal(tensor) for name, tensor in saved.items())
 
 
+@pytest.mark.timeout(900)
 def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
-    """As a newcomer types it: Flower starts a SuperLink of its own, which we must take down."""
+    """As a newcomer types it: Flower starts a SuperLink of its own, which the test must end."""
     home = tmp_path / "home"
     home.mkdir()
     ports = [_free_port() for _ in range(2)]
@@ -83,17 +85,28 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
-    overrides = " ".join(SMALL)
-    command = [str(BIN / "flwr"), "run", str(ROOT), "--stream", "--run-config"]
-    command.append(f'overrides="{overrides}" output-dir="{tmp_path}"')
-    try:
+
+    def flwr(*arguments: str) -> str:
+        command = [str(BIN / "flwr"), *arguments]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
+        return done.stdout + done.stderr
+
+    run_config = f'overrides="{" ".join(SMALL)}" output-dir="{tmp_path}"'
+    try:
+        said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
+
+        def is_over() -> bool:
+            said[1:] = [flwr("ls", "--format", "json")]  # the log may end before the run does
+            return "finished" in said[1]
+
+        wait_until(is_over, lambda: said, limit=300)
     finally:
         end_all(home)
-    assert summary(tmp_path / "quickstart")["status"] == "completed", done.stdout + done.stderr
-    assert "Installed:" not in done.stdout + done.stderr
+    assert (tmp_path / "quickstart" / "summary.json").exists(), "\n".join(said)
+    assert summary(tmp_path / "quickstart")["status"] == "completed", "\n".join(said)
+    assert "Installed:" not in said[0]
     assert not list(ROOT.glob("*.fab"))
 
 

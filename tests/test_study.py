@@ -1,4 +1,4 @@
-"""Studies: the grid, the search, and that nothing that is done is done again."""
+"""Studies: the grid, the search, the results, and that finished runs are not repeated."""
 
 import json
 import math
@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
@@ -42,10 +42,10 @@ TINY = [
 ]  # fmt: skip
 
 LONG = [
-    "run.steps=200", "run.eval_every=0", "sync.params=1", "data.partition=iid",
+    "run.steps=80", "run.eval_every=0", "sync.params=1", "data.partition=iid",
     "federation.num_clients=2", "evaluation.federated=false",
 ]  # fmt: skip
-"""Enough windows to be met in the middle."""
+"""Enough windows to be interrupted during a run."""
 
 
 def study(tmp_path, text):
@@ -72,7 +72,7 @@ def search(score, start=0, most=9):
     st.integers(-15, 15),
     st.integers(3, 12),
 )
-def test_a_search_brackets_the_best_or_has_used_its_bound_up(course, start, most):
+def test_a_search_brackets_the_best_value_or_uses_up_its_bound(course, start, most):
     scores = search(lambda position: course[position + 20], start, min(most, 4))
     assert {start - 1, start, start + 1} <= scores.keys()
     assert sorted(scores) == list(range(min(scores), max(scores) + 1))
@@ -80,7 +80,7 @@ def test_a_search_brackets_the_best_or_has_used_its_bound_up(course, start, most
 
 
 @given(st.integers(-20, 20), st.integers(-20, 20), st.integers(-20, 20))
-def test_the_optimum_of_a_valley_is_found_from_either_side(optimum, start, edge):
+def test_a_search_finds_the_minimum_of_a_valley_from_either_side(optimum, start, edge):
     def valley(position):
         return math.inf if position > max(edge, optimum) else abs(position - optimum)
 
@@ -144,14 +144,14 @@ sweep: {key: optimizer.lr}
         ("- a", "the study: holds keys and values"),
     ],
 )
-def test_what_is_wrong_in_a_study_is_named_with_its_file_and_key(tmp_path, text, said):
+def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, said):
     path = study(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         read_study(path)
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_the_fingerprint_is_of_the_settings_and_not_of_the_names():
+def test_the_fingerprint_depends_on_the_settings_and_not_on_the_names():
     (one, other) = (cell.run(0) for cell in read_study(MINIATURE).cells)
     (again, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.name=x"]).cells)
     (changed, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.steps=13"]).cells)
@@ -163,7 +163,7 @@ def test_the_fingerprint_is_of_the_settings_and_not_of_the_names():
 
 
 def leave(store, run, loss, *, diverged=False):
-    """Put into the store what a run of two clients leaves, each stream of 1000 bytes."""
+    """Write the folder of a run of two clients, with streams of 1000 bytes, into the store."""
     config, schedule = run.config, build_schedule(run.config)
     folder = RunFolder(store.final_path(run))
     folder.path.mkdir(parents=True)
@@ -271,7 +271,7 @@ def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
     assert "diverged" in table([row])[0]
 
 
-def test_a_run_of_other_settings_is_not_taken_for_done(tmp_path):
+def test_a_run_with_other_settings_does_not_count_as_finished(tmp_path):
     [cell, *_] = read_study(MINIATURE).cells
     store, run = Store(tmp_path, "mine"), cell.run(0)
     leave(store, run, curve(1))
@@ -299,23 +299,23 @@ class Here:
 
 
 class Quiet:
-    """A view that keeps what was said."""
+    """A view that keeps the messages."""
 
     def __init__(self):
-        self.heard = []
+        self.messages = []
 
     def started(self, run): ...
 
     def finished(self, run, result, states): ...
 
     def failed(self, message):
-        self.heard.append(message)
+        self.messages.append(message)
 
     def tick(self, states, running): ...
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_study_is_readable_and_says_what_it_is(path):
+def test_every_study_loads_and_has_an_opening_comment(path):
     made = read_study(path)
     assert made.name == path.stem
     assert path.read_text().startswith("# ")
@@ -360,13 +360,13 @@ axes:
     store, view = Store(tmp_path, made.name), Quiet()
     assert run_study(made, store, Here(), view) == {}
     rows = results(made, store)
-    assert [row.diverged for row in rows] == [1] * 6, view.heard
+    assert [row.diverged for row in rows] == [1] * 6, view.messages
     assert [row.mean for row in rows] == [None] * 6
     assert all(cells[1] == "diverged" for cells in table(rows)[1])
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_holds_up_no_other_and_is_tried_again(tmp_path):
+def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
     text = """
 base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes: {data: {none: [data.source=SOURCE], some: []}}
@@ -404,7 +404,8 @@ class Killer(Quiet):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_takes_its_run_with_it_which_is_tried_once_more(tmp_path):
+@pytest.mark.timeout(1500)
+def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
     made = read_study(
         study(tmp_path, "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"),
         [*TINY, *LONG],
@@ -420,85 +421,68 @@ def test_a_worker_that_dies_takes_its_run_with_it_which_is_tried_once_more(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_study_that_is_killed_goes_on_where_it_was(tmp_path):
+@pytest.mark.timeout(1500)
+def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
     path = study(tmp_path, "seeds: [0, 1, 2]")
     folder = tmp_path / "mine"
     half = ".unfinished/*/*/*/metrics.jsonl"
 
+    output = tmp_path / "output.txt"
+    code = DEFAULT_SIGNALS + "from flower_desloc.cli import app; app()"
+    options = [*TINY, *LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
+
     def start():
-        arguments = ["study", path, *TINY, *LONG, "--output-dir", tmp_path, "--jobs", "1"]
         return subprocess.Popen(
-            [sys.executable, "-c", "from flower_desloc.cli import app; app()",
-             *map(str, arguments)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code, "study", str(path), *options],
+            stdout=output.open("a"),
+            stderr=subprocess.STDOUT,
             env={**os.environ, "DESLOC_TEST": str(tmp_path)},
-        )  # fmt: skip
+        )
 
     def done():
         return {run: (run / "summary.json").stat().st_mtime_ns for run in folder.glob("*/*seed-*")}
 
     def stop_within_run(number, how):
+        """Send a signal when ``number - 1`` runs are done and the next has written a window."""
         process = start()
         try:
-            wait_until(lambda: process.poll() is not None or (
-                len(done()) == number - 1 and any(f.stat().st_size for f in folder.glob(half))
-            ))  # fmt: skip
+            wait_until(
+                lambda: process.poll() is not None or (
+                    len(done()) == number - 1 and any(f.stat().st_size for f in folder.glob(half))
+                ),
+                output.read_text,
+            )  # fmt: skip
             process.send_signal(how)
-            return process.wait(60), process.stderr.read()
+            return process.wait(600)
         finally:
             process.kill()
-            process.stderr.close()
 
-    code, said = stop_within_run(2, signal.SIGINT)
-    assert code == 128 + signal.SIGINT, said
-    assert said == "stopped by SIGINT; finished runs are kept; the same command resumes the study\n"
+    assert stop_within_run(2, signal.SIGINT) == 128 + signal.SIGINT, output.read_text()
+    kept = "stopped by SIGINT; finished runs are kept; the same command resumes the study\n"
+    assert output.read_text().endswith(kept), output.read_text()
     assert not (folder / ".unfinished").exists()
     first = done()
     assert len(first) == 1
 
-    code, said = stop_within_run(3, signal.SIGKILL)
-    assert code == -signal.SIGKILL, said
-    assert list(folder.glob(half)), "it was not in the middle"
+    assert stop_within_run(3, signal.SIGKILL) == -signal.SIGKILL, output.read_text()
+    assert list(folder.glob(half)), "it was not in the middle of a run"
     second = done()
     assert len(second) == 2
     assert first.items() < second.items()
-    wait_until(lambda: not marked(tmp_path))
-    assert not marked(tmp_path), "workers outlive their study"
+    # The workers end with their study.
+    wait_until(lambda: not processes_with("DESLOC_TEST", str(tmp_path)), output.read_text)
 
-    process = start()
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    assert start().wait(600) == 0, output.read_text()
     assert second.items() < done().items()
     assert not (folder / ".unfinished").exists()
-    [row] = results(read_study(path, [*TINY, *LONG]), Store(tmp_path, "mine"))
-    assert [run.summary["config"]["seed"] for run in row.runs] == [0, 1, 2]
-    assert {run.folder.path for run in row.runs} == set(done())
+    [cell] = results(read_study(path, [*TINY, *LONG]), Store(tmp_path, "mine"))
+    assert [run.summary["config"]["seed"] for run in cell.runs] == [0, 1, 2]
+    assert {run.folder.path for run in cell.runs} == set(done())
     assert (folder / "report.html").exists()
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 240
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def marked(mark):
-    """Return the processes that :func:`start` has begun, and theirs."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"DESLOC_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(entry.name)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.slow
-def test_a_study_runs_once_and_then_only_draws(tmp_path):
+def test_a_complete_study_is_only_redrawn(tmp_path):
     command = ["study", "miniature", "--output-dir", str(tmp_path)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output

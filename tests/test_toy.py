@@ -1,10 +1,11 @@
-"""The toy problem: its mathematics, its two ways to one result, and `desloc toy`."""
+"""The toy problem: its mathematics, the agreement of its two implementations, `desloc toy`."""
 
 import csv
 import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -25,8 +26,8 @@ from examples.toy.problem import (
     noisy_value,
     value,
 )
-from examples.toy.search import Grid, Row
-from examples.toy.setting import K_V, K_X, METHODS, Setting
+from examples.toy.search import SearchGrid
+from examples.toy.setting import K_V, K_X, METHODS, ToySetting
 from examples.toy.transcription import noise, transcribe
 from flower_desloc.cli import app
 
@@ -90,7 +91,7 @@ def test_the_methods_are_the_papers():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "setting",
-    [Setting(lr=0.02, betas=(0.9, 0.99)), Setting("adopt", 0.02, (0.95, 0.99), clip=None)],
+    [ToySetting(lr=0.02, betas=(0.9, 0.99)), ToySetting("adopt", 0.02, (0.95, 0.99), clip=None)],
     ids=lambda setting: setting.rule,
 )
 def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
@@ -105,7 +106,7 @@ def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
 
 
 def test_settings_that_are_transcribed_together_do_not_mix():
-    settings = [Setting(lr=lr, betas=(b, 0.99), clip=clip) for lr, b, clip in LINE]
+    settings = [ToySetting(lr=lr, betas=(b, 0.99), clip=clip) for lr, b, clip in LINE]
     together = transcribe(settings, METHODS["desloc"], noise(2, 400, [0]), every=100)
     for i, setting in enumerate(settings):
         alone = transcribe([setting], METHODS["desloc"], noise(2, 400, [0]), every=100)
@@ -117,41 +118,55 @@ def test_settings_that_are_transcribed_together_do_not_mix():
 LINE = [(0.01, 0.9, 5.0), (0.03, 0.99, None), (0.02, 0.95, 1.0)]
 
 
-def row(method, end, *, lr=0.1, beta1=0.9, split="iid"):
-    return Row("adam", None, beta1, 0.999, lr, split, method, end, 0.0)
+def rows_of(split, ends_by_rate):
+    return [
+        {"rule": "adam", "clip": 0.0, "beta1": 0.9, "beta2": 0.999, "lr": lr, "split": split}
+        | {"method": method, "distance": end, "spread": 0.0}
+        for lr, ends in ends_by_rate.items()
+        for method, end in zip(METHODS, ends, strict=True)
+    ]
 
 
-def test_a_verdict_counts_where_desloc_converges():
-    rows = []
-    for lr, ends in {
-        0.1: (0.10, 0.11, 0.20, 0.30),  # as the paper says
-        0.2: (0.10, 0.10, 0.10, math.inf),  # kept is as good
-        0.3: (0.10, 0.15, 0.05, 0.05),  # neither
-        0.4: (0.50, 0.50, 0.90, 0.90),  # too far off to count
-    }.items():
-        rows += [row(m, end, lr=lr) for m, end in zip(METHODS, ends, strict=True)]
-    iid, niid = search.verdicts(rows)
-    assert (iid.settings, iid.as_local_adam) == (3, 2)
-    assert iid.farther == {"favg_keep_opt": 1, "favg_reset_opt": 2}
-    assert iid.closer == {"favg_keep_opt": 1, "favg_reset_opt": 1}
-    assert niid.settings == 0
-    assert search.where_all_hold(rows) == [Setting("adam", 0.1, (0.9, 0.999), None)]
-    other = [row(m, end, split="niid") for m, end in zip(METHODS, (1, 1, 2, 2), strict=True)]
-    assert search.where_all_hold(rows + other) == []
-    closest = {r.method: r.lr for r in search.best(rows[:8])}
+def test_a_verdict_counts_the_settings_at_which_desloc_converges():
+    iid = rows_of(
+        "iid",
+        {
+            0.1: (0.10, 0.11, 0.20, 0.30),  # as the paper claims
+            0.2: (0.10, 0.10, 0.10, math.inf),  # kept states are as good
+            0.3: (0.10, 0.15, 0.05, 0.05),  # neither claim holds
+            0.4: (0.50, 0.50, 0.90, 0.90),  # not converged
+        },
+    )
+    rows = pd.DataFrame(iid)
+    assert search.verdict(rows, "iid") == {
+        "converged": 3, "as_local_adam": 2, "kept_farther": 1, "kept_closer": 1,
+        "reset_farther": 2, "reset_closer": 1,
+    }  # fmt: skip
+    assert set(search.verdict(rows, "niid").values()) == {0}
+    closest = {row["method"]: row["lr"] for row in search.best(rows[:8])}
     assert closest == dict(zip(METHODS, (0.1, 0.2, 0.2, 0.1), strict=True))
-    names = [name for name, _ in search.groups(rows)]
-    assert names == ["all", "adam", "lr 0.1", "lr 0.2", "lr 0.3", "lr 0.4", "β₁ 0.9"]
-    assert [len(some) for _, some in search.groups(rows)] == [16, 16, 4, 4, 4, 4, 16]
+    named = {name: len(some) for name, some in search.groups(rows)}
+    assert named == {"all": 16, "adam": 16, "β₁ 0.9": 16} | {
+        f"lr {lr}": 4 for lr in (0.1, 0.2, 0.3, 0.4)
+    }
+
+
+def test_all_claims_hold_only_where_they_hold_on_both_splits():
+    good, bad = (0.10, 0.11, 0.20, 0.30), (1, 1, 2, 2)
+    iid = rows_of("iid", {0.1: good, 0.2: good})
+    niid = rows_of("niid", {0.1: good, 0.2: bad})
+    found = search.where_all_hold(pd.DataFrame(iid + niid))
+    assert found == [ToySetting("adam", 0.1, (0.9, 0.999), None)]
+    assert search.where_all_hold(pd.DataFrame(iid)) == []
 
 
 def test_a_run_that_diverges_ends_infinitely_far_off():
-    wild = Grid(
+    wild = SearchGrid(
         rules=[("adam", None)], beta1=[0.0], beta2=[0.0], rates=[1e30], workers=2, rounds=2, seeds=1
     )
-    (line,) = wild.lines()
-    rows = search._part((line, "desloc", wild))
-    assert [r.distance for r in rows] == [math.inf, math.inf]
+    (batch,) = wild.batches()
+    rows = search.search_part((batch, "desloc", wild))
+    assert [row["distance"] for row in rows] == [math.inf, math.inf]
 
 
 # ------------------------------------------------------------------------------------ desloc toy
@@ -165,9 +180,9 @@ def test_desloc_toy_in_miniature(tmp_path):
     small = ("--workers", 4, "--rounds", 2, "--transcribed", 3, "--seeds", 2)
     result = desloc_toy("--output-dir", tmp_path, "--jobs", 2, *small)
     assert result.exit_code == 0, result.output
-    for picture in ("toy_iid.png", "toy_niid.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-        assert picture in result.output
+    for figure in ("toy_iid.png", "toy_niid.png"):
+        assert (tmp_path / figure).exists()
+        assert figure in result.output
     told = json.loads((tmp_path / "toy.json").read_text())
     assert told["size"] == {"workers": 4, "rounds": 2, "transcribed": 3, "seeds": 2}
     assert [(end["split"], end["method"]) for end in told["ends"]] == [
@@ -179,11 +194,12 @@ def test_desloc_toy_in_miniature(tmp_path):
 def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
     small = {"rules": [("adam", 5.0)], "beta1": [0.9, 0.995], "beta2": [0.999], "rates": [0.1, 0.3]}
     monkeypatch.setattr(
-        "flower_desloc.cli.toy.Grid", lambda workers: Grid(**small, workers=3, rounds=2, seeds=2)
+        "examples.toy.__main__.SearchGrid",
+        lambda workers: SearchGrid(**small, workers=3, rounds=2, seeds=2),
     )
     result = desloc_toy("--search", "--output-dir", tmp_path, "--jobs", 2)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "map.png").exists()
     with (tmp_path / "search.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * len(SPLITS) * len(METHODS)
@@ -199,7 +215,7 @@ def test_desloc_toy_refuses_betas_of_1_and_more(wrong, tmp_path):
     assert not (tmp_path / "toy").exists()
 
 
-def test_desloc_toy_says_so_when_it_diverges(tmp_path, capfd):
+def test_desloc_toy_reports_divergence(tmp_path, capfd):
     small = ("--workers", 2, "--rounds", 1, "--transcribed", 1, "--seeds", 1, "--jobs", 1)
     result = desloc_toy("--output-dir", tmp_path, "--lr", 1e200, "--clip", 0, *small)
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""A run begins with a model that is there, and its own is exported, scored and looked at."""
+"""Exporting, evaluating and generating from a run's model; starting a run from a model."""
 
 import json
 import math
@@ -132,7 +132,7 @@ def test_of_a_run_without_a_window_there_is_nothing_to_export(copy, tmp_path):
     begun.write(Checkpoint(**about, averages=averages))
     [file] = begun.all()
     shutil.copy(file, copy / "checkpoints" / file.name)
-    with pytest.raises(ValueError, match="been through no window"):
+    with pytest.raises(ValueError, match="not completed a window"):
         export(copy / "checkpoints" / file.name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -147,7 +147,7 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "README.md").write_text("# My thesis")
-    with pytest.raises(ValueError, match="is no model that was exported"):
+    with pytest.raises(ValueError, match="is not an exported model"):
         export(run, mine, overwrite=True)
     (model / "LICENSE").write_text("mine")
     with pytest.raises(ValueError, match="holds LICENSE, which this export does not write"):
@@ -158,7 +158,7 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     }
     export(run, tmp_path / "clone")
     (tmp_path / "clone" / ".git").mkdir()
-    with pytest.raises(ValueError, match="is no model that was exported"):
+    with pytest.raises(ValueError, match="is not an exported model"):
         export(run, tmp_path / "clone", overwrite=True)
     with pytest.raises(ValueError, match="has no checkpoint"):
         export(tmp_path / "nowhere", tmp_path / "there")
@@ -260,8 +260,8 @@ def test_a_model_that_is_not_whole_is_neither_asked_nor_scored(model, questions,
 def test_generation_ends_with_the_models_window(model, tmp_path):
     result = desloc("generate", model, "x" * 60, "--tokens", 20)
     assert result.exit_code == 0
-    assert "4 tokens: the text or the model's window ends here" in result.stderr
-    for prompt, said in (("", "the prompt is empty"), ("x" * 64, "the model sees 64 at most")):
+    assert "4 tokens: end of the text or of the model's length" in result.stderr
+    for prompt, said in (("", "the prompt is empty"), ("x" * 64, "the model takes 64 at most")):
         result = desloc("generate", model, prompt)
         assert (result.exit_code, said in result.stderr) == (2, True)
     result = desloc("generate", tmp_path, "x")
@@ -362,14 +362,14 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
     assert columns in said("--data", tmp_path, "--tasks", "piqa")
     whole = {"query": "one", "choices": ["a", "b"], "gold": 1}
     wrong: list[tuple[object, str]] = [
-        ("goal", "is no JSON object"),
+        ("goal", "is not a JSON object"),
         ({**whole, "gold": "1"}, "the right answer is number '1', of 2 from 0"),
         ({**whole, "gold": -1}, "number -1"),
         ({**whole, "gold": True}, "number True"),
-        ({**whole, "choices": ["a", ""]}, "an answer is empty, or no text"),
+        ({**whole, "choices": ["a", ""]}, "an answer is empty, or not text"),
         ({**whole, "choices": ["a"]}, "two answers or more"),
         ({"query": "one", "choices": ["a", "b"]}, "KeyError: 'gold'"),
-        ({**whole, "query": None}, "query is no text"),
+        ({**whole, "query": None}, "query is not text"),
     ]
     for question, why in wrong:
         (tmp_path / "mine.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(question)}\n")
@@ -377,11 +377,11 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
         assert f"{tmp_path}/mine.jsonl, line 2: " in told
         assert why in told
     (tmp_path / "mine.jsonl").write_text('{"query": "torn')
-    assert "mine.jsonl, line 1: is no JSON (" in said("--data", tmp_path, "--tasks", "mine")
+    assert "mine.jsonl, line 1: is not JSON (" in said("--data", tmp_path, "--tasks", "mine")
     (tmp_path / "mine.jsonl").write_text("")
     assert "holds no question" in said("--data", tmp_path, "--tasks", "mine")
-    assert "'../mine' names no file" in said("--data", tmp_path, "--tasks", "../mine")
-    assert "there is no folder" in said("--json", tmp_path / "no" / "scores.json")
+    assert "'../mine' is not the name of a file" in said("--data", tmp_path, "--tasks", "../mine")
+    assert "there is no writable folder" in said("--json", tmp_path / "no" / "scores.json")
     short = said("--data", questions, "--tasks", "piqa", "--window", 8)
     assert "an answer is longer than the 8 tokens that the model is shown" in short
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -442,7 +442,7 @@ def test_a_run_that_begins_with_an_exported_model_begins_with_its_loss(run, mode
     assert AutoModelForCausalLM.from_pretrained(begun / "final").config.hidden_size == 32
     assert parse((begun / "config.yaml").read_text()).model.config["hidden_size"] == 32
     said = (export(begun) / "README.md").read_text()
-    assert "| begun with | local files |" in said
+    assert "| initial weights | local files |" in said
     assert "base_model" not in said
 
 

@@ -1,5 +1,5 @@
-"""The paper's toy problem: Rosenbrock's valley, 256 workers and gradients full of noise.
+"""The paper's toy problem: 256 workers descend Rosenbrock's function on noisy gradients.
 
-What becomes of optimizer states that are averaged, kept or reset while parameters are averaged
-(the figures "toy example", IID and non-IID). The strategy and the clients are the real ones.
+It shows what happens if optimizer states are averaged, kept or reset while parameters are averaged
+(the paper's figures "toy example", IID and non-IID). Run it with ``python -m examples.toy``.
 """

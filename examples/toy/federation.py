@@ -1,4 +1,4 @@
-"""The toy through the real thing: DesLoc on the server, one ClientApp, an in-process grid."""
+"""The toy with the real strategy and clients, over an in-process grid."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord, Context
 from torch import nn
 
 from examples.toy.problem import SPLITS, START, Noise, Reals, noisy_value
-from examples.toy.setting import Method, Setting
+from examples.toy.setting import ToyMethod, ToySetting
+from flower_desloc.core.local_steps import Clipping
 from flower_desloc.flower.client import Config, Worker, client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.records import from_record, to_record
@@ -20,8 +21,8 @@ from flower_desloc.flower.strategy import DesLoc
 class Points(nn.Module):
     """The model: x1 and x2 of every replica, (2, splits, seeds).
 
-    A replica is a run of its own. All that is done to a tensor here is done by element, so many
-    runs cost what one does.
+    A replica is an independent run. Every operation is elementwise, so many replicas share one
+    tensor.
     """
 
     def __init__(self, num_seeds: int) -> None:
@@ -31,8 +32,8 @@ class Points(nn.Module):
 
 
 def federate(
-    setting: Setting,
-    method: Method,
+    setting: ToySetting,
+    method: ToyMethod,
     *,
     num_workers: int,
     num_steps: int,
@@ -41,7 +42,7 @@ def federate(
 ) -> Reals:
     """Return the start and every average of the parameters: (1 + rounds, 2, splits, seeds).
 
-    The clients keep what they keep in ``state_dir``.
+    The clients keep their state in ``state_dir``.
     """
     averages: list[Reals] = []
 
@@ -56,9 +57,8 @@ def federate(
     return np.stack(averages)
 
 
-def _builder(setting: Setting, seeds: Sequence[int]) -> Callable[[Config, Context], Worker]:
-    # One model and one optimizer for all clients: their streams are put into them, message by
-    # message. The noise is each one's own.
+def _builder(setting: ToySetting, seeds: Sequence[int]) -> Callable[[Config, Context], Worker]:
+    # All clients share one model and one optimizer, into which each message puts their streams.
     points = Points(len(seeds))
     optimizer = setting.optimizer(points.parameters())
 
@@ -73,7 +73,7 @@ def _builder(setting: Setting, seeds: Sequence[int]) -> Callable[[Config, Contex
             optimizer=optimizer,
             loss_at=lambda step: noisy_value(points.x, own.at(step)),
             num_examples=1,
-            clipping=setting.clipping(),
+            clipping=Clipping(value=setting.clip),
         )
 
     return build

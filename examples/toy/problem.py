@@ -18,7 +18,7 @@ SPLITS: Final = ("iid", "niid")
 SIGMA: Final = 1.5
 """Standard deviation of every worker's noise, IID."""
 SIGMA_SPREAD: Final = 3.0
-"""Non-IID: of the workers' own standard deviations, sigma^m ~ |N(0, 3)|."""
+"""Non-IID: every worker has its own standard deviation, sigma^m ~ |N(0, 3)|."""
 
 BLOCK: Final = 256
 """Steps of noise drawn at a time."""
@@ -44,7 +44,7 @@ def distance(x: Reals) -> Reals:
 class Noise:
     """One worker's noise on both partial derivatives: a pure function of (seed, worker, step).
 
-    The splits have the same draws and differ in their scale alone.
+    The two splits share their draws and differ in scale only.
     """
 
     def __init__(self, worker: int, seeds: Sequence[int]) -> None:
@@ -75,17 +75,16 @@ class Noise:
         return unit * self.sigma
 
     def _normal(self, seed: int, size: int, *, block: int = 0, stream: int = 0) -> Reals:
-        # A counter in place of a state: any window can be taken again, by whoever.
+        # A counter-based generator has no state: every worker and process draws the same values.
         bits = np.random.Philox(key=[seed, self._worker], counter=[0, block, stream, 0])
         return np.random.Generator(bits).standard_normal(size)
 
 
 def noisy_value(x: Tensor, noise: Reals) -> Tensor:
-    """Return the sum of f over points ``x`` (2, ...), whose gradient comes with ``noise``.
+    """Return the sum of f over points ``x`` (2, ...), with ``noise`` added to its gradient.
 
-    It is the sum's tangent plane at ``x``, tilted by the noise: the same value and the gradient
-    wanted, by hand, for a step of this toy costs what its calls cost, and autograd would make
-    ten times as many.
+    The result is linear in ``x``, with the value and the gradient of the sum at ``x``: autograd
+    through f itself would take ten times as many calls.
     """
     points = x.detach().numpy()
     g1, g2 = gradient(*points)

@@ -1,4 +1,4 @@
-"""The runs behind the figures: every method through the federation, and transcribed."""
+"""The runs of the figures: every method through the federation and through the transcription."""
 
 import logging
 import multiprocessing
@@ -14,48 +14,48 @@ import numpy as np
 import torch
 
 from examples.toy.problem import Reals
-from examples.toy.setting import K_X, METHODS, NUM_WORKERS, Setting
+from examples.toy.setting import K_X, METHODS, NUM_WORKERS, ToySetting
 
 PATH_EVERY = 8  # steps
 NUM_PARTS = 2 * len(METHODS)
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is run."""
+class ToySize:
+    """Size of the runs."""
 
     workers: int = NUM_WORKERS
     rounds: int = 4
-    """Of the federation; each is 192 local steps of every worker."""
+    """Rounds of the federation, each 192 local steps of every worker."""
     transcribed: int = 48
     """Rounds of the transcription."""
     seeds: int = 8
 
 
 @dataclass
-class Ways:
-    """What every method did; all arrays end in (splits, seeds)."""
+class ToyResults:
+    """The parameters over time by method; all arrays end in (splits, seeds)."""
 
-    setting: Setting
-    size: Size
+    setting: ToySetting
+    size: ToySize
     federated: dict[str, Reals] = field(default_factory=dict)
-    """Method -> averages of the parameters: (1 + rounds, 2, ...)."""
+    """Averages of the parameters through the federation: (1 + rounds, 2, ...)."""
     averages: dict[str, Reals] = field(default_factory=dict)
-    """The same transcribed, over more rounds."""
+    """The same by transcription, over more rounds."""
     means: dict[str, Reals] = field(default_factory=dict)
-    """Transcribed, the workers' mean every :data:`PATH_EVERY` steps: (times, 2, ...)."""
+    """The workers' mean every :data:`PATH_EVERY` steps, by transcription: (times, 2, ...)."""
 
 
-def run_all(setting: Setting, size: Size, jobs: int) -> Iterator[Ways]:
-    """Run everything; yield what there is after each of :data:`NUM_PARTS` parts, at last all."""
-    ways = Ways(setting, size)
-    # The clients' files are made to last, but these need not, and a disk would take its time.
+def run_all(setting: ToySetting, size: ToySize, jobs: int) -> Iterator[ToyResults]:
+    """Run everything; yield the results so far after each of :data:`NUM_PARTS` parts."""
+    results = ToyResults(setting, size)
+    # The clients' state files are written often and needed only until the end: keep them in memory.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with (
         tempfile.TemporaryDirectory(prefix="desloc-toy-", dir=memory) as folder,
         processes(jobs) as pool,
     ):
-        # The federation's parts first: they are the long ones.
+        # The federation's parts take longest, so they go first.
         parts = [
             (kind, name, setting, size, Path(folder))
             for kind in ("federated", "transcribed")
@@ -63,13 +63,13 @@ def run_all(setting: Setting, size: Size, jobs: int) -> Iterator[Ways]:
         ]
         for kind, name, arrays in pool.imap_unordered(_part, parts):
             if kind == "federated":
-                (ways.federated[name],) = arrays
+                (results.federated[name],) = arrays
             else:
-                ways.averages[name], ways.means[name] = arrays
-            yield ways
+                results.averages[name], results.means[name] = arrays
+            yield results
 
 
-def _part(job: tuple[str, str, Setting, Size, Path]) -> tuple[str, str, Sequence[Reals]]:
+def _part(job: tuple[str, str, ToySetting, ToySize, Path]) -> tuple[str, str, Sequence[Reals]]:
     kind, name, setting, size, folder = job
     method, seeds = METHODS[name], range(size.seeds)
     if kind == "federated":
@@ -93,14 +93,14 @@ def _part(job: tuple[str, str, Setting, Size, Path]) -> tuple[str, str, Sequence
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Pool]:
-    """Give a pool of processes of one thread each, which end with the block."""
+    """Return a pool of processes of one thread each, which end with the block."""
     with multiprocessing.get_context("spawn").Pool(jobs, initializer=_prepare) as pool:
         yield pool
 
 
 def _prepare() -> None:
     torch.set_num_threads(1)
-    np.seterr(over="ignore", invalid="ignore")  # a run that diverges is told of by its client
+    np.seterr(over="ignore", invalid="ignore")  # the client reports a run that diverges
     from flwr.common.logger import FLOWER_LOGGER  # which sets its level when it is imported
 
     FLOWER_LOGGER.setLevel(logging.WARNING)

@@ -1,35 +1,36 @@
 """The search: how far from the optimum every method ends, over a grid of hyper-parameters."""
 
-import csv
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from examples.toy.problem import SPLITS, distance
 from examples.toy.runs import processes
-from examples.toy.setting import K_X, METHODS, NUM_WORKERS, Rule, Setting
+from examples.toy.setting import K_X, METHODS, NUM_WORKERS, Rule, ToySetting
 from examples.toy.transcription import noise, transcribe
 
 LAST = 8
-"""Rounds at the end whose mean distance is measured: two K_v and more."""
+"""Rounds at the end whose mean distance is measured: more than two K_v."""
 CONVERGED = 0.2
-"""A distance at which a method has arrived; it starts at 2.2."""
+"""Distance at which a method counts as converged; it starts at 2.2."""
 MARGIN = 0.2
-"""Of two distances that count as one, the share by which the larger may exceed the other."""
+"""Two distances count as equal if their ratio is at most 1 + this."""
 
-_OTHERS = ("favg_keep_opt", "favg_reset_opt")
+SETTING = ["rule", "clip", "beta1", "beta2", "lr"]
+"""Columns that identify a setting; a clip of 0 is none."""
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What is searched, and for how long."""
+class SearchGrid:
+    """The settings to search, and the size of each run."""
 
     rules: Sequence[tuple[Rule, float | None]] = (("adam", None), ("adam", 5.0), ("adopt", 5.0))
     """Optimizer and clipping."""
@@ -40,180 +41,124 @@ class Grid:
     rounds: int = 32
     seeds: int = 4
 
-    def lines(self) -> list[list[Setting]]:
-        """Return the settings; those of a line differ in their learning rate alone."""
+    def batches(self) -> list[list[ToySetting]]:
+        """Return the settings; those of a batch differ in their learning rate alone."""
         return [
-            [Setting(rule, lr, (beta1, beta2), clip) for lr in self.rates]
+            [ToySetting(rule, lr, (beta1, beta2), clip) for lr in self.rates]
             for (rule, clip), beta1, beta2 in product(self.rules, self.beta1, self.beta2)
         ]
 
 
-@dataclass(frozen=True)
-class Row:
-    """Where one method ended under one setting."""
+def search(grid: SearchGrid, jobs: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each batch and method when they are done.
 
-    rule: Rule
-    clip: float | None
-    beta1: float
-    beta2: float
-    lr: float
-    split: str
-    method: str
-    distance: float
-    """Mean over the last rounds and the seeds; infinite if a run diverged."""
-    spread: float
-    """Standard deviation of the seeds' means."""
-
-
-def search(grid: Grid, jobs: int) -> Iterator[list[Row]]:
-    """Search ``grid``; yield the rows of a line and a method as they are done."""
-    parts = [(line, method, grid) for line in grid.lines() for method in METHODS]
-    with processes(jobs) as pool:
-        yield from pool.imap_unordered(_part, parts)
-
-
-def num_parts(grid: Grid) -> int:
-    """Return how often :func:`search` yields."""
-    return len(grid.lines()) * len(METHODS)
-
-
-def write(rows: Iterable[Row], path: Path) -> None:
-    """Write rows as CSV, in an order that does not depend on who was first."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        for row in sorted(rows, key=lambda row: tuple(map(str, asdict(row).values()))):
-            writer.writerow({k: _text(v) for k, v in asdict(row).items()})
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """At how many settings a claim of the paper holds on one split."""
-
-    split: str
-    settings: int
-    """At which DES-LOC ends within :data:`CONVERGED` of the optimum."""
-    as_local_adam: int
-    """Of those, at which it ends within :data:`MARGIN` of Local Adam."""
-    farther: dict[str, int]
-    """Method -> at which it ends farther off than DES-LOC, by more than the margin."""
-    closer: dict[str, int]
-    """The same, closer by more than the margin."""
-
-
-def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """Count where the claims hold, on each split."""
-    ends = _ends(rows)
-    found = []
-    for split in SPLITS:
-        there = [
-            {method: end / by["desloc"] for method, end in by.items()}
-            for (where, *_), by in ends.items()
-            if where == split and by["desloc"] < CONVERGED
-        ]
-        found.append(
-            Verdict(
-                split=split,
-                settings=len(there),
-                as_local_adam=sum(_same(ratios["local_adam"]) for ratios in there),
-                farther={m: sum(ratios[m] > 1 + MARGIN for ratios in there) for m in _OTHERS},
-                closer={m: sum(ratios[m] < 1 / (1 + MARGIN) for ratios in there) for m in _OTHERS},
-            )
-        )
-    return found
-
-
-def where_all_hold(rows: Iterable[Row]) -> list[Setting]:
-    """Return the settings at which, on both splits, all is as the paper says.
-
-    That is: DES-LOC converges and ends where Local Adam does, the others farther off.
+    ``distance`` is the mean over the last rounds and the seeds, infinite if a run diverged;
+    ``spread`` is the standard deviation of the seeds' means.
     """
-    held: dict[tuple[Any, ...], bool] = {}
-    for (_, *setting), by in _ends(rows).items():
-        desloc = by["desloc"]
-        holds = (
-            desloc < CONVERGED
-            and _same(by["local_adam"] / desloc)
-            and all(by[method] > (1 + MARGIN) * desloc for method in _OTHERS)
-        )
-        held[*setting] = held.get((*setting,), True) and holds
-    return [
-        Setting(rule, lr, (beta1, beta2), clip)
-        for (rule, clip, beta1, beta2, lr), holds in held.items()
-        if holds
-    ]
+    parts = [(batch, method, grid) for batch in grid.batches() for method in METHODS]
+    with processes(jobs) as pool:
+        yield from pool.imap_unordered(search_part, parts)
 
 
-def best(rows: Iterable[Row]) -> list[Row]:
-    """Return for each split and method the row that ends closest to the optimum."""
-    closest: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        key = (row.split, row.method)
-        if key not in closest or row.distance < closest[key].distance:
-            closest[key] = row
-    keys = [(split, method) for split in SPLITS for method in METHODS]
-    return [closest[key] for key in keys if key in closest]
-
-
-def _ends(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, float]]:
-    # (split, setting) -> method -> distance
-    ends: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in rows:
-        key = (row.split, row.rule, row.clip, row.beta1, row.beta2, row.lr)
-        ends.setdefault(key, {})[row.method] = row.distance
-    return ends
-
-
-def _same(ratio: float) -> bool:
-    return 1 / (1 + MARGIN) <= ratio <= 1 + MARGIN
-
-
-def groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield all rows, and those of every optimizer, learning rate and beta1, with their names."""
-    yield "all", list(rows)
-    for clip, rule in sorted({(row.clip or 0.0, row.rule) for row in rows}):
-        clipped = f", ±{clip:g}" if clip else ""
-        yield f"{rule}{clipped}", [r for r in rows if (r.clip or 0.0, r.rule) == (clip, rule)]
-    for lr in sorted({row.lr for row in rows}):
-        yield f"lr {lr:g}", [row for row in rows if row.lr == lr]
-    for beta1 in sorted({row.beta1 for row in rows}):
-        yield f"β₁ {beta1:g}", [row for row in rows if row.beta1 == beta1]
-
-
-def _part(job: tuple[list[Setting], str, Grid]) -> list[Row]:
+def search_part(job: tuple[list[ToySetting], str, SearchGrid]) -> list[dict[str, Any]]:
+    """Return the rows of one batch and method."""
     settings, method, grid = job
     noises = _noise(grid.workers, grid.rounds, grid.seeds)
     course = transcribe(settings, METHODS[method], noises)
     # (rounds, settings, splits, seeds)
     away = distance(course.averages[-LAST:].swapaxes(0, 1))
     rows = []
-    for i, setting in enumerate(settings):
-        for j, split in enumerate(SPLITS):
-            by_seed = away[:, i, j].mean(axis=0)
-            finite = math.isfinite(by_seed.sum())
-            rows.append(
-                Row(
-                    rule=setting.rule,
-                    clip=setting.clip,
-                    beta1=setting.betas[0],
-                    beta2=setting.betas[1],
-                    lr=setting.lr,
-                    split=split,
-                    method=method,
-                    distance=float(by_seed.mean()) if finite else math.inf,
-                    spread=float(by_seed.std()) if finite else math.inf,
-                )
-            )
+    for (i, setting), (j, split) in product(enumerate(settings), enumerate(SPLITS)):
+        by_seed = away[:, i, j].mean(axis=0)
+        finite = math.isfinite(by_seed.sum())
+        beta1, beta2 = setting.betas
+        rows.append(
+            {
+                "rule": setting.rule,
+                "clip": setting.clip or 0.0,
+                "beta1": beta1,
+                "beta2": beta2,
+                "lr": setting.lr,
+                "split": split,
+                "method": method,
+                "distance": float(by_seed.mean()) if finite else math.inf,
+                "spread": float(by_seed.std()) if finite else math.inf,
+            }
+        )
     return rows
+
+
+def write(rows: pd.DataFrame, path: Path) -> None:
+    """Write rows as CSV, in an order that does not depend on which part ended first."""
+    ordered = rows.sort_values([*SETTING, "split", "method"])
+    ordered.to_csv(path, index=False, float_format="%.4g")
+
+
+def ratios(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return each method's distance as a multiple of DES-LOC's, by split and setting.
+
+    Only the settings at which DES-LOC converges are included.
+    """
+    ends = rows.pivot(index=["split", *SETTING], columns="method", values="distance")
+    ends = ends[ends["desloc"] < CONVERGED]
+    return ends.div(ends["desloc"], axis=0)
+
+
+def verdict(rows: pd.DataFrame, split: str) -> dict[str, int]:
+    """Count the settings at which the paper's claims hold on one split."""
+    some = ratios(rows)
+    some = some[some.index.get_level_values("split") == split]
+    kept, reset = some["favg_keep_opt"], some["favg_reset_opt"]
+    return {
+        "converged": len(some),
+        "as_local_adam": int(_equal(some["local_adam"]).sum()),
+        "kept_farther": int((kept > 1 + MARGIN).sum()),
+        "kept_closer": int((kept < 1 / (1 + MARGIN)).sum()),
+        "reset_farther": int((reset > 1 + MARGIN).sum()),
+        "reset_closer": int((reset < 1 / (1 + MARGIN)).sum()),
+    }
+
+
+def where_all_hold(rows: pd.DataFrame) -> list[ToySetting]:
+    """Return the settings at which all claims of the paper hold on both splits.
+
+    DES-LOC converges and ends as far off as Local Adam; the other methods end farther off.
+    """
+    some = ratios(rows)
+    others = some[["favg_keep_opt", "favg_reset_opt"]].min(axis=1)
+    hold = some[_equal(some["local_adam"]) & (others > 1 + MARGIN)]
+    both = hold.groupby(SETTING).size() == len(SPLITS)
+    return [to_setting(row) for row in both[both].reset_index().to_dict("records")]
+
+
+def best(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return for each split and method the row that ends closest to the optimum."""
+    closest = rows.loc[rows.groupby(["split", "method"])["distance"].idxmin()]
+    found = {(row["split"], row["method"]): row for row in closest.to_dict("records")}
+    return [found[pair] for pair in product(SPLITS, METHODS) if pair in found]
+
+
+def groups(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield all rows, then those of every optimizer, learning rate and beta1, with a name."""
+    yield "all", rows
+    for (clip, rule), some in rows.groupby(["clip", "rule"]):
+        yield (f"{rule}, ±{clip:g}" if clip else str(rule)), some
+    for lr, some in rows.groupby("lr"):
+        yield f"lr {lr:g}", some
+    for beta1, some in rows.groupby("beta1"):
+        yield f"β₁ {beta1:g}", some
+
+
+def to_setting(row: dict[str, Any]) -> ToySetting:
+    """Return the setting of a row."""
+    return ToySetting(row["rule"], row["lr"], (row["beta1"], row["beta2"]), row["clip"] or None)
+
+
+def _equal(ratio: pd.Series) -> pd.Series:
+    return ratio.between(1 / (1 + MARGIN), 1 + MARGIN)
 
 
 @cache
 def _noise(workers: int, rounds: int, seeds: int) -> list[Tensor]:
-    # Drawn once in every process, and in single precision: it is the same for all.
+    # Drawn once in every process, in single precision, and shared by all settings.
     return list(noise(workers, K_X * rounds, range(seeds), torch.float32))
-
-
-def _text(cell: object) -> object:
-    if isinstance(cell, float):
-        return f"{cell:.4g}"
-    return "" if cell is None else cell

@@ -1,4 +1,4 @@
-"""What a run of the toy is: four methods, and the hyper-parameters the paper does not state."""
+"""The four methods, and the hyper-parameters that the paper does not state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Final, Literal
 import torch
 from torch.optim import Adam, Optimizer
 
-from flower_desloc.core.local_steps import Clipping
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period, SyncSchedule
 from flower_desloc.optim import ADOPT
 
@@ -15,34 +14,34 @@ Rule = Literal["adam", "adopt"]
 
 NUM_WORKERS: Final = 256
 K_X: Final = 192
-"""Local steps between two averages of the parameters: a round."""
+"""Local steps per round, after which parameters are averaged."""
 K_V: Final = 692
-"""Of DES-LOC: the half-life of a second moment with beta2 = 0.999."""
+"""DES-LOC's period of the second moment: its half-life at beta2 = 0.999."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """When the optimizer's states are averaged; parameters are every K_x steps."""
+class ToyMethod:
+    """Periods of the optimizer's states; parameters are averaged every K_x steps."""
 
     name: str
     exp_avg: Period
     exp_avg_sq: Period
 
     def schedule(self) -> SyncSchedule:
-        """Return the clocks of all streams."""
+        """Return the periods of all streams."""
         return SyncSchedule({PARAMS: K_X, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq})
 
 
 METHODS: Final = {
-    "desloc": Method("DES-LOC", K_X, K_V),
-    "local_adam": Method("Local Adam", K_X, K_X),
-    "favg_keep_opt": Method("states kept", NEVER, NEVER),
-    "favg_reset_opt": Method("states reset", RESET, RESET),
+    "desloc": ToyMethod("DES-LOC", K_X, K_V),
+    "local_adam": ToyMethod("Local Adam", K_X, K_X),
+    "favg_keep_opt": ToyMethod("states kept", NEVER, NEVER),
+    "favg_reset_opt": ToyMethod("states reset", RESET, RESET),
 }
 
 
 @dataclass(frozen=True)
-class Setting:
+class ToySetting:
     """An optimizer with its hyper-parameters, and the clipping of its gradients.
 
     ``clip`` is the bound rho of every coordinate, as in the paper's listings; None: no clipping.
@@ -58,14 +57,10 @@ class Setting:
         """The optimizer's own default."""
         return 1e-8 if self.rule == "adam" else 1e-6
 
-    def clipping(self) -> Clipping:
-        """Return the clipping for the local steps."""
-        return Clipping(value=self.clip)
-
     def optimizer(self, params: Iterable[torch.nn.Parameter]) -> Optimizer:
         """Return the optimizer of a client."""
         if self.rule == "adam":
-            # Fused, for its price a call; it is the same arithmetic.
+            # Fused: fewer calls of the same arithmetic.
             return Adam(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         return ADOPT(params, lr=self.lr, betas=self.betas, eps=self.eps)
 

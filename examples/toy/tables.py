@@ -1,52 +1,54 @@
-"""What the toy's runs and its search come to, in numbers."""
+"""Tables of the toy's runs and of its search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.table import Table
 
 from examples.toy.problem import SPLITS, Reals, distance
-from examples.toy.runs import Ways
-from examples.toy.search import CONVERGED, MARGIN, Row, Verdict
-from examples.toy.setting import METHODS, Setting
+from examples.toy.runs import ToyResults
+from examples.toy.search import CONVERGED, MARGIN, best, groups, to_setting, verdict
+from examples.toy.setting import METHODS
 
 SPLIT_NAMES = {"iid": "IID", "niid": "non-IID"}
 
 
 @dataclass(frozen=True)
-class End:
-    """Where one method ended on one split: distances to the optimum, mean and std over seeds."""
+class FinalDistance:
+    """Final distance of one method to the optimum on one split, mean and std over seeds."""
 
     split: str
     method: str
     federated: tuple[float, float]
     """After the last round through Flower."""
     same_round: tuple[float, float]
-    """The same round, transcribed."""
+    """After the same round, by transcription."""
     last: tuple[float, float]
-    """Mean over the second half of the rounds, transcribed, as are the next two."""
+    """Mean over the second half of the rounds, by transcription, as are the next two."""
     offset: tuple[float, float]
-    """Distance from the optimum to the middle of those averages."""
+    """Distance from the optimum to the centre of those averages."""
     sway: tuple[float, float]
-    """Standard deviation of those averages about their middle."""
+    """Standard deviation of those averages about their centre."""
 
 
-def ends(ways: Ways) -> list[End]:
-    """Return where every method ended."""
+def final_distances(results: ToyResults) -> list[FinalDistance]:
+    """Return the final distance of every method on every split."""
     found = []
-    rounds = ways.size.rounds
+    rounds = results.size.rounds
     for j, split in enumerate(SPLITS):
         for method in METHODS:
             # (rounds, seeds)
-            through = distance(ways.federated[method][:, :, j].swapaxes(0, 1))
-            points = ways.averages[method][:, :, j].swapaxes(0, 1)
+            federated = distance(results.federated[method][:, :, j].swapaxes(0, 1))
+            points = results.averages[method][:, :, j].swapaxes(0, 1)
             transcribed, late = distance(points), points[:, points.shape[1] // 2 :]
             found.append(
-                End(
+                FinalDistance(
                     split=split,
                     method=method,
-                    federated=_moments(through[rounds]),
+                    federated=_moments(federated[rounds]),
                     same_round=_moments(transcribed[min(rounds, len(transcribed) - 1)]),
                     last=_moments(distance(late).mean(axis=0)),
                     offset=_moments(distance(late.mean(axis=1))),
@@ -56,59 +58,66 @@ def ends(ways: Ways) -> list[End]:
     return found
 
 
-def ends_table(found: Sequence[End], ways: Ways) -> Table:
-    """Return the table of where every method ended, as it is printed."""
-    size = ways.size
-    table = Table(title="Distance to the optimum, mean ± std over seeds", title_justify="left")
-    for name in ("split", "method"):
-        table.add_column(name)
-    for name in (
-        f"round {size.rounds}, Flower",
-        f"round {min(size.rounds, size.transcribed)}, transcribed",
-        f"second half of {size.transcribed} rounds",
-        "of which offset",
-        "sway",
-    ):
-        table.add_column(name, justify="right")
-    for end in found:
-        pairs = (end.federated, end.same_round, end.last, end.offset, end.sway)
-        numbers = (f"{mean:.3f} ± {std:.3f}" for mean, std in pairs)
-        table.add_row(SPLIT_NAMES[end.split], METHODS[end.method].name, *numbers)
-    return table
-
-
-def verdicts_table(named: Sequence[tuple[str, Verdict]]) -> Table:
-    """Return the table of the settings at which the paper's claims hold."""
-    table = Table(
-        title=f"Settings at which DES-LOC ends within {CONVERGED:g} of the optimum, and of those, "
-        f"at which another ends more than {MARGIN:.0%} farther off or closer",
-        title_justify="left",
+def distances_table(found: Sequence[FinalDistance], results: ToyResults) -> Table:
+    """Return the table of final distances."""
+    size = results.size
+    table = _table(
+        "Distance to the optimum, mean ± std over seeds",
+        ["split", "method"],
+        [
+            f"round {size.rounds}, Flower",
+            f"round {min(size.rounds, size.transcribed)}, transcribed",
+            f"second half of {size.transcribed} rounds",
+            "of which offset",
+            "sway",
+        ],
     )
-    for name in ("settings", "split", "of them", "Local Adam as far"):
-        table.add_column(name, justify="right" if name == "of them" else "left")
-    for method in ("favg_keep_opt", "favg_reset_opt"):
-        table.add_column(f"{METHODS[method].name}: farther, closer")
-    for name, verdict in named:
-        counts = (
-            f"{verdict.farther[m]}, {verdict.closer[m]}"
-            for m in ("favg_keep_opt", "favg_reset_opt")
-        )
-        split = SPLIT_NAMES[verdict.split]
-        table.add_row(name, split, str(verdict.settings), str(verdict.as_local_adam), *counts)
+    for row in found:
+        pairs = (row.federated, row.same_round, row.last, row.offset, row.sway)
+        numbers = (f"{mean:.3f} ± {std:.3f}" for mean, std in pairs)
+        table.add_row(SPLIT_NAMES[row.split], METHODS[row.method].name, *numbers)
     return table
 
 
-def best_table(rows: Sequence[Row]) -> Table:
-    """Return the table of how close every method comes under the setting that suits it best."""
-    table = Table(title="Closest over all settings", title_justify="left")
-    for name in ("split", "method", "distance", "setting"):
+def verdicts_table(rows: pd.DataFrame) -> Table:
+    """Return the table of how often the paper's claims hold."""
+    table = _table(
+        f"Settings at which DES-LOC ends within {CONVERGED:g} of the optimum; of those, settings "
+        f"at which another method ends more than {MARGIN:.0%} farther or closer",
+        ["settings", "split"],
+        ["converged", "Local Adam equal", "kept: farther, closer", "reset: farther, closer"],
+    )
+    for name, some in groups(rows):
+        for split in SPLITS:
+            count = verdict(some, split)
+            table.add_row(
+                name,
+                SPLIT_NAMES[split],
+                str(count["converged"]),
+                str(count["as_local_adam"]),
+                f"{count['kept_farther']}, {count['kept_closer']}",
+                f"{count['reset_farther']}, {count['reset_closer']}",
+            )
+    return table
+
+
+def best_table(rows: pd.DataFrame) -> Table:
+    """Return the table of the smallest distance of every method, and its setting."""
+    table = _table("Closest over all settings", ["split", "method", "distance", "setting"], [])
+    for row in best(rows):
+        distance = f"{row['distance']:.4f} ± {row['spread']:.4f}"
+        names = (SPLIT_NAMES[row["split"]], METHODS[row["method"]].name)
+        table.add_row(*names, distance, to_setting(row).describe())
+    return table
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    left: dict[str, Any] = {"title_justify": "left"}
+    table = Table(title=title, **left)
+    for name in texts:
         table.add_column(name)
-    for row in rows:
-        setting = Setting(row.rule, row.lr, (row.beta1, row.beta2), row.clip)
-        distance = f"{row.distance:.4f} ± {row.spread:.4f}"
-        table.add_row(
-            SPLIT_NAMES[row.split], METHODS[row.method].name, distance, setting.describe()
-        )
+    for name in numbers:
+        table.add_column(name, justify="right")
     return table
 
 

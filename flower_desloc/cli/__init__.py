@@ -1,4 +1,4 @@
-"""The command `desloc`: what Flower has no verb for, one file a verb."""
+"""The command `desloc`, one file for each verb."""
 
 import os
 from importlib.metadata import version
@@ -29,7 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    # A traceback is for a bug of ours, and goes into a report: plain text.
+    # Tracebacks of bugs are pasted into reports: plain text.
     pretty_exceptions_enable=False,
 )
 
@@ -49,8 +49,8 @@ def desloc(
         ),
     ] = False,
 ) -> None:
-    """Train one model across organisations, every tensor family on a clock of its own."""
-    os.environ[IMPORT_FROM] = os.getcwd()  # noqa: PTH109  # for the processes of a run too
+    """Train one model across organisations; each tensor family has its own averaging period."""
+    os.environ[IMPORT_FROM] = os.getcwd()  # noqa: PTH109  # also for the processes of a run
 
 
 app.command()(run.run)
@@ -59,11 +59,11 @@ app.command()(report.report)
 app.command()(partition.partition)
 app.command()(plan.plan)
 app.command()(study.study)
-app.command()(toy.toy)
 app.command()(export.export)
 app.command()(evaluate.evaluate)
 app.command()(generate.generate)
-app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(supernode.supernode)
+for verb in (toy.toy, supernode.supernode):  # they pass their arguments on
+    app.command(
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(verb)

@@ -13,50 +13,48 @@ from rich.table import Table
 from flower_desloc.cli.terminal import FAILED, USAGE, fail
 
 if TYPE_CHECKING:
-    from flower_desloc.tools.models.evaluate import Score
+    from flower_desloc.tools.models.evaluate import TaskScore
 
 
 def evaluate(
     # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
     tasks: Annotated[
-        str, typer.Option(help="Their names, with commas.")
+        str, typer.Option(help="Names of lm-eval tasks, separated by commas.")
     ] = "arc_challenge,arc_easy,piqa,hellaswag",
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with the questions, TASK.jsonl; by default lm-eval fetches its own.",
+            help="Folder with the questions, TASK.jsonl; by default lm-eval downloads its own.",
             file_okay=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Only the first so many questions of each task.")
+        int | None, typer.Option(min=2, help="Only the first LIMIT questions of each task.")
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens the model is shown at most; by default, what it was trained on."
-        ),
+        typer.Option(min=1, help="Longest input in tokens; by default the length of training."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answers scored at a time.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers per batch.")] = 16,
     json: Annotated[
         Path | None, typer.Option(help="Also write the scores into this file.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Score a language model on multiple-choice questions, without an example.
+    """Score a language model on multiple-choice questions, zero-shot.
 
     MODEL is a run's folder, one of its checkpoints, an exported folder or any other of
-    transformers, or a name on the hub. Questions are asked and answers scored as lm-eval does,
-    which `pip install '.[eval]'` brings: acc takes the likeliest answer, acc_norm the likeliest
-    for its length.
+    transformers, or a name on the hub. lm-eval asks the questions and scores the answers; install
+    it with `pip install '.[eval]'`. acc takes the likeliest answer, acc_norm the likeliest for its
+    length.
     """
-    # Imported when wanted: transformers takes seconds.
+    # transformers takes seconds to import.
     from flower_desloc.tools.models.evaluate import evaluate as score
     from flower_desloc.tools.models.evaluate import require_lm_eval, to_json
     from flower_desloc.tools.models.model import load
 
     if json is not None and not (json.parent.is_dir() and os.access(json.parent, os.W_OK)):
-        fail(USAGE, f"--json {json}: there is no folder {json.parent} that may be written to")
+        fail(USAGE, f"--json {json}: there is no writable folder {json.parent}")
     try:
         require_lm_eval()
         model, tokenizer = load(source)
@@ -74,7 +72,7 @@ def evaluate(
     Console(highlight=False).print(_table(scores))
     if cut := {name: score.cut for name, score in scores.items() if score.cut}:
         typer.echo(
-            "too long for the model's window, so that the question lost its beginning: "
+            "longer than the model's input, so the question lost its beginning: "
             + ", ".join(f"{count} answers of {name}" for name, count in cut.items())
         )
     if json is not None:
@@ -84,7 +82,7 @@ def evaluate(
             fail(FAILED, f"--json {json}: {error.strerror}")
 
 
-def _table(scores: Mapping[str, "Score"]) -> Table:
+def _table(scores: Mapping[str, "TaskScore"]) -> Table:
     page = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     page.add_column("task")
     for heading in ("questions", "acc", "acc_norm", "chance"):

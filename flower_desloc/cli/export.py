@@ -1,4 +1,4 @@
-"""`desloc export`: a run's model in a folder that others can load."""
+"""`desloc export`: a run's model as a transformers folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,11 +19,11 @@ def export(
     """Write a run's model into FOLDER: weights, config, tokenizer and model card.
 
     FOLDER is by default `export` in the run's folder. RUN is a run's folder or one of its
-    checkpoints; of a run that is not complete the model is that of its last checkpoint. The weights
-    are safetensors in the run's own type, for `AutoModelForCausalLM.from_pretrained`; the card
-    tells how they came about, and names no client, path or domain.
+    checkpoints; for a run that is not complete, its last checkpoint is used. The weights are
+    safetensors in the run's dtype, for `AutoModelForCausalLM.from_pretrained`. The card describes
+    the training, and names no client, path or domain.
     """
-    # Imported when wanted: it takes seconds.
+    # transformers takes seconds to import.
     from flower_desloc.tools.models.export import export as write
 
     try:

@@ -1,4 +1,4 @@
-"""`desloc generate`: what a model has learned, in its own words."""
+"""`desloc generate`: text from a trained language model."""
 
 import math
 from typing import Annotated
@@ -12,34 +12,28 @@ def generate(
     # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", show_default=False)],
-    tokens: Annotated[int, typer.Option(min=1, help="At most so many new ones.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Let a language model go on with PROMPT.
+    """Continue PROMPT with a language model.
 
     MODEL is a run's folder, one of its checkpoints, an exported folder or any other of
-    transformers, or a name on the hub. Ends where the model's window does: of a run that is
-    `data.seq_len` tokens, the prompt's among them.
+    transformers, or a name on the hub. Prompt and new tokens together are limited to the model's
+    maximum length: for a run that is `data.seq_len` tokens.
     """
-    # Imported when wanted: transformers takes seconds.
-    from flower_desloc.tools.models.generate import generate as go_on
+    # transformers takes seconds to import.
+    from flower_desloc.tools.models.generate import generate as continue_text
     from flower_desloc.tools.models.model import load
 
     if not 0 <= temperature < math.inf:
         fail(USAGE, f"--temperature {temperature}: must be a number at least 0")
     try:
         model, tokenizer = load(source)
-        given = go_on(
-            model,
-            tokenizer,
-            prompt,
-            lambda text: typer.echo(text, nl=False),
-            tokens=tokens,
-            temperature=temperature,
-            seed=seed,
+        count = continue_text(
+            model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
     except ValueError as error:
         fail(USAGE, str(error))
-    if given < tokens:
-        typer.echo(f"({given} tokens: the text or the model's window ends here)", err=True)
+    if count < tokens:
+        typer.echo(f"({count} tokens: end of the text or of the model's length)", err=True)

@@ -1,4 +1,4 @@
-"""`desloc partition`: who holds what, before anything is trained."""
+"""`desloc partition`: the data of each client, before anything is trained."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from flower_desloc.setup.initial import settled
 from flower_desloc.tasks import Site, build_task
 
 _SHOWN = 20
-"""So many clients have a line; the picture has them all."""
+"""Clients in the table; the figure shows all of them."""
 
 
 def partition(
@@ -26,10 +26,10 @@ def partition(
     preset: Annotated[str, typer.Argument()],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     plot: Annotated[
-        Path, typer.Option(dir_okay=False, help="The picture, a .png, .pdf or .svg file.")
+        Path, typer.Option(dir_okay=False, help="The figure, a .png, .pdf or .svg file.")
     ] = Path("partition.png"),
 ) -> None:
-    """Show who would hold what under a configuration, and draw it; nothing is trained.
+    """Show and draw how a configuration partitions the data; nothing is trained.
 
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
@@ -51,7 +51,7 @@ def partition(
         draw_partition(data, plot, task=config.task, title=title(config))
     except (OSError, ValueError) as error:
         fail(USAGE, f"--plot {plot}: {error}")
-    typer.echo(f"picture: {plot}")
+    typer.echo(f"figure: {plot}")
 
 
 def _table(data: Mapping[str, Mapping[str, int]], task: str) -> Table:

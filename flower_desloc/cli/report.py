@@ -1,4 +1,4 @@
-"""`desloc report`: what runs did, as one HTML file."""
+"""`desloc report`: one or several runs as one HTML file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,11 +25,11 @@ def report(
 ) -> None:
     """Write the report of a run, or a comparison of several.
 
-    RUN is the folder of a run, or a folder with runs in it, at any depth. Runs that differ in
-    their seed only are one line, mean ± standard deviation. Beside the HTML file, a folder of the
-    same name holds the figures as PNGs.
+    RUN is the folder of a run, or a folder with runs in it, at any depth. Runs that differ only in
+    their seed are one line, mean ± standard deviation. A folder with the name of the HTML file
+    holds the figures as PNGs.
     """
-    # Imported when wanted: matplotlib takes a second.
+    # matplotlib takes a second to import.
     from flower_desloc.plan.wall_clock import Link
     from flower_desloc.runs.report import NoRunError, write_report
     from flower_desloc.runs.report.time_model import MBIT

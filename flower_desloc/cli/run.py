@@ -1,4 +1,4 @@
-"""`desloc run`: one run of the app, from a preset to an exit code that tells the truth."""
+"""`desloc run`: one run of the app, with an exit code that states how it ended."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.request import Request, override, require_writable
+from flower_desloc.cli.run_arguments import RunArguments, override, require_writable
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import STATE_DIR
@@ -22,13 +22,13 @@ from flower_desloc.setup.preflight.machine import cores
 from flower_desloc.setup.preflight.needs import Needs
 from flower_desloc.setup.preflight.verdict import WAY_PAST, Place, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
-from flower_desloc.tools import dry_run as page
+from flower_desloc.tools.dry_run import full_report, one_line
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
-from flower_desloc.tools.engines.simulation import federation, flwr_run, simulate
+from flower_desloc.tools.engines.simulation import federation_config, flwr_run, simulate
 
 
 class Engine(StrEnum):
-    """What plays the clients."""
+    """How the clients are run."""
 
     SIMULATION = "simulation"
     INPROCESS = "inprocess"
@@ -41,7 +41,7 @@ def run(
     engine: Annotated[
         Engine,
         typer.Option(
-            help="simulation: Flower's, with Ray; as `flwr run`. "
+            help="simulation: Flower's, with Ray, as `flwr run`. "
             "inprocess: the same apps in this process, for debugging and small studies."
         ),
     ] = Engine.SIMULATION,
@@ -52,20 +52,20 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Clients simulated at the same time. By default as many as there are CPU cores "
-            "and GPUs for, by federation.client_cpus and federation.client_gpus.",
+            help="Clients simulated at the same time. By default as many as the CPU cores and GPUs "
+            "allow, by federation.client_cpus and federation.client_gpus.",
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the whole configuration, the command, and what the run takes: memory, "
-            "disk, bytes, time; stop.",
+            help="Print the whole configuration, the command, and the memory, disk, traffic and "
+            "time that the run needs; then stop.",
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also show what Flower says, and tracebacks.")
+        bool, typer.Option("--verbose", "-v", help="Also show Flower's log lines, and tracebacks.")
     ] = False,
 ) -> None:
     """Run the app once, on this machine, with simulated clients.
@@ -73,49 +73,51 @@ def run(
     PRESET names a file in `configs/` or is the path of a .yaml file; without it the presets are
     listed. KEY=VALUE changes single settings: `desloc run quickstart run.steps=64 sync.params=32`
 
-    Checks the configuration, prints the `flwr run` command it stands for, runs that on a private
-    SuperLink, shows the app's output as it comes, and leaves no process behind. Exits by 0 only if
-    the run completed, by 1 if it failed, by 2 if the configuration is wrong.
+    Validates the configuration, prints the equivalent `flwr run` command, runs it on a private
+    SuperLink, shows the app's output as it comes, and leaves no process behind. The exit code is 0
+    only if the run completed, 1 if it failed, and 2 if the configuration is wrong.
     """
     if preset and workers is not None and engine is not Engine.SIMULATION:
         fail(USAGE, "--workers is for --engine simulation")
-    request = Request.of(preset, overrides or [])
-    config = request.config
+    arguments = RunArguments.parse(preset, overrides or [])
+    config = arguments.config
     output_dir = begun_in(config, output_dir.expanduser().resolve())
-    run_config = request.run_config(output_dir)
-    command = flwr_run(request.app, run_config, federation(config, workers=workers, cores=cores()))
+    run_config = arguments.run_config(output_dir)
+    command = flwr_run(
+        arguments.app, run_config, federation_config(config, workers=workers, cores=cores())
+    )
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
         try:
-            _look_ahead(config, engine, workers, output_dir, dry=True)
+            _preflight(config, engine, workers, output_dir, dry=True)
         except ValueError as error:
             fail(USAGE, str(error))
         return
     require_writable(output_dir)
     try:
-        _look_ahead(config, engine, workers, output_dir, dry=False)
-    except ValueError as error:  # what cannot be estimated may still run
+        _preflight(config, engine, workers, output_dir, dry=False)
+    except ValueError as error:  # a run that cannot be estimated may still fit
         typer.echo(f"whether this run fits is not known: {error}")
-    again = ["desloc", "run", request.preset, *request.words]
+    again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []
-    with telling_how_to_go_on(again, config, output_dir), exit_on_signals():
+    with resume_hint(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
             wrong = _run_simulation(command, output_dir, verbose=verbose)
         else:
-            wrong = _run_in_process(request, run_config, verbose=verbose)
+            wrong = _run_in_process(arguments, run_config, verbose=verbose)
         if wrong:
             fail(FAILED, wrong)
 
 
-def _look_ahead(
+def _preflight(
     config: Config, engine: Engine, workers: int | None, output_dir: Path, *, dry: bool
 ) -> None:
-    """Print what the run takes, and stop where it clearly cannot fit; ``dry``: only say so."""
+    """Print what the run needs; unless ``dry``, end the command if it clearly does not fit."""
     needs = Needs(config)
     place = Place.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
-    lines = page.whole(needs, place) if dry else page.brief(needs, place)
+    lines = full_report(needs, place) if dry else one_line(needs, place)
     for line in lines:
         typer.echo(line)
     for finding in on_this_machine(needs, place, output_dir.expanduser().resolve()):
@@ -126,12 +128,10 @@ def _look_ahead(
 
 
 @contextmanager
-def telling_how_to_go_on(
-    command: Sequence[str], config: Config, output_dir: Path
-) -> Iterator[None]:
-    """Run ``command`` within; where it ends by an error or a signal, say what goes on from there.
+def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Iterator[None]:
+    """If the block ends by an error or a signal, print the command that resumes the run.
 
-    Nothing is said of a run that another command has begun, or that has no checkpoint yet.
+    Nothing is printed for the run of another command, or before the first checkpoint.
     """
     began = time.time()
     try:
@@ -141,29 +141,31 @@ def telling_how_to_go_on(
             words = [word for word in command if not word.startswith("run.resume=")]
             resume = override("run.resume", str(folder))
             again = shlex.join([*words, resume, "--output-dir", str(output_dir)])
-            typer.secho(f"go on from its last checkpoint: {again}", err=True, fg=typer.colors.RED)
+            typer.secho(f"resume from its last checkpoint: {again}", err=True, fg=typer.colors.RED)
         raise
 
 
 def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> str:
-    """Run to the end; return what went wrong, if anything did."""
+    """Run to the end; return the error, or an empty text."""
     typer.echo(shlex.join(command))
     folder = clients_folder(output_dir)
-    os.environ[STATE_DIR] = str(folder)  # for all processes that play clients
+    os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
     with removed_if_empty(folder):
         try:
             status = simulate(command, verbose=verbose)
         except ProcessError as error:
             return str(error)
-    return "" if status.completed else f"the run is {status.state}: {status.details}"
+    return "" if status.completed else status.error
 
 
-def _run_in_process(request: Request, run_config: Mapping[str, str], *, verbose: bool) -> str:
-    """Run to the end; return what went wrong, if anything did."""
-    sys.path.insert(0, str(request.app))  # where server_app and client_app are
+def _run_in_process(
+    arguments: RunArguments, run_config: Mapping[str, str], *, verbose: bool
+) -> str:
+    """Run to the end; return the error, or an empty text."""
+    sys.path.insert(0, str(arguments.app))  # where server_app and client_app are
 
     try:
-        run_in_process(dict(run_config), request.config.federation.num_clients)
+        run_in_process(dict(run_config), arguments.config.federation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""`desloc supernode`: Flower's SuperNode, asking for messages as often as it is sent any."""
+"""`desloc supernode`: Flower's SuperNode with a shorter polling interval."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from flower_desloc.sites.deployment.node import COMMAND
 
 
 def supernode(context: typer.Context) -> None:
-    """Run a SuperNode: `flower-supernode`, with shorter pauses between its looks for messages.
+    """Run a SuperNode: `flower-supernode` with a shorter polling interval.
 
     All arguments are those of `flower-supernode`; `desloc supernode --help` shows them.
     """
     sys.stdout.flush()
-    # In this process's place, without what the command line has imported.
+    # Replaces this process, and with it everything that the command line has imported.
     os.execv(COMMAND[0], [*COMMAND, *context.args])  # noqa: S606

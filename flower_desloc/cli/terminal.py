@@ -1,4 +1,4 @@
-"""How a command of ours ends."""
+"""How a command ends: errors, exit codes, signals."""
 
 import signal
 import sys
@@ -14,7 +14,7 @@ USAGE: Final = 2
 
 
 def fail(code: int, message: str) -> Never:
-    """Say what went wrong and exit."""
+    """Print an error and exit."""
     typer.secho(f"error: {message}", err=True, fg=typer.colors.RED)
     raise typer.Exit(code)
 
@@ -23,25 +23,21 @@ def fail(code: int, message: str) -> Never:
 def exit_on_signals(
     left: str = "what the run has recorded so far stays in its folder",
 ) -> Iterator[None]:
-    """Let Ctrl-C, `kill` and a closed terminal leave every block in good order.
+    """Turn Ctrl-C, `kill` and a closed terminal into SystemExit, so that blocks clean up.
 
-    ``left`` says what becomes of the work. The exit code is the shell's for it, 128 + the signal's
-    number.
+    ``left`` states what is kept of the work. The exit code is 128 + the signal's number, as in a
+    shell.
     """
 
     def leave(number: int, _frame: FrameType | None) -> Never:
         name = signal.Signals(number).name
-        typer.secho(
-            f"stopped by {name}; {left}",
-            err=True,
-            fg=typer.colors.RED,
-        )
+        typer.secho(f"stopped by {name}; {left}", err=True, fg=typer.colors.RED)
         sys.exit(128 + number)
 
     before = {
         number: signal.signal(number, leave)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Not where the caller has it ignored, as nohup does with SIGHUP.
+        # The caller may ignore a signal, as nohup does with SIGHUP.
         if signal.getsignal(number) != signal.SIG_IGN
     }
     try:

@@ -129,7 +129,7 @@ def _started_for(home: Path) -> set[psutil.Process]:
 
 def _is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
@@ -149,7 +149,12 @@ def on_exit(pid: int, action: Callable[[], None]) -> None:
     """
     ended = select.poll()
     ended.register(os.pidfd_open(pid), select.POLLIN)
-    threading.Thread(target=lambda: (ended.poll(), action()), daemon=True).start()
+
+    def wait() -> None:
+        ended.poll()
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def describe_exit(code: int) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a run before it starts, as it is printed."""
+"""The report of a dry run: parameters, memory, disk, traffic and time, line by line."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +23,8 @@ from flower_desloc.tools.step_time import timed_step
 _LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
 
 
-def whole(needs: Needs, place: Place) -> Iterator[str]:
-    """Yield all that is known, line by line; a step is measured."""
+def full_report(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield the lines of the report; one local step is timed."""
     yield from _model(needs)
     yield _machine()
     yield from _memory(needs, place)
@@ -32,8 +32,8 @@ def whole(needs: Needs, place: Place) -> Iterator[str]:
     yield from _time(needs, place)
 
 
-def brief(needs: Needs, place: Place) -> Iterator[str]:
-    """Yield what is to be seen before a run that is about to start."""
+def one_line(needs: Needs, place: Place) -> Iterator[str]:
+    """Yield the one line that is printed before a run starts, if its memory can be estimated."""
     sketch = needs.sketch
     try:
         client = sum(needs.client(place.device, place.micro_batch).values())

@@ -1,4 +1,4 @@
-"""How long a step takes on this machine: a part of one is taken, and timed."""
+"""The time of a local step on this machine, scaled from a smaller one that is timed."""
 
 import time
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from flower_desloc.config.units import bytes_text
 from flower_desloc.setup.preflight.machine import memory
 from flower_desloc.setup.preflight.sketch import TEXT, Sketch, sample
 
-_PARAMS = 50_000_000  # of a larger model some blocks are timed
+_PARAMS = 50_000_000  # only some blocks of a larger model are timed
 _WORK = 5e9  # parameters times tokens: a second on one core
-_EXAMPLES = 8  # of what is not text
+_EXAMPLES = 8  # if the data are not text
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A step's time, and what it was scaled from."""
+    """The time of a step, and a description of the measurement."""
 
     seconds: float
     of: str
@@ -27,16 +27,15 @@ class Timing:
 def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
     """Return what a local step of a model of ``num_params`` takes on ``device``.
 
-    That is its forward and backward pass, taken to need time in proportion to parameters and
-    tokens. Attention needs more than that as sequences grow, so that what is scaled from shorter
-    ones is too little. The optimizer's own work is left out: beside a batch of some size it is
-    little.
+    Its forward and backward pass are assumed to take time in proportion to parameters and tokens.
+    Attention grows faster with the sequence, so scaling from shorter sequences underestimates it.
+    The optimizer's step is left out; it is small compared with a batch.
 
-    Raises ``ValueError`` where the model or a batch of it cannot be made, or does not fit.
+    Raises ``ValueError`` if the model or a batch cannot be built or does not fit.
     """
     part = _part(config, num_params)
     rows = part.data.batch_size
-    _require_room(part, device)
+    _require_memory(part, device)
     task, batch = sample(part, rows, rows)
     model = task.build_model().to(device).train()
     threads = torch.get_num_threads()
@@ -47,11 +46,11 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
         torch.set_num_threads(threads)
     larger = num_params / sum(p.numel() for p in model.parameters())
     longer = _examples(config) / _examples(part)
-    return Timing(larger * longer * seconds, _what(config, part))
+    return Timing(larger * longer * seconds, _description(config, part))
 
 
 def _part(config: Config, num_params: int) -> Config:
-    """Return a configuration whose step is of the same kind, and short."""
+    """Return a configuration with a similar step that takes about a second."""
     data, model = config.data, config.model
     if config.task != TEXT:
         return replace(config, data=replace(data, batch_size=min(data.batch_size, _EXAMPLES)))
@@ -68,21 +67,23 @@ def _part(config: Config, num_params: int) -> Config:
     return replace(config, model=model, data=replace(data, seq_len=length, batch_size=rows))
 
 
-def _require_room(part: Config, device: torch.device) -> None:
+def _require_memory(part: Config, device: torch.device) -> None:
     """Raise ``ValueError`` if the weights and gradients of ``part`` would fill the device."""
     sketch = Sketch(part)
     needs = sketch.weights + sketch.gradients
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory()[1]
     if needs > free:
-        raise ValueError(f"a part of one fills {bytes_text(needs)}, {bytes_text(free)} are free")
+        raise ValueError(
+            f"a part of the model fills {bytes_text(needs)}, {bytes_text(free)} are free"
+        )
 
 
 def _examples(config: Config) -> int:
-    """Return the size of a batch: tokens of text, else examples."""
+    """Return the size of a batch: tokens of text, otherwise examples."""
     return config.data.batch_size * (config.data.seq_len if config.task == TEXT else 1)
 
 
-def _what(config: Config, part: Config) -> str:
+def _description(config: Config, part: Config) -> str:
     if part.data == config.data and part.model == config.model:
         return "one taken here"
     if config.task != TEXT:
@@ -95,7 +96,7 @@ def _what(config: Config, part: Config) -> str:
 
 
 def _timed(act: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the faster of two, after one that warms up."""
+    """Return the seconds of the faster of two calls, after one warm-up."""
     seconds = []
     for _ in range(3):
         began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The ways to run the two apps: in one process, in simulation, in a deployment."""
+"""Engines that run the two apps: one process, Flower's simulation, a deployment."""

@@ -1,4 +1,4 @@
-"""One run in Flower's simulation: the `flwr run` command, what it prints, how it ended."""
+"""One run in Flower's simulation: the `flwr run` command, its output, its status."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,16 +16,16 @@ from flower_desloc.tools.engines.superlink import (
 )
 
 
-def federation(config: Config, *, workers: int | None, cores: int) -> dict[str, int | float]:
-    """Return Flower's settings for simulating ``config`` on ``cores`` CPU cores."""
+def federation_config(config: Config, *, workers: int | None, cores: int) -> dict[str, int | float]:
+    """Return Flower's federation config for simulating ``config`` on ``cores`` CPU cores."""
     clients = config.federation
     settings: dict[str, int | float] = {
         "num-supernodes": clients.num_clients,
         "client-resources-num-cpus": clients.client_cpus,
         "client-resources-num-gpus": float(clients.client_gpus),
     }
-    # Left alone, Ray starts an actor, with a PyTorch of its own, for every core there is, however
-    # few the clients are; and none, which is an error, where a client wants more cores than that.
+    # By default Ray starts one actor per core, each with its own PyTorch, even for few clients. If a
+    # client needs more cores than there are, it starts none, which is an error.
     if workers is None and clients.num_clients * clients.client_cpus < cores:
         workers = clients.num_clients
     if workers is None and clients.client_cpus > cores:
@@ -42,7 +42,7 @@ def flwr_run(
 ) -> list[str]:
     """Return the command line that submits one run of ``app``.
 
-    ``federation`` is for a simulation; of SuperNodes there are as many as there are.
+    ``federation`` is the federation config of a simulation.
     """
     simulated = ["--federation-config", as_argument(federation)] if federation else []
     return [
@@ -54,7 +54,7 @@ def flwr_run(
 
 
 def simulate(command: Sequence[str], *, verbose: bool) -> RunStatus:
-    """Run a `flwr run` command on a SuperLink of its own and print what it says as it comes."""
+    """Run a `flwr run` command on a private SuperLink and print the run's output as it comes."""
     with private_superlink() as superlink:
         run_id = superlink.submit(command)
         typer.echo(f"run {run_id} is submitted; the app and its clients are starting")
@@ -62,20 +62,20 @@ def simulate(command: Sequence[str], *, verbose: bool) -> RunStatus:
 
 
 def follow(superlink: SuperLink, run_id: str, *, verbose: bool) -> RunStatus:
-    """Print what a run says as it comes; return how it ended."""
-    told = 0
+    """Print a run's output as it comes; return its final status."""
+    printed = 0
 
-    def news() -> Iterator[str]:
-        nonlocal told
+    def new_lines() -> Iterator[str]:
+        nonlocal printed
         for number, line in enumerate(superlink.log(run_id), start=1):
-            if number > told:
-                told = number
+            if number > printed:
+                printed = number
                 yield line
 
     while True:
-        for line in news() if verbose else without_flower(news()):
+        for line in new_lines() if verbose else without_flower(new_lines()):
             typer.echo(line)
-        # Not finished: the log broke off, and can only be had again from its start.
+        # Not finished: the log broke off; it can only be read again from its start.
         if (status := superlink.status(run_id)).finished:
             return status
 
@@ -93,18 +93,18 @@ _NOISE = (
 
 
 def without_flower(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the app's lines, and of Flower's those that warn.
+    """Yield the app's lines, and Flower's warnings and errors.
 
-    The app's lines are those without a level of Flower's logger in front: print(), rich, logging
-    of one's own, tracebacks.
+    The app's lines are those that do not start with a level of Flower's logger: print(), rich, its
+    own logging, tracebacks.
     """
-    leaving = False
+    ending = False
     for line in lines:
         text = _COLOUR.sub("", line)
         flower = _FROM_FLOWER.match(text)
-        # From here it only says, in five lines, that there was the exception it has just shown.
-        leaving = leaving or (flower is not None and "Exit Code: " in text)
-        if leaving or any(noise in text for noise in _NOISE):
+        # The rest, five lines, repeats the exception that was just printed.
+        ending = ending or (flower is not None and "Exit Code: " in text)
+        if ending or any(noise in text for noise in _NOISE):
             continue
         if not flower or flower["level"] not in ("DEBUG", "INFO"):
             yield line

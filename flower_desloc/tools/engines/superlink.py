@@ -1,11 +1,10 @@
-"""A SuperLink of one's own, for one run, that leaves nothing behind.
+"""A private SuperLink for one run, with the `flwr` commands that control it.
 
-It simulates the clients, or is the server of SuperNodes: then over TLS, and only of those whose key
-was registered with it.
+It simulates the clients, or it serves SuperNodes over TLS and accepts only registered keys.
 
-Why not the one `flwr run` starts or finds: it lives on in the folder where it was first started,
-and simulated clients import `client_app` from *there* if there is one (Ray puts the driver's
-working directory first on sys.path), silently, instead of from the app that was submitted.
+The SuperLink that `flwr run` starts or finds is not used: it outlives the run in the folder where it
+was first started, and simulated clients silently import `client_app` from that folder, if it has
+one, instead of from the submitted app (Ray puts the driver's working directory first on sys.path).
 """
 
 import json
@@ -27,13 +26,13 @@ from flower_desloc.sites.deployment.environment import (
 from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 
 CONNECTION = "local"
-"""Name of the connection, as in the configuration Flower itself writes: a command printed by us
-works when it is typed again without us."""
+"""Name of the connection, as in Flower's own configuration: a command that is printed here also
+works when a user types it."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What the SuperLink says of a run."""
+    """The status of a run, from the SuperLink."""
 
     state: str
     """`pending`, `starting`, `running` or `finished:` with `completed`, `failed` or `stopped`."""
@@ -41,13 +40,18 @@ class RunStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over, well or not."""
+        """Whether the run has ended, with or without an error."""
         return self.state.startswith("finished")
 
     @property
     def completed(self) -> bool:
-        """Whether the run is over and no exception ended it."""
+        """Whether the run has ended without an error."""
         return self.state == "finished:completed"
+
+    @property
+    def error(self) -> str:
+        """The status as an error message."""
+        return f"the run is {self.state}: {self.details}"
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,12 @@ class SuperLink:
     environment: Mapping[str, str]
     process: Supervised
     address: str
-    """Host and port, of the SuperNodes' side as of ours."""
+    """Host and port, for SuperNodes and for `flwr`."""
     certificates: Certificates | None
-    """None in a simulation, where nobody else calls."""
+    """None in a simulation."""
 
     def register(self, public_key: Path) -> None:
-        """Let the SuperNode that has this key take part."""
+        """Accept the SuperNode that has this key."""
         self._flwr(
             ["flwr", "supernode", "register", str(public_key), CONNECTION, "--format", "json"]
         )
@@ -73,18 +77,14 @@ class SuperLink:
         return str(self._flwr(command)["run-id"])
 
     def status(self, run_id: str) -> RunStatus:
-        """Return the status of a run, which is the truth: `flwr run` and `flwr log` exit by 0."""
+        """Return the status of a run: `flwr run` and `flwr log` always exit with code 0."""
         answer = self._flwr(["flwr", "ls", CONNECTION, "--run-id", run_id, "--format", "json"])
         run = answer["runs"][0]
         return RunStatus(run["status"], run["status-details"])
 
     def log(self, run_id: str) -> Iterator[str]:
-        """Yield the lines of a run, from its first, as they come, until it has finished.
-
-        The simulation hands its output to the SuperLink every 0.2 s, which hands it out every
-        0.5 s; the SuperLink's own output has nothing of it.
-        """
-        # In a session of its own, so that Ctrl-C comes to us alone.
+        """Yield all lines of a run's output as they come, until it has finished."""
+        # In a session of its own, so that Ctrl-C reaches only this process.
         with subprocess.Popen(  # noqa: S603
             ["flwr", "log", run_id, CONNECTION, "--stream"],  # noqa: S607
             cwd=self.home / "cwd",
@@ -119,7 +119,7 @@ class SuperLink:
             answer = json.loads(done.stdout)
         except ValueError:
             answer = {"error-message": done.stdout + done.stderr}
-        # With `--format json` Flower exits by 0 even when it says "success": false.
+        # With `--format json` Flower exits with code 0 even if it answers "success": false.
         if not (isinstance(answer, dict) and answer.get("success")):
             reason = "\n".join(
                 line
@@ -127,7 +127,9 @@ class SuperLink:
                 if line and not line.startswith("Using SuperLink")
             )
             self.check_alive()
-            raise ProcessError(reason or f"{shlex.join(command[:2])} exited by {done.returncode}")
+            raise ProcessError(
+                reason or f"{shlex.join(command[:2])} exited with code {done.returncode}"
+            )
         return answer
 
     def check_alive(self) -> None:
@@ -139,8 +141,7 @@ class SuperLink:
 
     def wait_until_ready(self) -> None:
         """Return when the SuperLink serves its address."""
-        # Its own log, not GET /health: should somebody else's SuperLink have taken the port in
-        # the meantime, that one would answer.
+        # Its log, not GET /health: another SuperLink that took the port would answer that.
         scheme = "https" if self.certificates else "http"
         ready = f"Uvicorn running on {scheme}://{self.address} "
         self.process.wait_for_log(ready, "the SuperLink did not start")
@@ -148,7 +149,7 @@ class SuperLink:
 
 @contextmanager
 def private_superlink(*, simulation: bool = True) -> Iterator[SuperLink]:
-    """Start a SuperLink nobody else knows; in the end take it down, with all it started."""
+    """Start a SuperLink, and end it with everything it started on exit."""
     with private_home() as home:
         environment, port = flower_environment(home), free_port()
         certificates = None if simulation else make_certificates(home, ["localhost", "127.0.0.1"])
@@ -174,7 +175,7 @@ def _superlink_command(
         *(["--insecure", "--simulation"] if certificates is None else _tls(certificates)),
         *("--host", "127.0.0.1"),
         *("--port", str(port)),
-        # The app runs in this environment; a `uv sync` of its own would fetch a second PyTorch.
+        # The app runs in this environment; Flower's `uv sync` would install a second PyTorch.
         "--disable-runtime-dependency-installation",
     ]
 

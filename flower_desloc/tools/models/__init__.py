@@ -1,1 +1,1 @@
-"""What becomes of a run's model: handed on, scored, looked at."""
+"""A run's model: export, evaluation, text generation."""

@@ -1,6 +1,6 @@
-"""The model card: a run's facts, as the Hugging Face hub reads and shows them.
+"""The model card of a run, for the Hugging Face hub.
 
-Nothing in it names a site: no client, no path, no domain.
+It names no client, path or domain.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ _PAPER = "https://arxiv.org/abs/2505.22549"
 
 
 def card(config: Config, summary: Mapping[str, Any]) -> str:
-    """Return ``README.md`` for the model of a run, as far as ``summary`` tells of it."""
+    """Return ``README.md`` for the model of a run."""
     parts = [
         f"---\n{_front_matter(config)}\n---",
         f"# {config.run.name}",
@@ -38,16 +38,16 @@ def card(config: Config, summary: Mapping[str, Any]) -> str:
 
 
 def is_card(file: Path) -> bool:
-    """Return whether ``file`` is a card as made here."""
+    """Return whether ``file`` was written by :func:`card`."""
     return file.is_file() and f"\n- {_TAG}\n" in file.read_text(encoding="utf-8")
 
 
 def _front_matter(config: Config) -> str:
-    text = config.task == TEXT
+    is_text = config.task == TEXT
     base, data = config.run.init_from, config.data.source.partition(":")[0]
     metadata = ModelCardData(
-        library_name="transformers" if text else None,
-        pipeline_tag="text-generation" if text else None,
+        library_name="transformers" if is_text else None,
+        pipeline_tag="text-generation" if is_text else None,
         tags=["federated-learning", "flower", _TAG],
         base_model=base if config.model.config and _on_the_hub(base) else None,
         datasets=[data] if data != "builtin" and _on_the_hub(data) else None,
@@ -96,7 +96,7 @@ def _training(config: Config, summary: Mapping[str, Any]) -> Iterable[tuple[str,
     else:
         yield "a step", f"{data.batch_size} examples, every client"
     yield "data", f"{_unless_a_path(data.source)}; partition {data.partition}"
-    yield "begun with", _beginning(config)
+    yield "initial weights", _beginning(config)
     yield "precision", f"{config.model.dtype}, {config.model.precision}"
     yield "seed", str(config.run.seed)
 
@@ -104,12 +104,12 @@ def _training(config: Config, summary: Mapping[str, Any]) -> Iterable[tuple[str,
 def _beginning(config: Config) -> str:
     base = config.run.init_from
     if not base:
-        return "what the task builds" if ":" in config.task else "random weights"
+        return "the task's initial weights" if ":" in config.task else "random weights"
     return _unless_a_path(base) if config.model.config else "the model of another run"
 
 
 def _unless_a_path(value: str) -> str:
-    # Where a file lies is nobody's business but the site's.
+    # A path may identify a site.
     known = value in ("builtin", "bytes") or _on_the_hub(value.partition(":")[0])
     return value if known else "local files"
 
@@ -125,17 +125,17 @@ def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[st
 
 def _traffic(summary: Mapping[str, Any]) -> str:
     measured, ratio = summary["bytes"]["measured"], summary["ratio"]
-    said = (
-        f"Together the clients sent {bytes_text(measured['up']['total'])} and were sent "
+    text = (
+        f"Together the clients sent {bytes_text(measured['up']['total'])} and received "
         f"{bytes_text(measured['down']['total'])}."
     )
     if ratio["local_adam"] and ratio["ddp"]:
-        said += (
+        text += (
             f" Averaging every state as often as the parameters (Local Adam) would have sent "
             f"{figures(ratio['local_adam'])} times as much up, data parallelism "
             f"{figures(ratio['ddp'])} times."
         )
-    return said
+    return text
 
 
 def _metrics(summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -150,9 +150,9 @@ def _metrics(summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def _made_with(summary: Mapping[str, Any]) -> str:
     versions = summary.get("versions") or {"flower-desloc": __version__}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
     weights = summary["weights_sha256"]
-    return said + (f"\n\nSHA-256 of the weights: `{weights}`" if weights else "")
+    return text + (f"\n\nSHA-256 of the weights: `{weights}`" if weights else "")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Zero-shot scores through ``lm-eval``, its questions from the hub or from local files."""
+"""Zero-shot scores by ``lm-eval``, with questions from the hub or from local files."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ import yaml
 from flower_desloc.tasks.quiet import quiet
 
 PAPER = ("arc_challenge", "arc_easy", "piqa", "hellaswag")
-"""The tasks of the paper's table, under lm-eval's names."""
+"""The tasks of the paper's table, by lm-eval's names."""
 
 Question = Mapping[str, Any]
 
@@ -43,8 +43,8 @@ _YAML: dict[str, tuple[str, set[str], Callable[[Question], tuple[Any, Any]]]] = 
         lambda question: (question["endings"], int(question["label"])),
     ),
 }
-"""Where lm-eval says how to ask and to score, the columns that this reads, and what they hold: the
-answers, and the number of the right one."""
+"""For each task: lm-eval's file, the columns it reads, and a function that returns the answers and
+the index of the right one."""
 
 _OWN = {
     "output_type": "multiple_choice",
@@ -56,27 +56,27 @@ _OWN = {
         for metric in ("acc", "acc_norm")
     ],
 }
-"""A set of one's own: a text, what may follow it, and which of that does."""
+"""The task of a file with questions of one's own."""
 _OWN_COLUMNS = {"query", "choices", "gold"}
-_GIT = "lm_eval.evaluator.get_git_commit_hash"  # which complains outside a repository
+_GIT = "lm_eval.evaluator.get_git_commit_hash"  # which logs an error outside a repository
 _A_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
-    """What a model scores on one task, as shares of 1."""
+class TaskScore:
+    """Scores of a model on one task, as shares of 1."""
 
     questions: int
     acc: float
     acc_stderr: float | None
     """None for a single question."""
     acc_norm: float | None
-    """By likelihood per character of the answer; None where the task does without."""
+    """By likelihood per character of the answer; None if the task does not report it."""
     acc_norm_stderr: float | None
     chance: float
-    """The mean over questions of 1 / answers."""
+    """Mean over the questions of 1 / number of answers."""
     cut: int
-    """Answers whose question lost its beginning, as the model's window is too short."""
+    """Answers whose question was truncated at its beginning to fit the model."""
 
 
 def evaluate(
@@ -88,17 +88,16 @@ def evaluate(
     limit: int | None,
     batch_size: int,
     window: int | None,
-) -> dict[str, Score]:
-    """Return the scores by task; the first ``limit`` questions of each, or all.
+) -> dict[str, TaskScore]:
+    """Return the scores by task, for the first ``limit`` questions of each or all.
 
-    With ``data`` the questions of task ``NAME`` are those of ``data/NAME.jsonl``: with the columns
-    of the data set that lm-eval reads for the tasks of :data:`PAPER`, or for a task of any name
-    ``query``, ``choices`` and ``gold``, the number of the right one. Otherwise lm-eval fetches its
-    own. ``window`` is how many tokens the model is shown at most; by default, what it takes.
+    With ``data`` the questions of task ``NAME`` are read from ``data/NAME.jsonl``. Its columns are
+    those of lm-eval's data set for the tasks of :data:`PAPER`, or for any task ``query``,
+    ``choices`` and ``gold``, the index of the right answer. Otherwise lm-eval downloads its own.
+    ``window`` is the longest input in tokens; by default the model's.
 
-    Raises ``ValueError`` when lm-eval is missing or has no such task, when there is no such file,
-    column or right answer, when an answer does not fit the window, or for a task that is not
-    multiple choice.
+    Raises ``ValueError`` if lm-eval is missing or has no such task, if a file, column or right
+    answer is missing, if an answer does not fit the window, or if a task is not multiple choice.
     """
     lm_eval = require_lm_eval()
     with _silence(), _manager(tasks, data) as manager:
@@ -113,10 +112,10 @@ def evaluate(
             found = lm_eval.simple_evaluate(
                 scorer, tasks=list(tasks), task_manager=manager, limit=limit
             )
-        except AssertionError as error:  # lm-eval's own, which says nothing
+        except AssertionError as error:  # lm-eval's own, without a message
             raise ValueError(
                 f"an answer is longer than the {scorer.max_length} tokens that the model is shown; "
-                "leave the task out, or show it more with --window"
+                "leave the task out, or give a larger --window"
             ) from error
         except Exception as error:
             raise ValueError(
@@ -130,8 +129,8 @@ def evaluate(
         }
 
 
-def to_json(scores: Mapping[str, Score], source: str) -> str:
-    """Return the scores, whose they are, and the versions that made them."""
+def to_json(scores: Mapping[str, TaskScore], source: str) -> str:
+    """Return the scores as JSON, with the model's name and the versions of the libraries."""
     from flower_desloc.runs.versions import versions
 
     with_what = versions() | {"lm_eval": require_lm_eval().__version__}
@@ -166,11 +165,11 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _manager(tasks: Sequence[str], data: Path | None) -> Iterator[Any]:
-    """Yield lm-eval's index of tasks; with ``data``, of tasks that are asked from its files."""
+    """Yield lm-eval's index of tasks; with ``data``, an index of the tasks of its files."""
     make = import_module("lm_eval.tasks").TaskManager
     theirs = Path(str(import_module("lm_eval.tasks").__file__)).parent
     if data is None:
-        # To know all of its tasks lm-eval reads some ten thousand files.
+        # Its complete index takes reading ten thousand files.
         few = [str(theirs / folder) for folder in ("arc", "piqa", "hellaswag")]
         known = {*tasks} <= {*PAPER}
         yield make(include_path=few, include_defaults=False) if known else make()
@@ -178,7 +177,9 @@ def _manager(tasks: Sequence[str], data: Path | None) -> Iterator[Any]:
     with TemporaryDirectory() as folder:
         for name in tasks:
             if not _A_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} names no file in {data}; tasks are letters and digits")
+                raise ValueError(
+                    f"{name!r} is not the name of a file in {data}; use letters and digits"
+                )
             task = _local_task(name, data.expanduser().resolve() / f"{name}.jsonl", theirs)
             task["dataset_kwargs"]["cache_dir"] = folder
             Path(folder, f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
@@ -208,7 +209,7 @@ def _local_task(name: str, file: Path, theirs: Path) -> dict[str, Any]:
             _check_answers(*answers(question))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{file}, line {number}: cannot be asked as {', '.join(sorted(columns))} "
+                f"{file}, line {number}: has wrong {', '.join(sorted(columns))} "
                 f"({type(error).__name__}: {error})"
             ) from error
     return {
@@ -232,15 +233,15 @@ def _questions(file: Path) -> Iterator[Question]:
         try:
             question = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: is no JSON ({error})") from error
+            raise ValueError(f"{file}, line {number}: is not JSON ({error})") from error
         if not isinstance(question, dict):
-            raise ValueError(f"{file}, line {number}: is no JSON object")
+            raise ValueError(f"{file}, line {number}: is not a JSON object")
         yield question
 
 
 def _own_answers(question: Question) -> tuple[Any, Any]:
     if not isinstance(question["query"], str):
-        raise TypeError("query is no text")
+        raise TypeError("query is not text")
     return question["choices"], question["gold"]
 
 
@@ -248,26 +249,28 @@ def _check_answers(answers: Any, right: Any) -> None:
     if not isinstance(answers, list) or len(answers) < 2:
         raise TypeError("needs a list of two answers or more")
     if not all(isinstance(answer, str) and answer for answer in answers):
-        raise TypeError("an answer is empty, or no text")
+        raise TypeError("an answer is empty, or not text")
     if type(right) is not int or not 0 <= right < len(answers):
         raise ValueError(f"the right answer is number {right!r}, of {len(answers)} from 0")
 
 
 def _separator(tokenizer: Any) -> int:
-    """Return the token that stands before a text: of our bytes, which have no other, a line end."""
+    """Return the token before a text: a line end for the byte tokenizer, which has no other."""
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, *tokenizer.encode("\n"))
     return next(int(i) for i in ids if i is not None)
 
 
-def _score(result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], scorer: Any) -> Score:
+def _score(
+    result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], scorer: Any
+) -> TaskScore:
     value = {key.removesuffix(",none"): number for key, number in result.items()}
     if "acc" not in value:
         raise ValueError(
-            f"{result['alias']}: lm-eval scores it by {', '.join(samples[0]['metrics'])}; here are "
-            "scored multiple-choice tasks, by acc"
+            f"{result['alias']}: lm-eval scores it by {', '.join(samples[0]['metrics'])}; only "
+            "multiple-choice tasks, scored by acc, are supported"
         )
     texts = [context + answer for sample in samples for context, answer in sample["arguments"]]
-    return Score(
+    return TaskScore(
         questions=len(samples),
         acc=value["acc"],
         acc_stderr=_number(value["acc_stderr"]),

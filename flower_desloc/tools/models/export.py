@@ -1,43 +1,40 @@
-"""A run's model in a folder of its own, ready to be given to others."""
+"""Export of a run's model into a folder for transformers."""
 
 import shutil
 from pathlib import Path
 
 from flower_desloc.runs.folder import readable
 from flower_desloc.tools.models.card import card, is_card
-from flower_desloc.tools.models.model import Trained
+from flower_desloc.tools.models.model import TrainedModel
 
 
 def export(source: Path, folder: Path | None = None, *, overwrite: bool = False) -> Path:
-    """Write model, tokenizer and model card into ``folder``: all of it, or nothing.
+    """Write model, tokenizer and model card into ``folder``, completely or not at all.
 
-    ``source`` is a run's folder or one of its checkpoints; by default the model goes into
-    ``export`` in that folder. With ``overwrite`` a model that is there is replaced; nothing else
-    ever is.
+    ``source`` is a run's folder or one of its checkpoints; the default folder is ``export`` in the
+    run's folder. ``overwrite`` replaces an earlier export, and no other files.
 
-    Raises ``ValueError`` when there is no model, or ``folder`` is taken.
+    Raises ``ValueError`` if there is no model, or ``folder`` holds something else.
     """
-    trained = Trained.of(source)
+    trained = TrainedModel.of(source)
     folder = (folder or trained.run.path / "export").expanduser().resolve()
     former_files = _require_free(folder, overwrite=overwrite)
     partial = folder.with_name(f".{folder.name}-partial")
     former = folder.with_name(f".{folder.name}-former")
-    for left in (partial, former):  # of an attempt that was cut off
+    for left in (partial, former):  # of an interrupted export
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         trained.write(partial)
         config, summary = trained.facts()
         if summary["steps"] == 0:
-            raise ValueError(
-                f"{source}: has been through no window yet; there is nothing to export"
-            )
+            raise ValueError(f"{source}: has not completed a window; there is nothing to export")
         (partial / "README.md").write_text(card(config, summary), encoding="utf-8")
         readable(partial)
         if others := sorted(former_files - {path.name for path in partial.iterdir()}):
             raise ValueError(
-                f"{folder}: holds {', '.join(others)}, which this export does not write; take it "
-                "out, or give another folder"
+                f"{folder}: holds {', '.join(others)}, which this export does not write; remove "
+                "it, or give another folder"
             )
         if folder.exists():
             folder.rename(former)
@@ -49,7 +46,7 @@ def export(source: Path, folder: Path | None = None, *, overwrite: bool = False)
 
 
 def _require_free(folder: Path, *, overwrite: bool) -> set[str]:
-    """Return the names of what is there, of an earlier export and perhaps more."""
+    """Return the names of the files in ``folder``, which may be an earlier export."""
     if not folder.exists():
         return set()
     if not folder.is_dir():
@@ -57,7 +54,7 @@ def _require_free(folder: Path, *, overwrite: bool) -> set[str]:
     held = list(folder.iterdir())
     if held and not overwrite:
         raise ValueError(f"{folder}: is not empty; give another folder, or --overwrite")
-    # An export has no folders in it; a working copy of a repository has.
+    # An export contains no folders; the working copy of a repository does.
     if held and (any(path.is_dir() for path in held) or not is_card(folder / "README.md")):
-        raise ValueError(f"{folder}: is no model that was exported; give another folder")
+        raise ValueError(f"{folder}: is not an exported model; give another folder")
     return {path.name for path in held}

@@ -1,4 +1,4 @@
-"""The model of a run, of one of its checkpoints, or of a folder, as transformers loads it."""
+"""Loading the model of a run, of a checkpoint, of a folder, or of the hub."""
 
 import json
 import shutil
@@ -26,18 +26,18 @@ from flower_desloc.tasks import build_task
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run has learned: by its end, or up to a checkpoint."""
+class TrainedModel:
+    """The final model of a run, or that of a checkpoint."""
 
     run: RunFolder
     checkpoint: Path | None
-    """None: the run is complete, and its model in ``final/``."""
+    """None if the run is complete and its model is in ``final/``."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the model of a run's folder, or of the checkpoint named.
+        """Return the model of a run's folder or of a checkpoint.
 
-        Of a run that is not complete it is the last checkpoint's. Raises ``ValueError`` when there
+        For a run that is not complete, its last checkpoint is used. Raises ``ValueError`` if there
         is none.
         """
         folder = RunFolder(path.expanduser().resolve())
@@ -46,7 +46,7 @@ class Trained:
         return cls(*last_checkpoint(path.expanduser()))
 
     def write(self, folder: Path) -> None:
-        """Write the model into ``folder``, which is there, as the run itself does."""
+        """Write the model into an existing folder, as the run itself does."""
         if self.checkpoint is None:
             shutil.copytree(self.run.final, folder, dirs_exist_ok=True)
             return
@@ -61,7 +61,7 @@ class Trained:
         task.save(model, folder)
 
     def facts(self) -> tuple[Config, dict[str, Any]]:
-        """Return the run's configuration, and its summary as far as the model has come."""
+        """Return the run's configuration, and its summary up to the model's step."""
         if self.checkpoint is None:
             config = parse(self.run.config.read_text(encoding="utf-8"))
             summary: dict[str, Any] = json.loads(self.run.summary.read_text(encoding="utf-8"))
@@ -69,30 +69,28 @@ class Trained:
         checkpoint = Checkpoint.read(self.checkpoint)
         config = parse(checkpoint.settings)
         lines = (line for line in read_lines(self.run.metrics) if line["round"] <= checkpoint.round)
-        schedule = build_schedule(config)
-        weights = digest(checkpoint.averages[PARAMS])
         return config, build(
             lines,
             config=config,
-            schedule=schedule,
+            schedule=build_schedule(config),
             plan=None,
             status="failed",
-            weights_sha256=weights,
+            weights_sha256=digest(checkpoint.averages[PARAMS]),
         )
 
 
 @contextmanager
 def loadable(source: str) -> Iterator[str]:
-    """Yield what ``from_pretrained`` takes for ``source``.
+    """Yield the argument of ``from_pretrained`` for ``source``.
 
-    That is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the hub.
-    Raises ``ValueError`` when it is none of them.
+    ``source`` is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the
+    hub. Raises ``ValueError`` if it is none of them.
     """
     path = Path(source).expanduser()
     if is_pretrained(source) or _holds_adapters(path):
         yield str(path) if path.exists() else source
         return
-    trained = Trained.of(path)
+    trained = TrainedModel.of(path)
     if trained.checkpoint is None:
         yield str(trained.run.final)
         return
@@ -102,11 +100,11 @@ def loadable(source: str) -> Iterator[str]:
 
 
 def load(source: str) -> tuple[Any, Any]:
-    """Return the model of ``source`` and its tokenizer, on the accelerator if there is one.
+    """Return the model of ``source`` and its tokenizer, on the GPU if there is one.
 
-    Raises ``ValueError`` when there is none that transformers can load, whole and of safetensors.
+    Raises ``ValueError`` if transformers cannot load every tensor of it from safetensors.
     """
-    # Imported when wanted: transformers takes seconds.
+    # transformers takes seconds to import.
     from transformers import AutoTokenizer
 
     from flower_desloc.tasks.causal_lm.pretrained import architecture_of, read

@@ -1,4 +1,4 @@
-"""What a command is asked to run: a preset and overrides, as the app will see them."""
+"""A run as the command line states it: a preset and overrides, as the app will read them."""
 
 import json
 import os
@@ -21,61 +21,60 @@ _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 
 @dataclass(frozen=True)
-class Request:
-    """One run of the app in folder ``app``, checked as far as can be before it starts."""
+class RunArguments:
+    """One run of the app in folder ``app``, validated before anything starts."""
 
     app: Path
     preset: str
     given: list[str]
-    """The overrides that were given, files by absolute paths."""
-    words: list[str]
-    """Those the app is given: others besides."""
+    """The overrides on the command line, with absolute paths."""
+    overrides: list[str]
+    """The overrides for the app: the given ones and those of the command's options."""
     config: Config
 
     @classmethod
-    def of(
+    def parse(
         cls,
         preset: str,
         overrides: Sequence[str],
-        more: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
-    ) -> "Request":
-        """Return what is asked for; ends the command by exit code 2 if it cannot be.
+        add: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
+    ) -> "RunArguments":
+        """Return the run of a command line, or end the command with exit code 2.
 
-        ``more`` returns overrides of the command's own, from those that were given.
+        ``add`` returns the overrides of the command's own options, from the given ones.
         """
         try:
             app = app_folder()
             if not preset:
-                fail(
-                    USAGE, f"which preset? There are\n{listing(opening_comments(app / 'configs'))}"
-                )
+                known = listing(opening_comments(app / "configs"))
+                fail(USAGE, f"which preset? There are\n{known}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
-            given = _words(overrides)
-            words = [*given, *more(given)]
-            config = load(preset, words, presets=app / "configs")
-            if seen_from_here := _absolute_paths(config):
-                given, words = [*given, *seen_from_here], [*words, *seen_from_here]
-                config = load(preset, words, presets=app / "configs")
+            given = _split(overrides)
+            every = [*given, *add(given)]
+            config = load(preset, every, presets=app / "configs")
+            if absolute := _absolute_paths(config):
+                given, every = [*given, *absolute], [*every, *absolute]
+                config = load(preset, every, presets=app / "configs")
             config = settled(config)
             check_streams(config)
         except (ConfigError, NotACheckoutError) as error:
             fail(USAGE, str(error))
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
-        return cls(app, preset, given, words, config)
+        return cls(app, preset, given, every, config)
 
     def run_config(self, output_dir: Path) -> dict[str, str]:
-        """Return what `flwr run` is told."""
+        """Return the run config for `flwr run`."""
         return {
             "config": self.preset,
-            "overrides": " ".join(self.words),
+            "overrides": " ".join(self.overrides),
             "output-dir": str(output_dir.expanduser().resolve()),
         }
 
 
 def override(key: str, value: str) -> str:
-    """Return one override, without a blank: YAML's way to write a text that has some."""
+    """Return one override without whitespace, which is written as YAML escapes."""
     if not any(map(str.isspace, value)):
         return f"{key}={value}"
     text = json.dumps(value, ensure_ascii=False)
@@ -83,33 +82,33 @@ def override(key: str, value: str) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """End the command by exit code 2 unless ``folder``, made if need be, may be written to."""
+    """End the command with exit code 2 unless ``folder`` exists or can be made, and is writable."""
     path = folder.expanduser().resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
     if not os.access(path, os.W_OK):
-        fail(USAGE, f"--output-dir {folder}: may not be written to; give another folder")
+        fail(USAGE, f"--output-dir {folder}: is not writable; give another folder")
 
 
-def _words(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides as the app will see them: several in one argument are cut at blanks."""
-    words: list[str] = []
-    for item in overrides:
+def _split(arguments: Sequence[str]) -> list[str]:
+    """Return one override per item: the app reads them separated by blanks."""
+    overrides: list[str] = []
+    for item in arguments:
         parts = item.split()
         if all("=" in part for part in parts[1:]):
-            words += parts
+            overrides += parts
         elif _A_LIST.match(item):
             raise ConfigError(f"override {item!r}: leave out the blanks, as in [a,b] and {{a:1}}")
         else:
             key, _, value = item.partition("=")
-            words.append(override(key, value))
-    return words
+            overrides.append(override(key, value))
+    return overrides
 
 
 def _absolute_paths(config: Config) -> list[str]:
-    """Return overrides for what names a file seen from here; the app runs in another folder."""
+    """Return overrides with absolute paths for files named from here: the app runs elsewhere."""
     named = {
         "data.source": config.data.source,
         "data.tokenizer": config.data.tokenizer,

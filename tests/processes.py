@@ -1,0 +1,38 @@
+"""Processes in tests: default signals, waiting for events, and finding what is left."""
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+DEFAULT_SIGNALS = (
+    "import signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+)
+"""First lines of a program that a test sends signals to: a shell that starts a job in the
+background, or nohup, makes every process below ignore them."""
+
+
+def wait_until(
+    condition: Callable[[], object],
+    report: Callable[[], object] = lambda: "nothing to report",
+    limit: float = 600,
+) -> None:
+    """Wait for ``condition``; after ``limit`` seconds fail with ``report``."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {limit} s: {report()}"
+        time.sleep(0.05)
+
+
+def processes_with(name: str, value: str) -> list[str]:
+    """Return the command lines of the processes that have a variable in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name) == value:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
