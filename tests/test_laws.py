@@ -14,6 +14,7 @@ from federation import (
     Regression,
     assert_close,
     assert_same,
+    draw,
     due_table,
     federate,
     initial,
@@ -25,9 +26,11 @@ from reference import E, each
 from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import NEVER, Clipping, SyncSchedule, Window, prime, put, set_step, take
+from flower_desloc.config import load
 from flower_desloc.core.lr_schedule import constant, wsd
 from flower_desloc.core.streams import stream_names
 from flower_desloc.optim import Adam
+from flower_desloc.setup.build import build_outer
 
 T = 30
 PROBLEMS = {"quadratic": Quadratic(), "tied_mlp": Regression()}
@@ -498,3 +501,28 @@ def test_run_all_is_run_some_save_load_run_the_rest(case):
                 federation.train(m, window, constant())
             federation.average(window.due, range(2))
     assert_same(after.states(), straight)
+
+
+# ---------------------------------------------------------------------------------- The outer step
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_outer_step_of_a_configuration_is_hand_written_momentum(nesterov):
+    """DiLoCo: the gradient is x - E[x_m], b <- mu b + g, x <- x - lr (g + mu b), or x - lr b."""
+    lr, mu = 0.7, 0.9
+    outer = build_outer(
+        load(
+            "quickstart",
+            f"outer.name=sgd outer.lr={lr} outer.momentum={mu} "
+            f"outer.nesterov={str(nesterov).lower()}",
+        )
+    )
+    x, b = draw(0), {}
+    outer.begin(x)
+    for step in range(5):
+        mean = draw(1, step)
+        got = outer.towards(mean, step)
+        g = each(torch.sub, x, mean)
+        b = each(lambda b, g: mu * b + g, b, g) if b else g
+        x = each(lambda x, g, b: x - lr * (g + mu * b if nesterov else b), x, g, b)
+        assert_close([{"params": got}], [{"params": x}])
