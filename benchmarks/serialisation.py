@@ -1,12 +1,11 @@
-"""How fast a stream becomes an ArrayRecord and tensors again, beside Flower's own conversion.
+"""How fast a stream becomes an ArrayRecord and tensors again, compared with Flower's conversion.
 
     python benchmarks/serialisation.py [--repeats 21] [--json FILE]
 
-The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Written: tensors, wherever they lie, to
-the records of a message; handed over: such as lie where a message will have them, as those of a
-client on the CPU do. Read: bytes to tensors; ours are views of them. Installed: read and copied
-into a model's tensors, which is what becomes of them on a client. Beside them the plain copy of the
-same tensors: `tensor.clone()` for what makes new memory, `copy_` for what does not. All take turns.
+The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Write: tensors to a record. Read: a record
+to tensors; ours are views of its bytes. Install: read, and copy into a model's tensors, as a client
+does. For comparison, a plain copy of the same tensors: `tensor.clone()` into new memory, `copy_`
+into existing memory. All take turns.
 """
 
 import argparse
@@ -18,8 +17,7 @@ import torch
 from aggregation import about, ratio, shapes, spreads, take_turns
 from flwr.app import ArrayRecord
 
-from flower_desloc.flower.arrays import room
-from flower_desloc.flower.records import from_record, handed_over, to_record
+from flower_desloc.flower.records import from_record, to_record
 
 Stream = dict[str, torch.Tensor]
 
@@ -39,15 +37,12 @@ def main() -> None:
     noise = torch.Generator().manual_seed(0)
     stream = {name: torch.randn(shape, generator=noise) for name, shape in shapes().items()}
     model = {name: torch.zeros(shape) for name, shape in shapes().items()}
-    places = room([(tensor.dtype, tensor.shape) for tensor in stream.values()])
-    housed = {key: place.copy_(stream[key]) for key, place in zip(stream, places, strict=True)}
     record = to_record(stream)
-    assert record == ArrayRecord(stream) == handed_over({**stream}) == handed_over({**housed})
+    assert record == ArrayRecord(stream)
     seconds = take_turns(
         {
             "clone": lambda: {key: tensor.clone() for key, tensor in stream.items()},
-            "write desloc": lambda: handed_over({**stream}),
-            "hand over desloc": lambda: handed_over({**housed}),
+            "write desloc": lambda: to_record(stream),
             "write flower": lambda: ArrayRecord(stream),
             "read desloc": lambda: from_record(record),
             "read flower": record.to_torch_state_dict,
@@ -59,7 +54,6 @@ def main() -> None:
     )
     pairs = {
         "write, to flower's": ("write flower", "write desloc"),
-        "hand over, to flower's": ("write flower", "hand over desloc"),
         "read, to flower's": ("read flower", "read desloc"),
         "install, to flower's": ("install flower", "install desloc"),
         "both, to flower's": ("both flower", "both desloc"),

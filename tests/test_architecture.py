@@ -35,7 +35,6 @@ RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 # To be removed one by one; nothing may be added.
 OUTWARD = {
-    "flower_desloc.flower.arrays -> flower_desloc.native.pages",
     "flower_desloc.setup.initial -> flower_desloc.runs.resume",
     "flower_desloc.setup.preflight.verdict -> flower_desloc.runs.units",
 }
@@ -90,7 +89,7 @@ def test_the_layers_are_those_of_the_architecture_page():
 
 def test_the_package_root_has_at_most_twelve_entries():
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert len(entries - {"native"}) <= 12, sorted(entries)
+    assert len(entries) <= 12, sorted(entries)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,7 @@ def names_in(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
 def test_the_core_imports_pytorch_pure_python_and_itself(path):
     for name in imported_names(path):
-        ours = name.startswith(
-            ("flower_desloc.core.", "flower_desloc.optim", "flower_desloc.native")
-        )
+        ours = name.startswith(("flower_desloc.core.", "flower_desloc.optim"))
         assert ours or name.partition(".")[0] in PURE | {"torch"}, f"{path.name} imports {name}"
 
 

@@ -1,7 +1,6 @@
-"""Laws of the wire: NumPy's bytes, written with one copy and read with none."""
+"""Laws of serialisation: NumPy's format, written with one copy and read as views."""
 
 import io
-import pickle
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from flower_desloc.flower.arrays import from_array, hand_over, room, to_array, values_bytes
-from flower_desloc.flower.records import from_record, handed_over, to_record
+from flower_desloc.flower.arrays import from_array, to_array, values_bytes
+from flower_desloc.flower.records import from_record, to_record
 
 DTYPES = [
     *(torch.float16, torch.float32, torch.float64, torch.bool),
@@ -56,65 +55,13 @@ def test_a_tensor_is_written_as_flower_writes_it_and_read_as_flower_reads_it(sha
         lambda t: t.reshape(1, 2, 3, 8).contiguous(memory_format=torch.channels_last),
     ],
 )
-def test_values_that_lie_otherwise_are_the_same_values(layout):
+def test_a_non_contiguous_tensor_is_written_as_its_contiguous_copy(layout):
     value = layout(tensor((6, 8), torch.float32))
     assert same(from_array(to_array(value)), value.detach().contiguous())
-    assert same(from_array(Array(value)), value.detach().contiguous())  # also in Fortran's order
+    assert same(from_array(Array(value)), value.detach().contiguous())  # Fortran order included
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_lies_in_its_room_is_handed_over_without_a_copy_as_flower_writes_it(dtype):
-    values = [tensor(shape, dtype) for shape in SHAPES]
-    places = room([(value.dtype, value.shape) for value in values])
-    for value, place in zip(values, places, strict=True):
-        array = hand_over(place.copy_(value))
-        flowers = Array(value)
-        assert (array.dtype, array.shape, array.stype) == (
-            flowers.dtype,
-            flowers.shape,
-            "numpy.ndarray",
-        )
-        assert bytes(array.data) == flowers.data
-        assert same(torch.from_numpy(array.numpy()), value)
-        assert same(from_array(pickle.loads(pickle.dumps(array, protocol=5))), value)
-        if value.numel() and dtype is not torch.bool:  # which is rare enough to be copied
-            assert is_view(place, array.data)
-            with pytest.raises(TypeError):
-                array.data[-1] = 0
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [lambda t: t[1:], lambda t: t.T, lambda t: t.clone(), lambda t: t.reshape(-1), lambda t: t[:3]],
-)
-def test_what_does_not_lie_there_as_it_is_is_copied(layout):
-    [place] = room([(torch.float32, torch.Size((6, 8)))])
-    value = layout(place.copy_(tensor((6, 8), torch.float32)))
-    array = hand_over(value)
-    assert type(array.data) is bytes
-    assert same(from_array(array), value.contiguous())
-
-
-@pytest.mark.parametrize("housed", [0, 3, len(SHAPES)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_stream_is_handed_over_wherever_its_tensors_lie(dtype, housed):
-    """All, some or none in a room; those that were elsewhere stay their owner's."""
-    values = {str(shape): tensor(shape, dtype) for shape in SHAPES}
-    places = room([(value.dtype, value.shape) for value in values.values()])
-    given = dict(values)
-    for key, place in list(zip(values, places, strict=True))[:housed]:
-        given[key] = place.copy_(values[key])
-    elsewhere = [value for key, value in values.items() if given[key] is value]
-    flowers = ArrayRecord(values)
-    record = handed_over(given)
-    assert given == {}
-    for value in elsewhere:
-        value.zero_()
-    assert record == flowers
-    assert all(same(from_array(array), from_array(flowers[k])) for k, array in record.items())
-
-
-def test_what_is_read_is_a_view_and_who_writes_into_it_is_told():
+def test_a_read_tensor_is_a_view_and_in_place_operations_on_it_raise():
     array = to_array(tensor((3, 5), torch.float32))
     got = from_array(array)
     assert is_view(got, array.data)
@@ -130,28 +77,28 @@ def test_what_is_read_is_a_view_and_who_writes_into_it_is_told():
             write()
 
 
-def test_a_clone_of_what_is_read_is_ones_own():
+def test_a_clone_of_a_read_tensor_does_not_change_the_array():
     value = tensor((3, 5), torch.float32)
     array = to_array(value)
     from_array(array).clone().add_(1)
     assert same(from_array(array), value)
 
 
-def test_a_view_keeps_what_it_is_a_view_of():
+def test_a_view_outlives_its_record():
     record = to_record({"a": tensor((1000,), torch.float64)})
     got = from_record(record)["a"]
     del record
     assert same(got, tensor((1000,), torch.float64))
 
 
-def test_what_is_written_does_not_follow_the_tensor():
+def test_an_array_does_not_follow_later_changes_of_its_tensor():
     value = tensor((3, 5), torch.float32)
     before, array = value.clone(), to_array(value)
     value.zero_()
     assert same(from_array(array), before)
 
 
-def test_a_record_is_one_that_flower_makes():
+def test_a_record_equals_the_one_that_flower_makes():
     stream = {"a": tensor((3, 5), torch.float32), "b": tensor((), torch.float64)}
     assert to_record(stream) == ArrayRecord(stream)
     back = to_record(stream).to_torch_state_dict()
@@ -171,11 +118,9 @@ def test_values_are_counted_without_their_header(shape):
     assert values_bytes(Array("float32", (4,), "other", b"x" * 21)) == 21
 
 
-# ------------------------------------------------------------------------------ Bytes of other make
-
 HEADER = "{'descr': '%s', 'fortran_order': %s, 'shape': %s, }"
 DESCRIPTIONS = ["<f4", ">f4", "<f8", "<i8", "|b1", "|u1", "|V4", "<U1", "|O", "<M8", "<c8", "<f9"]
-SAID = [
+SHAPE_TEXTS = [
     "()",
     "(2,)",
     "(2, 3)",
@@ -190,8 +135,8 @@ SAID = [
 ]
 
 
-def numpys(data: bytes) -> np.ndarray | None:
-    """What NumPy reads in these bytes, if it is all that they hold."""
+def read_by_numpy(data: bytes) -> np.ndarray | None:
+    """Return the array that NumPy reads, if it uses all of the bytes."""
     file = io.BytesIO(data)
     try:
         array = npy.read_array(file, allow_pickle=False)
@@ -204,17 +149,17 @@ def numpys(data: bytes) -> np.ndarray | None:
 @given(
     description=st.sampled_from(DESCRIPTIONS),
     order=st.sampled_from(["False", "True", "0"]),
-    said=st.sampled_from([*SAID, f"({'1, ' * 40}6)"]),
+    shape=st.sampled_from([*SHAPE_TEXTS, f"({'1, ' * 40}6)"]),
     padding=st.sampled_from(["", " ", " " * 15, "\n", " \n", " " * 60 + "\n", "\n\n", "#\n"]),
     version=st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x01\x01"]),
     values=st.sampled_from([0, 4, 8, 16, 24, 25, 48]),
     flip=st.none() | st.tuples(st.integers(0, 100), st.integers(1, 255)),
 )
 @example("<f4", "False", "(2, 3)", " " * 60 + "\n", b"\x01\x00", 24, None)
-def test_bytes_are_read_as_numpy_reads_them_or_not_at_all(
-    description, order, said, padding, version, values, flip
+def test_any_bytes_are_read_as_numpy_reads_them_or_refused(
+    description, order, shape, padding, version, values, flip
 ):
-    header = (HEADER % (description, order, said) + padding).encode()
+    header = (HEADER % (description, order, shape) + padding).encode()
     width = 2 if version[:1] == b"\x01" else 4
     data = bytearray(b"\x93NUMPY" + version + len(header).to_bytes(width, "little") + header)
     data += bytes(range(values))
@@ -226,8 +171,8 @@ def test_bytes_are_read_as_numpy_reads_them_or_not_at_all(
         got = from_record(ArrayRecord({"a": array}))["a"]
     except ValueError:
         return
-    expected = numpys(data)
-    if expected is None:  # NumPy reads what it needs; from_record has counted the rest
+    expected = read_by_numpy(data)
+    if expected is None:  # NumPy ignores trailing bytes; from_record counts them
         assert not is_view(got, data)
         assert got.nbytes == values_bytes(array)
         return

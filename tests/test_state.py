@@ -1,22 +1,27 @@
-"""A client's file: whatever ends the process, the file or the one before it is there, whole."""
+"""Laws of the client's state file: it survives the end of the process at any moment."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flower_desloc.flower.client_state import Held, StateFile
+from flower_desloc.flower.tensor_file import DamagedFileError
 
 
 class Killed(BaseException):
-    """The process is no more; nothing is tidied up."""
+    """The process was killed; nothing is cleaned up."""
 
 
 CALLS = [(os, "link"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir")]
-"""What changes a folder; nothing else of a file's life may be half done."""
+"""The calls that change a folder; a process can be killed between any two of them."""
 _LINK = os.link
 
 
@@ -31,7 +36,7 @@ def value(file: StateFile) -> float:
     return float(file.read(["exp_avg"])["exp_avg"]["w"].unique())
 
 
-def lives(folder: Path) -> StateFile:
+def five_windows(folder: Path) -> StateFile:
     """Five windows, with checkpoints of the server after the second and each that follows."""
     file = StateFile(folder, "run", "client-0")
     for step in range(1, 6):
@@ -39,29 +44,29 @@ def lives(folder: Path) -> StateFile:
     return file
 
 
-def test_a_client_asked_once_more_has_what_it_had_before_the_window(tmp_path):
-    file = lives(tmp_path)
+def test_a_client_asked_again_for_a_window_has_its_state_before_it(tmp_path):
+    file = five_windows(tmp_path)
     assert file.held_at(5).step == value(file) == 5
     assert file.held_at(4).step == value(file) == 4
     file.write(*window(5, checkpoint=4))
     assert file.held_at(4).step == value(file) == 4
-    assert file.held_at(3) is None, "it never goes back by two"
+    assert file.held_at(3) is None, "it goes back by one window only"
     assert not file.path.exists()
 
 
-def test_what_is_kept_for_a_checkpoint_is_not_written_over(tmp_path):
-    file = lives(tmp_path)
+def test_a_state_kept_for_a_checkpoint_is_not_overwritten(tmp_path):
+    file = five_windows(tmp_path)
     file.held_at(4)
     file.write(*window(5, checkpoint=4))
     file.go_back(3, "another attempt")
     assert file.held().step == value(file) == 3
-    assert file.held_at(2) is None, "what was before it is of another course"
+    assert file.held_at(2) is None, "the states before it belong to the other attempt"
 
 
 @pytest.mark.parametrize("killed", [None, 1, 2])
-def test_a_file_that_is_gone_is_not_come_back_to(killed, tmp_path, monkeypatch):
-    """Deleted by hand, or by a client that found it damaged and was killed on the way."""
-    file = lives(tmp_path)
+def test_a_client_whose_file_was_deleted_does_not_go_back(killed, tmp_path, monkeypatch):
+    """Deleted by hand, or by a client that found it damaged and was killed while deleting."""
+    file = five_windows(tmp_path)
     if killed is None:
         file.path.unlink()
     else:
@@ -69,12 +74,12 @@ def test_a_file_that_is_gone_is_not_come_back_to(killed, tmp_path, monkeypatch):
             _kill_at(killed, patch)
             with pytest.raises(Killed):
                 file.delete()
-        assert file.held_at(4) is None, "the way back goes first"
+        assert file.held_at(4) is None, "the file before it is deleted first"
     file.write(*window(6, checkpoint=4))
     assert file.held_at(5) is None
 
 
-def test_who_was_not_there_at_a_checkpoint_goes_back_to_nothing(tmp_path):
+def test_a_client_that_joined_after_the_checkpoint_becomes_new(tmp_path):
     file = StateFile(tmp_path, "run", "client-0")
     file.write(*window(5, checkpoint=4))
     file.write(*window(6, checkpoint=5))
@@ -83,16 +88,16 @@ def test_who_was_not_there_at_a_checkpoint_goes_back_to_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_killed_at_any_moment_of_a_write_a_client_can_take_the_window_again(
+def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(
     links, tmp_path, monkeypatch
 ):
-    """At every call that changes the folder: the old file or the new, and the way back to the old.
+    """After the kill the old or the new file is there, and so is the state before the window.
 
-    What follows is as if nothing had been, and takes no more room.
+    Later windows work as if nothing had happened, and use no more disk space.
     """
     if not links:
         monkeypatch.setattr(os, "link", _refuse)
-    begun = lives(tmp_path / "begun")
+    begun = five_windows(tmp_path / "begun")
     ended = 0
     for moment in range(100):
         folder = tmp_path / str(moment)
@@ -120,7 +125,7 @@ def test_killed_at_any_moment_of_a_write_a_client_can_take_the_window_again(
 
 
 def _refuse(*_: object) -> None:
-    raise OSError("this file system has no links")
+    raise OSError("no hard links")
 
 
 def _copied(folder: Path, other: Path) -> None:
@@ -138,7 +143,7 @@ def _copied(folder: Path, other: Path) -> None:
 
 
 def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the process die at the so manieth call, before it is carried out."""
+    """Kill the process before the call with that number."""
     left = [moment]
 
     def fatal(call: Callable[..., object]) -> Callable[..., object]:
@@ -152,3 +157,23 @@ def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
 
     for owner, name in CALLS:
         patch.setattr(owner, name, fatal(getattr(owner, name)))
+
+
+def test_a_file_with_the_checksums_of_version_0_1_is_read(tmp_path):
+    about, streams = window(3)[0], {"exp_avg/w": torch.arange(4.0)}
+    file = StateFile(tmp_path, "run", "client-0")
+    file.path.parent.mkdir()
+    metadata = {"desloc": json.dumps(asdict(about)), "checksums": json.dumps({"exp_avg": 1})}
+    save_file(streams, file.path, metadata)
+    assert file.held().step == 3
+    assert file.read(["exp_avg"])["exp_avg"]["w"].equal(streams["exp_avg/w"])
+
+
+def test_a_flipped_bit_is_detected(tmp_path):
+    file = StateFile(tmp_path, "run", "client-0")
+    file.write(*window(3))
+    whole = file.path.read_bytes()
+    for place in range(0, len(whole), 7):
+        file.path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with suppress(DamagedFileError):
+            assert file.held() is None or value(file) == 3

@@ -1,25 +1,23 @@
-"""Small arrays of a message as one, as Flower sends every array by requests of its own.
+"""Small arrays of a record packed into one array.
 
-In a deployment they take longer than the bytes: 20 ms an array in each direction on one machine,
-and more over a link. So arrays of less than a chunk of Flower's are written side by side, with an
-index before them, and read as views.
+Flower sends every array by requests of its own: 20 ms for each array and direction in a
+deployment on one machine, more over a network. A bundle holds arrays of up to 4 MB side by side,
+behind an index.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from flwr.app import Array, ArrayRecord
 
-from flower_desloc.flower.arrays import made_of
-
 STYPE = "flower-desloc.bundle"
-"""In place of ``numpy.ndarray``, the format of any other array."""
+"""Format name of a bundle, in place of ``numpy.ndarray``."""
 
 _SMALL = 4 << 20  # bytes; Flower cuts what is larger than 5 MiB
-_FULL = 64 << 20  # bytes; who receives an array has it twice for a moment
+_FULL = 64 << 20  # bytes; the receiver of an array holds it twice for a moment
 _MANY = 4096  # arrays
 _LONG = 256  # characters of a name
-_INDEX = 16 << 20  # bytes: more than so many of such names take
+_INDEX = 16 << 20  # bytes: more than so many of such names need
 _ALIGNMENT = 64  # bytes
 
 _Row = tuple[int, str, Array]
@@ -27,25 +25,25 @@ _Row = tuple[int, str, Array]
 
 
 def bundled(record: ArrayRecord) -> ArrayRecord:
-    """Return a record with small arrays side by side, each bundle under its first one's name."""
+    """Return a record with small arrays in bundles, each bundle under its first array's name."""
     result = ArrayRecord()
-    for rows in sorted(_groups(record), key=lambda rows: rows[0][0]):  # those alone in their order
+    for rows in sorted(_groups(record), key=lambda rows: rows[0][0]):  # keeps the record's order
         (_, name, array), *others = rows
         result[name] = _bundle(rows) if others else array
     return result
 
 
 def unbundled(record: ArrayRecord) -> dict[str, Array]:
-    """Return the arrays of a record in their order, of which some may be in bundles, as views.
+    """Return the arrays of a record in their order, those in bundles included.
 
-    Raises ``ValueError`` where a bundle is not one that :func:`bundled` makes.
+    Raises ``ValueError`` for a bundle that :func:`bundled` does not make.
     """
     alone = [(key, array) for key, array in record.items() if array.stype != STYPE]
     rows = [row for k, a in record.items() if a.stype == STYPE for row in _rows(k, a)]
     placed = {position: (name, array) for position, name, array in rows}
     names = {name for name, _ in (*alone, *placed.values())}
     total = len(alone) + len(rows)
-    # With all at places of their own, and none beyond the end, those alone fill the rest.
+    # With all positions distinct and none beyond the end, the others fill the gaps.
     if len(names) != total or max(placed, default=-1) >= total:
         raise ValueError("two of its arrays have one name or place")
     rest = iter(alone)
@@ -72,31 +70,29 @@ def _groups(record: ArrayRecord) -> Iterator[list[_Row]]:
 def _bundle(rows: list[_Row]) -> Array:
     index = [[i, name, a.dtype, a.shape, a.stype, len(a.data)] for i, name, a in rows]
     text = json.dumps(index, separators=(",", ":")).encode()
-    head = len(text).to_bytes(8, "little") + text
-    data = b"".join(_padded([head, *(array.data for _, _, array in rows)]))
+    pieces = [len(text).to_bytes(8, "little") + text, *(array.data for _, _, array in rows)]
+    data = b"".join(part for piece in pieces for part in (piece, bytes(_padding(len(piece)))))
     return Array("uint8", (len(data),), STYPE, data)
 
 
-def _padded(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    for piece in pieces:
-        yield piece
-        yield bytes(-len(piece) % _ALIGNMENT)
+def _padding(size: int) -> int:
+    return -size % _ALIGNMENT
 
 
 def _rows(key: str, bundle: Array) -> list[_Row]:
-    data = memoryview(bundle.data)
+    data = bundle.data
     rows = []
     try:
         length = int.from_bytes(data[:8], "little")
         if length > _INDEX:
             raise ValueError(f"its index of {length} bytes is too long")
         end = 8 + length
-        for position, name, dtype, shape, stype, size in json.loads(bytes(data[8:end])):
-            begin = end + -end % _ALIGNMENT
+        for position, name, dtype, shape, stype, size in json.loads(data[8:end]):
+            begin = end + _padding(end)
             end = begin + _whole(size, 1, len(data))
-            array = made_of(str(dtype), tuple(map(_whole, shape)), str(stype), data[begin:end])
+            array = Array(str(dtype), tuple(map(_whole, shape)), str(stype), data[begin:end])
             rows.append((_whole(position), str(name), array))
-        if end + -end % _ALIGNMENT != len(data):
+        if end + _padding(end) != len(data):
             raise ValueError(f"it has {len(data)} bytes, its arrays {end}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"the bundle {key!r} cannot be read: {error}") from error

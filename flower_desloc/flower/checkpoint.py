@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.flower import tensor_file
+from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 KEEP = 2
@@ -82,13 +83,12 @@ class Checkpoints:
         Raises ``OSError`` naming the file when it cannot be written; the others are then whole.
         """
         path = self._path(checkpoint.step)
-        partial = path.with_suffix(".partial")
         outer = {f"{_OUTER}{name}": stream for name, stream in checkpoint.outer.items()}
         about: dict[str, Any] = {name: getattr(checkpoint, name) for name in _ABOUT}
         about["settings"] = self.settings
         try:
-            tensor_file.write(partial, about, {**checkpoint.averages, **outer})
-            partial.replace(path)
+            with atomic_write(path) as temporary:
+                tensor_file.write(temporary, about, {**checkpoint.averages, **outer})
             for old in self.all()[:-KEEP]:
                 old.unlink()
         except OSError as error:

@@ -1,41 +1,27 @@
-"""The client's side: restore what is held, take what was sent, run one window, reply.
+"""The client: restore its state, receive streams, run one window, reply, save its state.
 
-An app gives :func:`client_app` a function that builds a :class:`Worker`; everything else, from the
-state file to the records, is here.
+An app gives :func:`client_app` a function that builds a :class:`Worker`.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream, distance, norms
-from flower_desloc.core.local_steps import (
-    Clipping,
-    StepMetrics,
-    gradients,
-    local_steps,
-    needs_seed,
-    seed_states,
-)
-from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.averaging import Stream, distance
+from flower_desloc.core.local_steps import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.core.streams import check_finite, prime, put, starts_at_zero, stream_names, take
+from flower_desloc.core.streams import prime, starts_at_zero, stream_names
 from flower_desloc.flower.client_state import Held, StateFile
-from flower_desloc.flower.coding import kept_beside, outgoing, received
+from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
-from flower_desloc.flower.housing import house
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,
@@ -44,90 +30,20 @@ from flower_desloc.flower.records import (
     HELLO,
     STATE_LOST,
     STATE_NEW,
-    TOTALS,
-    Reply,
-    Request,
+    WindowReply,
+    WindowRequest,
 )
 from flower_desloc.flower.tensor_file import DamagedFileError
+from flower_desloc.flower.worker import Config as Config
+from flower_desloc.flower.worker import Metrics, evaluated, require_finite, trained
+from flower_desloc.flower.worker import Worker as Worker
 
 T = TypeVar("T")
-Config = Mapping[str, str | int | float | bool]
-Metrics = dict[str, int | float | list[int] | list[float]]
 
 STATE_DIR = "DESLOC_STATE_DIR"
-"""Environment variable: where clients keep their state whose node config has no state-dir."""
+"""Environment variable: the folder of the state of clients whose node config has no state-dir."""
 
-_LOST = Reply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    """A client's model, optimizer and data: what DES-LOC drives.
-
-    Nothing of a worker outlives a message but what its streams hold, so one may be kept and used
-    for several clients, as long as ``loss_at`` and ``evaluate`` are the client's own. Parameters
-    and states may be given other memory between two windows: keep them, and no views of them, be
-    it as an attribute of the module.
-    """
-
-    module: nn.Module
-    optimizer: Optimizer
-    loss_at: Callable[[int], Tensor]
-    """The loss of the batch of the step taken after so many completed steps; a pure function."""
-    num_examples: int
-    """The weight of this client under weighting by examples."""
-    lr_schedule: LRSchedule = field(default_factory=constant)
-    clipping: Clipping = field(default_factory=Clipping)
-    evaluate: Callable[[], Mapping[str, float]] | None = None
-    """Totals over the client's held-out data, such as nats and tokens."""
-    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
-    """Metrics from totals."""
-    about: Mapping[str, str] = field(default_factory=dict)
-    """What the server should know of this client, such as its device."""
-
-    def like(self, names: Iterable[str]) -> dict[str, Stream]:
-        """Return tensors of the shapes and types that the named streams have."""
-        return dict(take(self.module, self.optimizer, names))
-
-    def put(self, streams: Mapping[str, Stream], due: Container[str] = ()) -> None:
-        """Write ``streams`` into the module and the optimizer.
-
-        Of those that are ``due`` once they have changed, tensors may be given other memory.
-        """
-        model = [
-            *(*self.module.parameters(), *self.module.buffers()),
-            *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
-        ]
-        put(
-            *(self.module, self.optimizer, streams),
-            before=lambda name, tensors: house(tensors, model, due=name in due),
-        )
-
-    def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the named streams, to be read before anything else is done."""
-        return take(self.module, self.optimizer, names)
-
-    def seed(self, step: int) -> None:
-        """Let an optimizer that starts with zeros at a later ``step`` seed its states."""
-        self.module.train()
-        seed_states(self.optimizer, self.loss_at, step=step, clipping=self.clipping)
-
-    def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
-        """Take the local steps ``start + 1 .. stop``; the optimizer counts them from ``origin``."""
-        return local_steps(
-            self.module,
-            self.optimizer,
-            self.loss_at,
-            start=start,
-            stop=stop,
-            lr_schedule=self.lr_schedule,
-            clipping=self.clipping,
-            origin=origin,
-        )
-
-    def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
-        """Return the gradient of the step taken after ``step`` completed ones."""
-        return gradients(self.module, self.optimizer, self.loss_at, step=step)
+_LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
 
 def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
@@ -136,7 +52,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.query(HELLO.partition(".")[2])
     def hello(message: Message, context: Context) -> Message:
-        request = Request.from_content(message.content)
+        request = WindowRequest.from_content(message.content)
         _require_same_code(request)
         worker = build(request.config, context)
         file = _state_file(request, context)
@@ -156,10 +72,9 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        request = Request.from_content(message.content)
+        request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
-        # What came is let go before the reply is made, which is as large.
-        message.content.clear()
+        message.content.clear()  # free the request's tensors before the reply, which is as large
         reply = train_window(worker, request, _state_file(request, context))
         bundles = request.bundles
         del request
@@ -167,7 +82,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        request = Request.from_content(message.content)
+        request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
         reply = evaluate_average(worker, request, _state_file(request, context))
         return Message(reply.to_content(), reply_to=message)
@@ -178,35 +93,34 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.query(GOODBYE.partition(".")[2])
     def goodbye(message: Message, context: Context) -> Message:
-        _state_file(Request.from_content(message.content), context).delete()
+        _state_file(WindowRequest.from_content(message.content), context).delete()
         return Message(RecordDict(), reply_to=message)
 
     return app
 
 
-def train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
+def train_window(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
     """Run the local steps of one window and return exactly the due streams.
 
-    The state is written before the reply is returned. Asked again for a window it has been
-    through, a client goes through it again, from what it held before. A client that lacks a stream
-    which was not sent says so, and the server sends it. One whose state file is damaged is as good
-    as new.
+    The state is saved before the reply is returned. A client that is asked for a window again
+    repeats it from the state it had before. A client that lacks a stream that was not sent says
+    so, and the server sends it. A client whose state file is damaged starts as a new one.
 
-    Where gradients are due, that of the next batch is returned, and nothing is kept.
+    Where gradients are due, the gradient of the next batch is returned, and nothing is saved.
     """
     window = _gradients if request.due == {GRADIENTS} else _train_window
-    return _or_anew(file, lambda: window(worker, request, file))
+    return _new_if_damaged(file, lambda: window(worker, request, file))
 
 
-def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
+def _train_window(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
     began = time.perf_counter()
     held = file.held_at(request.start)
-    came = _received(worker, request, file, held)
-    begin = _streams(worker, request, file, held, came)
+    received = _received(worker, request, file, held)
+    begin = _begin(worker, request, file, held, received)
     if begin is None:
         return _LOST
-    worker.put(begin, due=request.due - request.formats.keys())
-    origin = _origin(request)
+    worker.put(begin)
+    origin = max((request.versions[name] for name in request.resets), default=0)
     if request.start > origin and needs_seed(worker.optimizer, begin):
         worker.seed(request.start)
     steps = worker.steps(request.start, request.stop, origin)
@@ -218,24 +132,17 @@ def _train_window(worker: Worker, request: Request, file: StateFile) -> Reply:
         "seconds": time.perf_counter() - began,
     }
     if held is None:
-        metrics[STATE_NEW] = 1  # it may have had one, and what was never averaged is gone with it
-    # Not written, or a stream that is never due would keep it for ever: what was held is kept.
+        metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
+    # Before the state is saved: a stream that is never due would stay non-finite for ever.
     require_finite(streams)
-    due, beside = outgoing(request, held, file, came, streams)
+    coding = kept_for_coding(request, held, file, received)
+    due, coding = encoded(request, coding, streams)
     kept = {name: stream for name, stream in streams.items() if name not in request.due}
-    now = Held(
-        step=request.stop,
-        versions=request.versions,
-        streams=list(kept),
-        beside=list(beside),
-        attempt=request.attempt,
-        checkpoint=request.checkpoint,
-    )
-    file.write(now, {**kept, **beside})
-    return Reply(metrics=metrics, streams=due)
+    _save(file, request, request.stop, request.versions, kept, coding)
+    return WindowReply(metrics=metrics, streams=due)
 
 
-def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
+def _gradients(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
     began = time.perf_counter()
     held = file.held()
     params = request.streams.get(PARAMS)
@@ -258,67 +165,59 @@ def _gradients(worker: Worker, request: Request, file: StateFile) -> Reply:
         "param-norm": distance(params),
         "seconds": time.perf_counter() - began,
     }
-    return Reply(metrics=metrics, streams={GRADIENTS: grads})
+    return WindowReply(metrics=metrics, streams={GRADIENTS: grads})
 
 
-def evaluate_average(worker: Worker, request: Request, file: StateFile) -> Reply:
+def evaluate_average(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
     """Evaluate the parameters that were sent on the client's held-out data.
 
-    They are kept, so that the next window need not bring them again. A client that was sent a
-    difference to what it lacks says so, and the server sends them whole.
+    They are saved, so that the next window does not send them again. A client that was sent a
+    difference to parameters it does not hold says so, and the server sends them whole.
     """
-    streams = _or_anew(file, lambda: _keep(worker, request, file))
+    streams = _new_if_damaged(file, lambda: _receive_and_save(worker, request, file))
     if streams.keys() != request.streams.keys():
         return _LOST
-    if worker.evaluate is None:
-        return Reply(metrics={"num-examples": 0})
-    worker.put(streams)
+    if worker.evaluate is not None:
+        worker.put(streams)
     return evaluated(worker)
 
 
-def evaluated(worker: Worker) -> Reply:
-    """Return what the model, as it is, scores on the client's held-out data, if it has any."""
-    if worker.evaluate is None:
-        return Reply(metrics={"num-examples": 0})
-    totals = worker.evaluate()
-    return Reply(
-        metrics={
-            "num-examples": worker.num_examples,
-            **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in totals.items()},
-        }
-    )
-
-
 def client_name(context: Context) -> str:
-    """Return the name that outlives restarts: the partition's, or the one the site gave."""
+    """Return a name that survives restarts: the partition's, or the one the site gave."""
     node = context.node_config
     if "partition-id" in node:
         return f"client-{node['partition-id']}"
     return str(node.get("name", f"node-{context.node_id}"))
 
 
+def state_folder(context: Context) -> Path:
+    """Return the folder in which the clients of a node keep their state."""
+    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
+    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
+    return Path(str(context.node_config.get("state-dir", default))).expanduser()
+
+
 def _received(
-    worker: Worker, request: Request, file: StateFile, held: Held | None
+    worker: Worker, request: WindowRequest, file: StateFile, held: Held | None
 ) -> dict[str, Stream]:
     if not worker.optimizer.state:
         prime(worker.optimizer)
     known = stream_names(worker.module, worker.optimizer)
     names = [name for name in request.streams if name in request.formats and name in known]
-    return received(request, held, file, worker.like(names))
+    return decoded(request, held, file, worker.like(names))
 
 
-def _streams(
+def _begin(
     worker: Worker,
-    request: Request,
+    request: WindowRequest,
     file: StateFile,
     held: Held | None,
-    came: Mapping[str, Stream],
+    received: Mapping[str, Stream],
 ) -> dict[str, Stream] | None:
-    """Return every stream as this window begins with it, or None if one is neither held nor sent.
+    """Return every stream at the start of the window; None if one was neither held nor sent.
 
-    What a client holds of the right version it keeps, steps taken since included: that is its
-    work, and it is merged at the stream's next sync.
+    A stream held in the right version is used as it is, with the local steps taken since: they are
+    averaged at the stream's next sync.
     """
     names = stream_names(worker.module, worker.optimizer)
     if set(names) != set(request.versions):
@@ -326,74 +225,76 @@ def _streams(
             f"the server averages the streams {sorted(request.versions)}, but this client's "
             f"{type(worker.optimizer).__name__} has {sorted(names)}"
         )
-    kept = [n for n in names if held is not None and _holds(held, n, request)]
-    streams: dict[str, Stream] = {}
-    if kept:
-        streams.update(file.read(kept))
+    kept = [name for name in names if held is not None and _holds(held, name, request)]
+    streams: dict[str, Stream] = dict(file.read(kept)) if kept else {}
     for name in names:
         if name in streams:
             continue
-        if name in came:
-            streams[name] = came[name]
+        if name in received:
+            streams[name] = received[name]
         elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
             like = worker.like([name])[name]
-            # A single zero each, as long as it is only read.
+            # Expanded from one zero: these are only read.
             streams[name] = {k: t.new_zeros(()).expand_as(t) for k, t in like.items()}
         else:
             return None
     return streams
 
 
-def _origin(request: Request) -> int:
-    """Return the step at which the optimizer began anew: its counts start there."""
-    return max((request.versions[name] for name in request.resets), default=0)
-
-
-def _holds(held: Held, name: str, request: Request) -> bool:
+def _holds(held: Held, name: str, request: WindowRequest) -> bool:
     return name in held.streams and held.versions[name] == request.versions[name]
 
 
-def _keep(worker: Worker, request: Request, file: StateFile) -> dict[str, Stream]:
-    """Keep the streams that were sent, and return them."""
+def _receive_and_save(worker: Worker, request: WindowRequest, file: StateFile) -> dict[str, Stream]:
     held = file.held()
-    came = _received(worker, request, file, held)
+    received = _received(worker, request, file, held)
     newer = {
         name: stream
-        for name, stream in came.items()
+        for name, stream in received.items()
         if held is None or not _holds(held, name, request)
     }
-    if not newer:
-        return came
-    old = file.read(set(held.streams) - newer.keys()) if held else {}
-    beside = kept_beside(request, held, file, came)
-    # The format of the file takes no tensor twice.
-    newer = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
-    versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
-    now = Held(
-        step=held.step if held else 0,
+    if newer:
+        coding = kept_for_coding(request, held, file, received)
+        old = file.read(set(held.streams) - newer.keys()) if held else {}
+        versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
+        # safetensors refuses a tensor that is also in ``coding``.
+        copies = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
+        _save(file, request, held.step if held else 0, versions, {**old, **copies}, coding)
+    return received
+
+
+def _save(
+    file: StateFile,
+    request: WindowRequest,
+    step: int,
+    versions: Mapping[str, int],
+    streams: Mapping[str, Stream],
+    coding: Mapping[str, Stream],
+) -> None:
+    held = Held(
+        step=step,
         versions=versions,
-        streams=[*old, *newer],
-        beside=list(beside),
+        streams=list(streams),
+        beside=list(coding),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    file.write(now, {**old, **newer, **beside})
-    return came
+    file.write(held, {**streams, **coding})
 
 
-def _or_anew(file: StateFile, act: Callable[[], T]) -> T:
-    """Return what ``act`` does with the file; if the file is damaged, what it does without."""
+def _new_if_damaged(file: StateFile, use: Callable[[], T]) -> T:
+    """Return ``use()``; if the state file is damaged, delete it and try again."""
     try:
-        return act()
+        return use()
     except DamagedFileError as error:
         log(WARNING, "%s; this client starts as a new one", error)
         file.delete()
-        return act()
+        return use()
 
 
-def _state_file(request: Request, context: Context) -> StateFile:
+def _state_file(request: WindowRequest, context: Context) -> StateFile:
     for what, name in (("run", request.run_key), ("client", client_name(context))):
-        # Both name files here, and the first comes from outside.
+        # Both become file names, and the run's comes from outside.
         if not is_name(name):
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
@@ -401,14 +302,7 @@ def _state_file(request: Request, context: Context) -> StateFile:
     return StateFile(state_folder(context), request.run_key, client_name(context))
 
 
-def state_folder(context: Context) -> Path:
-    """Return where the clients of a node keep their state."""
-    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
-    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
-    return Path(str(context.node_config.get("state-dir", default))).expanduser()
-
-
-def _require_same_code(request: Request) -> None:
+def _require_same_code(request: WindowRequest) -> None:
     theirs = request.config.get("code", "")
     if theirs and theirs != fingerprint():
         raise RuntimeError(
@@ -416,26 +310,3 @@ def _require_same_code(request: Request) -> None:
             "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
             "restart it from an empty folder"
         )
-
-
-def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
-    """Return what local steps measured, from the parameters ``before`` to those ``after``."""
-    norm, way = norms(after, before)
-    return {
-        "num-examples": worker.num_examples,
-        "train-loss": sum(steps.losses) / len(steps.losses),
-        "losses": steps.losses,
-        "grad-norms": steps.grad_norms,
-        "learning-rates": steps.learning_rates,
-        "update-norm": way,
-        "param-norm": norm,
-    }
-
-
-def require_finite(streams: Mapping[str, Stream]) -> None:
-    """Raise ``FloatingPointError`` for what only a diverged training gives."""
-    try:
-        for name, stream in streams.items():
-            check_finite(name, stream)
-    except ValueError as error:
-        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error

@@ -1,7 +1,7 @@
-"""A client's end of the streams that travel coded: what it keeps beside them in its state file.
+"""A client's side of compressed streams: what it decodes, encodes, and keeps for the next window.
 
-Of parameters what the others have too, which their difference is taken to, and of every stream with
-a sign what its code has not said yet.
+The state file then also holds ``reference.params``, the parameters that all clients have and that
+differences are taken to, and ``residual.NAME``, the quantisation error of a stream with a sign.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import receive, send
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.client_state import Held, StateFile
-from flower_desloc.flower.records import Request
+from flower_desloc.flower.records import WindowRequest
 
 _REFERENCE, _RESIDUAL = "reference.", "residual."
 
 
-def received(
-    request: Request, held: Held | None, file: StateFile, like: Mapping[str, Stream]
+def decoded(
+    request: WindowRequest, held: Held | None, file: StateFile, like: Mapping[str, Stream]
 ) -> dict[str, Stream]:
-    """Return the streams that were sent, without a difference to what this client does not hold.
+    """Return the streams that were sent; ``like`` gives the shapes and types of compressed ones.
 
-    ``like`` gives shapes and types.
+    A difference to parameters that this client does not hold is left out.
     """
     streams: dict[str, Stream] = {}
     for name, stream in request.streams.items():
@@ -38,19 +38,14 @@ def received(
     return streams
 
 
-def outgoing(
-    request: Request,
-    held: Held | None,
-    file: StateFile,
-    came: Mapping[str, Stream],
-    streams: Mapping[str, Stream],
+def encoded(
+    request: WindowRequest, kept: Mapping[str, Stream], streams: Mapping[str, Stream]
 ) -> tuple[dict[str, Stream], dict[str, Stream]]:
-    """Return the due streams as they travel, and what to keep beside ``streams``.
+    """Return the due streams as they are sent, and what to keep for the next window.
 
-    ``came`` is what :func:`received` gave for this window.
+    ``kept`` is what :func:`kept_for_coding` returned.
     """
-    due: dict[str, Stream] = {}
-    kept = kept_beside(request, held, file, came)
+    due, kept = {}, dict(kept)
     for name in request.due:
         if name not in request.formats:
             due[name] = streams[name]
@@ -68,12 +63,12 @@ def outgoing(
     return due, kept
 
 
-def kept_beside(
-    request: Request, held: Held | None, file: StateFile, came: Mapping[str, Stream]
+def kept_for_coding(
+    request: WindowRequest, held: Held | None, file: StateFile, received: Mapping[str, Stream]
 ) -> dict[str, Stream]:
-    """Return what is still to be kept once ``came`` has come."""
+    """Return the references and residuals to keep, once ``received`` has been decoded."""
     new: dict[str, Stream] = {}
-    if PARAMS in request.formats and PARAMS in came:
-        new[f"{_REFERENCE}{PARAMS}"] = came[PARAMS]
-    held_on = [n for n in held.beside if n not in new] if held else []
-    return {**(file.read(held_on) if held_on else {}), **new}
+    if PARAMS in request.formats and PARAMS in received:
+        new[f"{_REFERENCE}{PARAMS}"] = received[PARAMS]
+    old = [name for name in held.beside if name not in new] if held else []
+    return {**(file.read(old) if old else {}), **new}

@@ -4,19 +4,17 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_desloc.flower.content import records_of
-
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 
 
 class InProcessGrid(Grid):
-    """A grid whose nodes call a ClientApp when their reply is pulled, one after the other."""
+    """A Grid that calls the ClientApp when a reply is pulled, one node after the other."""
 
     def __init__(self, client_app: ClientApp, nodes: Iterable[Mapping[str, Any]]) -> None:
         self.client_app = client_app
@@ -26,7 +24,7 @@ class InProcessGrid(Grid):
         }
         self._waiting: dict[str, Message] = {}
         self._sent = 0
-        # Messages ask which task makes them; Flower's runtimes set this before they call an app.
+        # Message() reads these; Flower's runtimes set them before they call an app.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
 
     def set_run(self, run: Run) -> None:
@@ -38,7 +36,7 @@ class InProcessGrid(Grid):
         raise RuntimeError("an in-process grid has no run information")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:  # noqa: ARG002
-        """Refuse: Flower has deprecated this; construct a Message."""
+        """Refuse: deprecated by Flower."""
         raise RuntimeError("construct a Message instead")
 
     def get_node_ids(self) -> Iterable[int]:
@@ -46,7 +44,7 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Take messages; they wait until their reply is pulled."""
+        """Store messages until their reply is pulled."""
         ids = []
         for message in messages:
             self._sent += 1
@@ -56,7 +54,7 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the ClientApp on those messages and return its replies, each once."""
+        """Run the ClientApp on these messages and return each reply once."""
         return [
             self._answer(self._waiting.pop(message_id))
             for message_id in message_ids
@@ -75,21 +73,10 @@ class InProcessGrid(Grid):
         try:
             if context is None:
                 raise RuntimeError("the node is not there")
-            # As from every runtime of Flower's: a message of its own, to do with as it likes.
+            # Like every Flower runtime, give the app a message of its own.
             own = copy.copy(message)
             own.content = RecordDict({**message.content})
-            reply = self.client_app(own, context)
-            _let_go(reply)
-            return reply
+            return self.client_app(own, context)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)
-
-
-def _let_go(reply: Message) -> None:
-    """Copy what a client has handed over: every other runtime has, once it asks for more."""
-    if reply.has_content():
-        for record in records_of(ArrayRecord, reply.content).values():
-            for array in record.values():
-                if not isinstance(array.data, bytes):
-                    array.data = bytes(array.data)

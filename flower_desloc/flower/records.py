@@ -1,12 +1,13 @@
-"""What travels: streams and requests as Flower records. The only file that knows record keys.
+"""Requests, replies and streams as Flower records. The only file that knows record keys.
 
-Down: an ArrayRecord for each stream that travels, named after it, and one ConfigRecord,
-``config``. Up: an ArrayRecord for each due stream and one MetricRecord, ``metrics``.
+Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it.
+Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
 """
 
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import (
@@ -23,16 +24,11 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.streams import check_like, finite_ends
-from flower_desloc.flower.arrays import (
-    from_array,
-    hand_over,
-    is_in_room,
-    room,
-    to_array,
-    values_bytes,
-)
+from flower_desloc.flower.arrays import from_array, to_array, values_bytes
 from flower_desloc.flower.bundles import bundled, unbundled
 from flower_desloc.flower.content import records_of
+
+T = TypeVar("T")
 
 CONFIG = "config"
 METRICS = "metrics"
@@ -51,125 +47,121 @@ GOODBYE = "query.goodbye"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the server asks of one client; an evaluation is a request with no steps."""
+class WindowRequest:
+    """What the server asks of one client; an evaluation is a request without steps."""
 
     run_key: str
-    """Names the run for the client's own files, over restarts."""
+    """Names the run in the client's own files, over restarts."""
     attempt: str = ""
-    """Names this start of the server: another one after every resume."""
+    """Names this start of the server; every resume has another one."""
     checkpoint: int = -1
-    """Step of the server's last checkpoint, which it may go back to; -1: there is none."""
+    """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
     stop: int = 0
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
     """Of every stream, the step of its last average or reset; 0 before the first."""
     resets: frozenset[str] = frozenset()
-    """Streams that are never averaged, and began anew with zeros at their version."""
+    """Streams that are never averaged and restarted from zeros at their version."""
     formats: Mapping[str, Format] = field(default_factory=dict)
-    """Of the streams that travel coded, in both directions."""
+    """Of the streams that are compressed, in both directions."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Those the client lacks, as they travel: coded, but for parameters that are sent whole."""
+    """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
     differences: frozenset[str] = frozenset()
-    """Of ``streams``, those that are a difference to ``former``."""
+    """Of ``streams``, those that are a difference to version ``former``."""
     former: int = -1
-    """Version of the parameters before the last average of them; -1: there was none."""
+    """Version of the parameters before their last average; -1: none."""
     bundles: bool = False
-    """Whether the reply may have its small arrays in bundles."""
+    """Whether the reply may pack its small arrays into bundles."""
     config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """The app's own settings."""
 
     def to_content(self, server_round: int) -> RecordDict:
-        """Return new records: in simulation, Flower hands over references."""
-        config = ConfigRecord({**self.config})
-        config["server-round"] = server_round
-        config["run-key"] = self.run_key
-        config["attempt"] = self.attempt
-        config["checkpoint-step"] = self.checkpoint
-        config["start-step"] = self.start
-        config["stop-step"] = self.stop
-        config["streams-due"] = sorted(self.due)
-        config["streams"] = list(self.versions)
-        config["stream-versions"] = list(self.versions.values())
-        config["streams-reset"] = sorted(self.resets)
-        config["stream-formats"] = [str(self.formats.get(n, EXACT)) for n in self.versions]
-        config["differences"] = sorted(self.differences)
-        config["former-version"] = self.former
-        config["bundles"] = self.bundles
-        content = RecordDict({CONFIG: config})
-        for name, stream in self.streams.items():
-            content[name] = to_record(stream)
-        return content
+        """Return new records: in simulation, Flower passes references."""
+        config = ConfigRecord(
+            {
+                **self.config,
+                "server-round": server_round,
+                "run-key": self.run_key,
+                "attempt": self.attempt,
+                "checkpoint-step": self.checkpoint,
+                "start-step": self.start,
+                "stop-step": self.stop,
+                "streams-due": sorted(self.due),
+                "streams": list(self.versions),
+                "stream-versions": list(self.versions.values()),
+                "streams-reset": sorted(self.resets),
+                "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "differences": sorted(self.differences),
+                "former-version": self.former,
+                "bundles": self.bundles,
+            }
+        )
+        streams = {name: to_record(stream) for name, stream in self.streams.items()}
+        return RecordDict({CONFIG: config, **streams})
 
     @classmethod
-    def from_content(cls, content: RecordDict) -> "Request":
+    def from_content(cls, content: RecordDict) -> "WindowRequest":
         """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
-        try:
-            config = dict(records_of(ConfigRecord, content)[CONFIG])
-            names, versions = config.pop("streams"), config.pop("stream-versions")
-            assert isinstance(names, list)
-            assert isinstance(versions, list)
-            due, resets = config.pop("streams-due"), config.pop("streams-reset")
-            assert isinstance(due, list)
-            assert isinstance(resets, list)
-            formats, differences = config.pop("stream-formats"), config.pop("differences")
-            assert isinstance(formats, list)
-            assert isinstance(differences, list)
-            config.pop("server-round")
-            return cls(
-                run_key=str(config.pop("run-key")),
-                attempt=str(config.pop("attempt")),
-                checkpoint=_integer(config.pop("checkpoint-step")),
-                start=_integer(config.pop("start-step")),
-                stop=_integer(config.pop("stop-step")),
-                due=frozenset(str(name) for name in due),
-                versions={str(k): _integer(v) for k, v in zip(names, versions, strict=True)},
-                resets=frozenset(str(name) for name in resets),
-                formats=lossy({str(k): str(v) for k, v in zip(names, formats, strict=True)}),
-                differences=frozenset(str(name) for name in differences),
-                former=_integer(config.pop("former-version")),
-                bundles=config.pop("bundles") is True,
-                streams=_streams(content),
-                config={k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
-            )
-        except (KeyError, AssertionError) as error:
-            raise ValueError(f"not a request of the DesLoc strategy: {error}") from error
+        config = records_of(ConfigRecord, content).get(CONFIG)
+        if config is None:
+            raise ValueError(f"not a request of the DesLoc strategy: no ConfigRecord {CONFIG!r}")
+        names = _values(config, "streams", str)
+        versions, formats = (
+            _values(config, "stream-versions", int),
+            _values(config, "stream-formats", str),
+        )
+        return cls(
+            run_key=_value(config, "run-key", str),
+            attempt=_value(config, "attempt", str),
+            checkpoint=_value(config, "checkpoint-step", int),
+            start=_value(config, "start-step", int),
+            stop=_value(config, "stop-step", int),
+            due=frozenset(_values(config, "streams-due", str)),
+            versions=dict(zip(names, versions, strict=True)),
+            resets=frozenset(_values(config, "streams-reset", str)),
+            formats=lossy(dict(zip(names, formats, strict=True))),
+            differences=frozenset(_values(config, "differences", str)),
+            former=_value(config, "former-version", int),
+            bundles=_value(config, "bundles", bool),
+            streams=_streams(content),
+            config={
+                key: value
+                for key, value in config.items()
+                if key not in _OWN_KEYS and isinstance(value, (str, int, float, bool))
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What a client answers: its due streams and its metrics."""
+class WindowReply:
+    """A client's answer: its due streams and its metrics."""
 
     metrics: Mapping[str, int | float | list[int] | list[float]]
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     def to_content(self, *, bundles: bool = False) -> RecordDict:
-        """Return the records of the reply, with ``bundles`` or without.
-
-        Streams are handed over: nobody may write to them as long as the records are there.
-        """
-        content = RecordDict({METRICS: MetricRecord({**self.metrics})})
-        for name, stream in self.streams.items():
-            record = handed_over({**stream})
-            content[name] = bundled(record) if bundles else record
-        return content
+        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
+        records = {name: to_record(stream) for name, stream in self.streams.items()}
+        if bundles:
+            records = {name: bundled(record) for name, record in records.items()}
+        return RecordDict({METRICS: MetricRecord({**self.metrics}), **records})
 
     @classmethod
-    def from_content(cls, content: RecordDict) -> "Reply":
-        """Read a reply; raises ``ValueError``, saying what is wrong, for anything else."""
+    def from_content(cls, content: RecordDict) -> "WindowReply":
+        """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
         metrics = records_of(MetricRecord, content).get(METRICS)
         if metrics is None:
             raise ValueError(f"it has no MetricRecord {METRICS!r}")
         for name, value in metrics.items():
-            if not _travels(value):
+            if not _is_serializable(value):
                 raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
         return cls(metrics=dict(metrics), streams=_streams(content))
 
     def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
         """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
 
-        ``like`` gives names, shapes and types, but of a stream it lacks. Values are not looked at:
+        ``like`` gives names, shapes and types of the streams known so far. Values are not read:
         see :meth:`check_values`.
         """
         steps = (window.start, window.stop)
@@ -186,20 +178,15 @@ class Reply:
         for name, stream in self.streams.items():
             if name in like:
                 check_like(name, stream, like[name])
-                for key, tensor in stream.items():
-                    if tensor.dtype != like[name][key].dtype:
-                        raise ValueError(
-                            f"{key!r} of stream {name!r} is of type {tensor.dtype}, "
-                            f"expected {like[name][key].dtype}"
-                        )
             for key, tensor in stream.items():
+                what = f"{key!r} of stream {name!r} is of type {tensor.dtype}"
+                if name in like and tensor.dtype != like[name][key].dtype:
+                    raise ValueError(f"{what}, expected {like[name][key].dtype}")
                 if not tensor.is_floating_point():
-                    raise ValueError(
-                        f"{key!r} of stream {name!r} is of type {tensor.dtype}, which has no mean"
-                    )
+                    raise ValueError(f"{what}, which has no mean")
 
     def check_values(self) -> None:
-        """Raise ``ValueError`` for values of which there is no mean that one can go on with."""
+        """Raise ``ValueError`` for values whose mean could not be used for training."""
         for name, stream in self.streams.items():
             for key, (low, high) in finite_ends(name, stream).items():
                 what = f"{key!r} of stream {name!r}"
@@ -215,58 +202,41 @@ class Reply:
         for name in ("num-examples", "train-loss"):
             if not isinstance(self.metrics.get(name), (int, float)):
                 raise ValueError(f"its metrics have no number {name!r}")
-        examples = self.metrics["num-examples"]
-        assert isinstance(examples, (int, float))
+        examples: Any = self.metrics["num-examples"]
         if not 0 < examples < 2**63:
             raise ValueError(f"its num-examples is {examples}; it must be a positive number")
 
 
 def limits(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
-    """Return the least and the greatest value of a stream of which there is a mean to go on with.
+    """Return the least and the greatest value of a stream that can be averaged.
 
-    Half of all there is, or the difference of two would not be finite.
+    The greatest is half of the type's, so that the difference of two values is finite.
     """
     most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
     return 0.0 if name in NEVER_NEGATIVE else -most, most
 
 
 def to_record(stream: Stream) -> ArrayRecord:
-    """Return a stream as an ArrayRecord of its own bytes: later changes do not reach it."""
+    """Return a copy of a stream as an ArrayRecord."""
     return ArrayRecord({key: to_array(tensor) for key, tensor in stream.items()})
 
 
-def handed_over(stream: dict[str, torch.Tensor]) -> ArrayRecord:
-    """Return a stream that nobody writes to any more as an ArrayRecord, without a copy if it can.
-
-    It is empty then: where it cannot, tensors are let go one by one. Flower sends and reads such a
-    record as any; to make another of its arrays takes bytes, as :func:`to_record` has.
-    """
-    if not all(is_in_room(tensor) for tensor in stream.values() if tensor.nbytes > 0):
-        places = room([(tensor.dtype, tensor.shape) for tensor in stream.values()])
-        for key, place in zip(list(stream), places, strict=True):
-            stream[key] = place.copy_(stream[key].detach())
-    record = ArrayRecord()
-    for key in list(stream):
-        record[key] = hand_over(stream.pop(key))
-    return record
-
-
 def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
-    """Return the tensors of an ArrayRecord, which are views of it: clone what is to be changed.
+    """Return the tensors of an ArrayRecord as read-only views; clone what is to be changed.
 
     Raises ``ValueError`` when they cannot be read.
     """
     arrays = unbundled(record)
     stream = {key: from_array(array) for key, array in arrays.items()}
     for key, tensor in stream.items():
-        # NumPy reads what it needs and leaves the rest, which has travelled all the same.
-        if (came := values_bytes(arrays[key])) != tensor.nbytes:
-            raise ValueError(f"{key!r} came with {came} bytes for {tensor.nbytes} bytes of values")
+        # NumPy ignores trailing bytes; they were sent all the same.
+        if (size := values_bytes(arrays[key])) != tensor.nbytes:
+            raise ValueError(f"{key!r} came with {size} bytes for {tensor.nbytes} bytes of values")
     return stream
 
 
 def plain(config: ConfigRecord) -> dict[str, str | int | float | bool]:
-    """Return an app's settings; raises ``ValueError`` for one that cannot travel with a request."""
+    """Return an app's settings; raises ``ValueError`` for one that no request can hold."""
     settings: dict[str, str | int | float | bool] = {}
     for key, value in config.items():
         if key in _OWN_KEYS:
@@ -295,9 +265,8 @@ def _arrays(record: ArrayRecord) -> Iterable[Array]:
 def framed_bytes(message: Message) -> int:
     """Return the size of a message as Flower stores and sends it, with names, shapes and headers.
 
-    Flower cuts a message into objects named by their hashes. The hashes of the payload are not
-    computed for a count; the names of a large array's further 5 MB chunks, 64 bytes each, are
-    left out.
+    Flower cuts a message into objects named by their hashes. The payload is not hashed here; the
+    names of a large array's further 5 MB chunks, 64 bytes each, are not counted.
     """
     if not message.has_content():
         return len(message.deflate())
@@ -309,7 +278,7 @@ def framed_bytes(message: Message) -> int:
             continue
         bare[name] = stripped = ArrayRecord()
         for index, (key, array) in enumerate(record.items()):
-            # Different one from another, or Flower would send equal ones once.
+            # Distinct data: Flower sends equal objects once.
             data = f"{name}/{index}".encode()
             stripped[key] = Array(array.dtype, array.shape, array.stype, data)
             payload += len(array.data) - len(data)
@@ -329,13 +298,28 @@ def _streams(content: RecordDict) -> dict[str, Stream]:
     return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
 
 
-def _travels(value: MetricRecordValues) -> bool:
-    # Flower's records take any integer, and its wire format raises; in simulation there is none.
+def _is_serializable(value: MetricRecordValues) -> bool:
+    # Flower's records accept any integer, its protobuf does not; a simulation has no protobuf.
     each = value if isinstance(value, list) else [value]
     return all(isinstance(v, float) or -(2**63) <= v < 2**64 for v in each)
 
 
-def _integer(value: object) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"expected an integer, got {value!r}")
+def _value(config: ConfigRecord, key: str, kind: type[T]) -> T:
+    return _typed(config.get(key), key, kind)
+
+
+def _values(config: ConfigRecord, key: str, kind: type[T]) -> list[T]:
+    return [_typed(value, key, kind) for value in _value(config, key, list)]
+
+
+def _typed(value: object, key: str, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"not a request of the DesLoc strategy: its config has {key}={value!r}, "
+            f"expected {kind.__name__}"
+        )
     return value
+
+
+# TEMPORARY names
+Request, Reply = WindowRequest, WindowReply

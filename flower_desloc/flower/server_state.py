@@ -11,7 +11,7 @@ from flower_desloc.core.compression import receive, send
 from flower_desloc.core.formats import Format
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import check_like
-from flower_desloc.flower.records import from_record, handed_over, to_record
+from flower_desloc.flower.records import from_record, to_record
 
 _RESIDUAL, _DIFFERENCE = "residual.", "difference."
 
@@ -52,7 +52,7 @@ class Globals:
         """Make ``stream`` the average of all; what travels as it is is taken out of it."""
         format_ = self.formats.get(name)
         if format_ is None:
-            self.averages[name] = handed_over(stream)
+            self.averages[name] = to_record(stream)
         else:
             before = self.average(PARAMS) if name == PARAMS else None
             residual = self.residuals.get(name)

@@ -13,9 +13,9 @@ from flwr.clientapp import ClientApp
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import put, take
-from flower_desloc.flower.client import Config, Worker, evaluated, require_finite, trained
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.records import CONFIG, Reply, from_record
+from flower_desloc.flower.worker import Config, Worker, evaluated, require_finite, trained
 
 ACTION = "stock"
 """Of the messages, whose types are ``train.stock`` and ``evaluate.stock``."""

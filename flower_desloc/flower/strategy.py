@@ -31,7 +31,6 @@ from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import kind
 from flower_desloc.flower.federation import Federation, FederationError
-from flower_desloc.flower.housing import Rooms
 from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import (
     check_evaluation,
@@ -164,7 +163,6 @@ class DesLoc(Strategy):
         self._window = Window(0, 0, frozenset())
         self._evaluated = 0
         self._tally = _Tally()
-        self._rooms = Rooms()
         self._federation: Federation
 
     def summary(self) -> None:
@@ -507,8 +505,7 @@ class DesLoc(Strategy):
         last = {name: average(name) for name in due if name in self.globals.averages}
         policy = self.policy
         if policy.average == "mean" and policy.norm_bound is None:
-            self._rooms.take_back()
-            return Mean(last, self._rooms)
+            return Mean(last)
         return Gathered(last, cast(Average, policy.average), policy.trim)
 
     def _leave_out_outliers(self, mean: Mean | Gathered, added: list[Member]) -> None:

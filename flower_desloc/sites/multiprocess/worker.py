@@ -1,6 +1,6 @@
 """The client's worker on rank 0, whose every method acts on all ranks."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,8 @@ class MultiProcessWorker(Worker):
         """Return tensors of the shapes and types that streams have in a single process."""
         return {name: self.ranks.worker.shapes(name) for name in names}
 
-    def put(self, streams: Mapping[str, Stream], due: Container[str] = ()) -> None:
+    def put(self, streams: Mapping[str, Stream]) -> None:
         """Write streams into all ranks."""
-        del due  # their memory is the ranks' own
         for name, like in self.like(streams).items():
             check_like(name, streams[name], like)
         self.ranks.call("put", list(streams), streams=streams)

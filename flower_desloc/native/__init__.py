@@ -1,1 +1,0 @@
-"""Large pages for new memory, until no caller is left."""
