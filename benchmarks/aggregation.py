@@ -35,7 +35,7 @@ from flower_desloc import Mean
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.flower.arrays import to_array
-from flower_desloc.flower.records import Reply, from_record, to_record
+from flower_desloc.flower.records import WindowReply, from_record, to_record
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 384, 1024, 32_000, 10
 WINDOW = Window(0, 16, frozenset({PARAMS}))
@@ -67,7 +67,7 @@ def ours(replies: Iterable[RecordDict], last: ArrayRecord, like: Stream) -> Arra
     """Do what the strategy does."""
     mean = Mean({PARAMS: from_record(last)})
     for content in replies:
-        reply = Reply.from_content(content)
+        reply = WindowReply.from_content(content)
         reply.check(WINDOW, WINDOW.due, {PARAMS: like})
         reply.check_values()
         mean.add(reply.streams)

@@ -26,7 +26,7 @@ from client_app.client import build_worker
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFile
-from flower_desloc.flower.records import Request
+from flower_desloc.flower.records import WindowRequest
 from flower_desloc.sites.multiprocess.ranks import RankError, Ranks
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.compute import share_rows
@@ -138,7 +138,7 @@ class Client:
 
     def window(self, start: int, stop: int, due: set[str]):
         worker = build_worker({"settings": dump(self.config)}, self.context)
-        request = Request(
+        request = WindowRequest(
             run_key="run",
             start=start,
             stop=stop,
@@ -153,7 +153,7 @@ class Client:
 
     def evaluate(self):
         worker = build_worker({"settings": dump(self.config)}, self.context)
-        request = Request(run_key="run", versions=self.versions, streams=self.averages)
+        request = WindowRequest(run_key="run", versions=self.versions, streams=self.averages)
         return evaluate_average(worker, request, self.file).metrics
 
 

@@ -6,7 +6,7 @@ from federation import generator
 
 from flower_desloc import Mean
 from flower_desloc.core.robust import Gathered
-from flower_desloc.flower.records import Reply
+from flower_desloc.flower.records import WindowReply
 from flower_desloc.flower.together import add_all, enough, held_together
 
 SIZE = 70_000
@@ -19,7 +19,7 @@ def reply(m, **values):
     }
     for name, value in values.items():
         streams[name]["w"][SIZE // 2] = value
-    return Reply(metrics={}, streams=streams)
+    return WindowReply(metrics={}, streams=streams)
 
 
 def added_one_by_one(replies, weights):
@@ -55,7 +55,7 @@ def test_of_replies_added_together_the_wrong_ones_alone_are_left_out(make, wrong
 
 
 def test_a_weight_or_a_shape_that_is_wrong_is_that_clients_own():
-    other = Reply(metrics={}, streams={"params": {"w": torch.ones(3)}})
+    other = WindowReply(metrics={}, streams={"params": {"w": torch.ones(3)}})
     mean = Mean()
     errors = add_all(mean, [reply(0), reply(1), other, reply(2)], [1.0, 0.0, 1.0, 1.0])
     assert [error is None for error in errors] == [True, False, False, True]
@@ -66,7 +66,7 @@ def test_a_weight_or_a_shape_that_is_wrong_is_that_clients_own():
 
 def test_eight_are_held_if_they_fit_into_a_gibibyte_and_one_whatever_its_size():
     def of(size):
-        return Reply(metrics={}, streams={"params": {"w": torch.empty(size, device="meta")}})
+        return WindowReply(metrics={}, streams={"params": {"w": torch.empty(size, device="meta")}})
 
     mib = 1 << 18  # values of fp32
     empty, begun = Mean(), added_one_by_one([reply(0)], [1.0])

@@ -20,7 +20,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_desloc.flower.records import Request, from_record, to_record
+from flower_desloc.flower.records import WindowRequest, from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
 from flower_desloc.sites.warm.framing import (
     read_context,
@@ -280,7 +280,7 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
     versions = dict.fromkeys([*sent, "exp_avg", "exp_avg_sq"], 0)
 
     def window(start, stop, due, streams):
-        request = Request(
+        request = WindowRequest(
             run_key="r",
             start=start,
             stop=stop,
@@ -304,7 +304,7 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
             yield reply
 
     warm = list(replies())
-    node.ask("query.goodbye", Request(run_key="r").to_content(0), "real:app")
+    node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
     assert warm == list(replies(warm=False))
     first, second = (from_record(reply["params"]) for reply in warm)
     assert first.keys() == params.keys()

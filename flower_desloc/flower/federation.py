@@ -24,7 +24,7 @@ from flower_desloc.flower.records import (
     ARE_YOU_THERE,
     GOODBYE,
     HELLO,
-    Request,
+    WindowRequest,
     framed_bytes,
     payload_bytes,
 )
@@ -93,7 +93,7 @@ class Federation:
         """
         known = {member.node_id for member in self._members.values()} | self._left
         new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
-        hello = Request(
+        hello = WindowRequest(
             run_key=self._run_key,
             attempt=self.attempt,
             checkpoint=self.checkpoint,
@@ -148,7 +148,7 @@ class Federation:
         member: Member,
         message_type: str,
         server_round: int,
-        request: Request,
+        request: WindowRequest,
         averages: Mapping[str, ArrayRecord],
     ) -> Message:
         """Return the message of a request, with the records that it brings along.
@@ -195,7 +195,7 @@ class Federation:
 
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete what they kept of it."""
-        content = Request(run_key=self._run_key).to_content(0)
+        content = WindowRequest(run_key=self._run_key).to_content(0)
         requests = [self._message(content, m.node_id, GOODBYE, 0) for m in self.online()]
         # The run is over: nobody's silence may hold its result back for long.
         patience = min(self._policy.timeout, _GOODBYE_PATIENCE)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from flwr.app import MetricRecord, MetricRecordValues
 
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
-from flower_desloc.flower.records import TOTALS, Reply
+from flower_desloc.flower.records import TOTALS, WindowReply
 
 FromTotals = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Metrics from totals added over clients."""
@@ -28,7 +28,7 @@ def _duration(value: MetricRecordValues) -> float:
     return seconds if 0 <= seconds < math.inf else 0.0
 
 
-def client_record(reply: Reply) -> ClientRecord:
+def client_record(reply: WindowReply) -> ClientRecord:
     """Read what a client tells of its window; an app of one's own may tell only the first two."""
     told = reply.metrics
     return ClientRecord(
@@ -56,7 +56,7 @@ def weighted(
     return means
 
 
-def check_evaluation(reply: Reply, metrics: FromTotals | None) -> None:
+def check_evaluation(reply: WindowReply, metrics: FromTotals | None) -> None:
     """Raise ``ValueError`` unless an evaluation can be added to those of other clients.
 
     One that says nothing, of a client without held-out data, can.
@@ -79,7 +79,7 @@ def check_evaluation(reply: Reply, metrics: FromTotals | None) -> None:
         ) from error
 
 
-def pooled(replies: Mapping[str, Reply], metrics: FromTotals | None) -> MetricRecord | None:
+def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> MetricRecord | None:
     """Return what clients' evaluations say together, and each one's as ``client/metric``.
 
     Together they are the ``metrics`` of the added totals, or else the clients' metrics weighted

@@ -319,7 +319,3 @@ def _typed(value: object, key: str, kind: type[T]) -> T:
             f"expected {kind.__name__}"
         )
     return value
-
-
-# TEMPORARY names
-Request, Reply = WindowRequest, WindowReply

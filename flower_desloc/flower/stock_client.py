@@ -14,7 +14,7 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import put, take
 from flower_desloc.flower.content import records_of
-from flower_desloc.flower.records import CONFIG, Reply, from_record
+from flower_desloc.flower.records import CONFIG, WindowReply, from_record
 from flower_desloc.flower.worker import Config, Worker, evaluated, require_finite, trained
 
 ACTION = "stock"
@@ -40,7 +40,7 @@ def answer_stock(app: ClientApp, build: Callable[[Config, Context], Worker]) -> 
         return Message(reply.to_content(), reply_to=message)
 
 
-def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Reply:
+def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> WindowReply:
     """Return the parameters after the local steps ``start + 1 .. stop`` of a new optimizer.
 
     Raises ``FloatingPointError`` when they are not finite.
@@ -54,7 +54,7 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
     before = {key: tensor.clone() for key, tensor in after.items()}
     steps = worker.steps(start, stop, origin=start)
     require_finite({PARAMS: after})
-    return Reply(
+    return WindowReply(
         metrics={
             **trained(worker, steps, before, after),
             WEIGHTED_BY["uniform"]: 1,
@@ -66,7 +66,7 @@ def train_round(worker: Worker, params: Stream, *, start: int, stop: int) -> Rep
     )
 
 
-def evaluate_params(worker: Worker, params: Stream) -> Reply:
+def evaluate_params(worker: Worker, params: Stream) -> WindowReply:
     """Evaluate ``params`` on the client's held-out data."""
     put(worker.module, worker.optimizer, {PARAMS: params})
     return evaluated(worker)

@@ -20,7 +20,7 @@ from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import FromTotals, check_evaluation, client_record, number
 from flower_desloc.flower.observer import ClientRecord, EventKind
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import CONFIG, Reply, from_record
+from flower_desloc.flower.records import CONFIG, WindowReply, from_record
 from flower_desloc.flower.stock_client import ACTION, START, STOP, WEIGHTED_BY
 
 _TRAIN, _EVALUATE = f"train.{ACTION}", f"evaluate.{ACTION}"
@@ -101,7 +101,7 @@ class Link(Grid):
             raise FederationError(f"no client takes part in {self._where()}")
         return joined
 
-    def evaluate(self, metrics: FromTotals | None) -> dict[str, Reply]:
+    def evaluate(self, metrics: FromTotals | None) -> dict[str, WindowReply]:
         """Ask every client that takes part to evaluate the parameters; return the usable replies.
 
         Not by way of the strategy: Flower's take the mean of the clients' metrics, where DES-LOC
@@ -111,7 +111,7 @@ class Link(Grid):
         config = ConfigRecord({**self._settings, "server-round": now.number})
         members = present(self.federation.online(), self._policy, now.window.stop)
         requests = self._requests(members, _EVALUATE, config, now.window.stop)
-        replies: dict[str, Reply] = {}
+        replies: dict[str, WindowReply] = {}
         for _, member, reply in self._usable(requests, frozenset()):
             try:
                 check_evaluation(reply, metrics)
@@ -184,14 +184,14 @@ class Link(Grid):
 
     def _usable(
         self, requests: Iterable[Message], due: frozenset[str]
-    ) -> Iterator[tuple[Message, Member, Reply]]:
+    ) -> Iterator[tuple[Message, Member, WindowReply]]:
         """Yield the replies that can be used; leave the other clients out, saying why."""
         for message in self.federation.ask(requests):
             member = self.federation.member(message)
             try:
                 if message.has_error():
                     raise ValueError(message.error.reason)
-                reply = Reply.from_content(message.content)
+                reply = WindowReply.from_content(message.content)
                 reply.check(self.round.window, due, {PARAMS: self.like})
                 reply.check_values()
             except ValueError as error:
@@ -209,7 +209,7 @@ class Link(Grid):
         mean = Mean({PARAMS: from_record(self.params)})
         weighted_by = WEIGHTED_BY[self._policy.weighting]
         for message in replies:
-            reply = Reply.from_content(message.content)
+            reply = WindowReply.from_content(message.content)
             mean.add(reply.streams, number(reply.metrics[weighted_by]))
         return mean.drift(mean.result())
 

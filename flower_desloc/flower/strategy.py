@@ -51,8 +51,8 @@ from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import (
     STATE_LOST,
     STATE_NEW,
-    Reply,
-    Request,
+    WindowReply,
+    WindowRequest,
     from_record,
     plain,
     to_record,
@@ -291,7 +291,7 @@ class DesLoc(Strategy):
         clients = self._tally.clients
         added: list[Member] = []
         members: list[Member] = []
-        waiting: list[Reply] = []
+        waiting: list[WindowReply] = []
         for message in replies:
             began = time.perf_counter()
             reply = self._usable(message, due)
@@ -353,7 +353,7 @@ class DesLoc(Strategy):
     ) -> MetricRecord | None:
         """Return the metrics of all clients together, and each one's as ``client/metric``."""
         del server_round
-        usable: dict[str, Reply] = {}
+        usable: dict[str, WindowReply] = {}
         for message in replies:
             reply = self._usable(message, frozenset())
             if reply is None:
@@ -458,7 +458,7 @@ class DesLoc(Strategy):
     ) -> Message:
         evaluates = message_type == _EVALUATE
         versions = self.globals.versions
-        request = Request(
+        request = WindowRequest(
             run_key=self.run_key,
             attempt=self._federation.attempt,
             checkpoint=self._federation.checkpoint,
@@ -481,12 +481,12 @@ class DesLoc(Strategy):
                 request = replace(request, differences=request.differences | {name})
         return self._federation.request(member, message_type, server_round, request, averages)
 
-    def _usable(self, message: Message, due: frozenset[str]) -> Reply | None:
+    def _usable(self, message: Message, due: frozenset[str]) -> WindowReply | None:
         """Return the reply if it can be averaged; else leave its client out, saying why."""
         try:
             if message.has_error():
                 raise ValueError(message.error.reason)
-            reply = Reply.from_content(message.content)
+            reply = WindowReply.from_content(message.content)
             if reply.streams.keys() == due:  # or the check says so
                 reply = replace(reply, streams=self.globals.decoded(reply.streams))
             reply.check(self._window, due, self.globals.like)
@@ -520,7 +520,7 @@ class DesLoc(Strategy):
             self._leave_out(added[index], reason, "outlier")
 
     def _add(
-        self, mean: Mean | Gathered, members: list[Member], replies: list[Reply]
+        self, mean: Mean | Gathered, members: list[Member], replies: list[WindowReply]
     ) -> list[Member]:
         """Add the members' replies to the mean; return whose were added.
 

@@ -94,5 +94,5 @@ def _text_checksum(text: str) -> str:
 
 def _checksum(full: str, tensor: Tensor) -> str:
     digest = xxh3_64(f"{full} {tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

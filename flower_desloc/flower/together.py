@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from flower_desloc.core.averaging import Mean
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.traffic import stream_bytes
-from flower_desloc.flower.records import Reply, limits
+from flower_desloc.flower.records import WindowReply, limits
 
 _MOST = 1 << 30  # bytes
 _MANY = 8  # the mean itself is an eighth of the memory passed over then, and more tell for little
 
 
-def enough(waiting: Sequence[Reply], mean: Mean | Gathered) -> bool:
+def enough(waiting: Sequence[WindowReply], mean: Mean | Gathered) -> bool:
     """Return whether another reply like the last would be too much to hold at once.
 
     The first of all waits for a second whatever its size, in place of the mean that is not there
@@ -29,7 +29,7 @@ def held_together(size: int, *, least: int = 2) -> int:
 
 
 def add_all(
-    mean: Mean | Gathered, replies: Sequence[Reply], weights: Sequence[float]
+    mean: Mean | Gathered, replies: Sequence[WindowReply], weights: Sequence[float]
 ) -> list[str | None]:
     """Add ``replies``, which were checked but for their values; return why one was not added.
 
@@ -42,7 +42,7 @@ def add_all(
     return [_add(mean, *pair) for pair in zip(replies, weights, strict=True)]
 
 
-def _add(mean: Mean | Gathered, reply: Reply, weight: float) -> str | None:
+def _add(mean: Mean | Gathered, reply: WindowReply, weight: float) -> str | None:
     try:
         reply.check_values()
         mean.add(reply.streams, weight)

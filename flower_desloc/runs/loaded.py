@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from flower_desloc.setup.build import build_schedule
 from flower_desloc.config import ConfigError, parse
-from flower_desloc.core.schedule import PARAMS
-from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import RunFolder
 from flower_desloc.runs.metrics import Line, read_lines
 from flower_desloc.runs.summary import build
-from flower_desloc.setup.build import build_schedule
+from flower_desloc.flower.observer import Plan
+from flower_desloc.core.schedule import PARAMS
 
 UNFINISHED = "unfinished"
 """Status of a run without a summary: it goes on, or was killed before it could write one."""

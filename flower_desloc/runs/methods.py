@@ -8,8 +8,8 @@ and one that somebody left or joined are compared with what the others would hav
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.runs.metrics import Line
+from flower_desloc.core.schedule import PARAMS, SyncSchedule
 
 
 @dataclass

@@ -19,7 +19,15 @@ from rich.table import Table
 
 from flower_desloc.config import Config
 from flower_desloc.core.formats import EXACT
-from flower_desloc.core.schedule import SyncSchedule
+from flower_desloc.runs.methods import Uploads
+from flower_desloc.runs.units import (
+    bytes_text,
+    duration_text,
+    figures,
+    loss_text,
+    percent_text,
+    period_text,
+)
 from flower_desloc.flower.observer import (
     DATA,
     MEMORY_FREE,
@@ -31,15 +39,7 @@ from flower_desloc.flower.observer import (
     count,
     holdings,
 )
-from flower_desloc.runs.methods import Uploads
-from flower_desloc.runs.units import (
-    bytes_text,
-    duration_text,
-    figures,
-    loss_text,
-    percent_text,
-    period_text,
-)
+from flower_desloc.core.schedule import SyncSchedule
 
 _MANY_WINDOWS = 200
 _MANY_CLIENTS = 16

@@ -6,9 +6,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from flower_desloc.config import Config, dump
-from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
 from flower_desloc.runs.folder import RunFolder
 from flower_desloc.runs.metrics import read_lines, to_line
 from flower_desloc.runs.progress import Progress
@@ -16,6 +14,8 @@ from flower_desloc.runs.replay import from_line
 from flower_desloc.runs.summary import Status, build
 from flower_desloc.runs.tensorboard import TensorBoard
 from flower_desloc.runs.versions import versions
+from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
+from flower_desloc.core.schedule import SyncSchedule
 
 _log = logging.getLogger(__name__)
 

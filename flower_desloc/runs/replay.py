@@ -5,14 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_desloc.core.averaging import Drift
-from flower_desloc.flower.observer import (
-    ClientRecord,
-    EvaluationRecord,
-    Event,
-    Traffic,
-    WindowRecord,
-)
 from flower_desloc.runs.metrics import Line
+from flower_desloc.flower.observer import ClientRecord, EvaluationRecord, Event, Traffic, WindowRecord
 
 
 def from_line(line: Line) -> WindowRecord:

@@ -5,11 +5,11 @@ from functools import reduce
 from typing import Any, Literal
 
 from flower_desloc.config import Config
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.flower.observer import Plan, client_data, devices
 from flower_desloc.runs.fairness import BETTER, fairness
 from flower_desloc.runs.methods import Uploads
 from flower_desloc.runs.metrics import Line
+from flower_desloc.flower.observer import Plan, client_data, devices
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 
 Status = Literal["completed", "failed"]
 

@@ -7,15 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flower_desloc.runs.figures.labels import Label
-from flower_desloc.runs.figures.series import (
-    Curve,
-    by_step,
-    heldout,
-    heldout_parts,
-    mean,
-    measure,
-    told,
-)
+from flower_desloc.runs.units import size_text
+from flower_desloc.runs.loaded import Group, Run, Spread, grouped
+from flower_desloc.runs.figures.series import Curve, by_step, heldout, heldout_parts, mean, measure, told
 from flower_desloc.runs.figures.style import (
     FAINT,
     GREY,
@@ -35,8 +29,6 @@ from flower_desloc.runs.figures.style import (
     steps_axis,
     title,
 )
-from flower_desloc.runs.loaded import Group, Run, Spread, grouped
-from flower_desloc.runs.units import size_text
 
 _KINDS = {"central": "domain", "federated": "client"}
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.runs.figures.labels import Label
+from flower_desloc.runs.loaded import Group, Run, grouped
 from flower_desloc.runs.figures.series import Curve, drift, rate_of_change
 from flower_desloc.runs.figures.style import (
     INK,
@@ -21,7 +21,7 @@ from flower_desloc.runs.figures.style import (
     stream_colours,
     title,
 )
-from flower_desloc.runs.loaded import Group, Run, grouped
+from flower_desloc.core.schedule import GRADIENTS
 
 _MEASURES: dict[str, tuple[str, Callable[[Run, str], Curve]]] = {
     "Drift between clients": ("spread / |mean|", drift),

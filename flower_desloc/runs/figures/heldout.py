@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.loaded import Group, Run, grouped
 from flower_desloc.runs.figures.series import Array, at, heldout, sent
 from flower_desloc.runs.figures.style import (
     GREY,
@@ -24,8 +24,8 @@ from flower_desloc.runs.figures.style import (
     steps_axis,
     title,
 )
-from flower_desloc.runs.loaded import Group, Run, grouped
 from flower_desloc.runs.report.time_model import DEFAULT_LINK, modelled
+from flower_desloc.plan.wall_clock import Link
 
 METRICS = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
 """Of the held-out text or images, in the order of the rows."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.runs.loaded import Run, grouped
 from flower_desloc.runs.figures.series import Curve, by_step, by_window, heldout, mean
 from flower_desloc.runs.figures.style import (
     GREY,
@@ -18,7 +19,6 @@ from flower_desloc.runs.figures.style import (
     steps_axis,
     title,
 )
-from flower_desloc.runs.loaded import Run, grouped
 
 _Panel = tuple[str, str, Callable[[Run], Mapping[str, Curve]]]
 

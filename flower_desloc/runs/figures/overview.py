@@ -19,12 +19,12 @@ from matplotlib.ticker import (
     NullFormatter,
 )
 
-from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
-from flower_desloc.runs.figures.labels import Label, beside, named
 from flower_desloc.runs.folder import RunFolder
+from flower_desloc.runs.figures.labels import Label, beside, named
 from flower_desloc.runs.methods import Uploads
 from flower_desloc.runs.metrics import Line, read_lines
 from flower_desloc.runs.units import bytes_text, figures, percent_text, period_text
+from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 
 # Okabe and Ito's and Paul Tol's muted palettes: told apart with any colour vision.
 _STREAM_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")

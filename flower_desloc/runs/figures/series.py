@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_desloc.runs.loaded import Run
 from flower_desloc.runs.metrics import Line
 from flower_desloc.runs.units import loss_text, percent_text
+from flower_desloc.runs.loaded import Run
 
 Array = NDArray[np.float64]
 

@@ -20,12 +20,12 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.runs.figures.labels import Label
 from flower_desloc.runs.figures.labels import beside as labels_beside
-from flower_desloc.runs.figures.series import Array, Band, Curve, mean
-from flower_desloc.runs.loaded import Group, Run
 from flower_desloc.runs.units import bytes_text
+from flower_desloc.runs.loaded import Group, Run
+from flower_desloc.runs.figures.series import Array, Band, Curve, mean
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
 
 INK: Final = "#222222"
 GREY: Final = "#7A7A7A"

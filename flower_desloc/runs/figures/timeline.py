@@ -6,6 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.runs.units import period_text
+from flower_desloc.runs.loaded import Run
 from flower_desloc.runs.figures.style import (
     ALARM,
     FAINT,
@@ -16,8 +18,6 @@ from flower_desloc.runs.figures.style import (
     stream_colours,
     title,
 )
-from flower_desloc.runs.loaded import Run
-from flower_desloc.runs.units import period_text
 
 _PRESENT = "#9DB7CC"
 _MANY_WINDOWS = 2000

@@ -6,6 +6,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.runs.units import bytes_text, figures
+from flower_desloc.runs.loaded import Run, grouped
 from flower_desloc.runs.figures.style import (
     INK,
     bytes_axis,
@@ -13,8 +15,6 @@ from flower_desloc.runs.figures.style import (
     rows_axis,
     stream_colours,
 )
-from flower_desloc.runs.loaded import Run, grouped
-from flower_desloc.runs.units import bytes_text, figures
 
 
 def traffic(runs: Sequence[Run]) -> Figure | None:

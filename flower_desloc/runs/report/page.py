@@ -12,12 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flower_desloc import __version__
-from flower_desloc.plan.wall_clock import Link
-from flower_desloc.runs.loaded import Run, find, grouped, load
 from flower_desloc.runs.report import tables
+from flower_desloc.runs.loaded import Run, find, grouped, load
 from flower_desloc.runs.report.sections import Section, sections
 from flower_desloc.runs.report.template import PAGE, STYLE
 from flower_desloc.runs.report.time_model import DEFAULT_LINK
+from flower_desloc.plan.wall_clock import Link
 
 _DPI = 150
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from flower_desloc.plan.wall_clock import Link
-from flower_desloc.runs import figures as draw
 from flower_desloc.runs.figures.partition import unlikeness
+from flower_desloc.runs.units import bytes_text, figures, percent_text
+from flower_desloc.runs import figures as draw
+from flower_desloc.runs.report import tables
+from flower_desloc.runs.loaded import Group, Run, grouped
 from flower_desloc.runs.figures.series import measure, told
 from flower_desloc.runs.figures.style import NAMED
-from flower_desloc.runs.loaded import Group, Run, grouped
-from flower_desloc.runs.report import tables
 from flower_desloc.runs.report.tables import Table
 from flower_desloc.runs.report.time_model import MBIT, seconds_per_step
-from flower_desloc.runs.units import bytes_text, figures, percent_text
+from flower_desloc.plan.wall_clock import Link
 
 _MOST_GROUPS = 11
 """As many as there are colours."""

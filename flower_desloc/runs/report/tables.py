@@ -7,12 +7,7 @@ from statistics import fmean
 from typing import get_args
 
 from flower_desloc.config import Config, dump
-from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.wall_clock import Link
-from flower_desloc.runs.figures.series import Curve, heldout_parts, measure, told
-from flower_desloc.runs.loaded import Group, Run, Spread, flat, natural
 from flower_desloc.runs.metrics import Line
-from flower_desloc.runs.report.time_model import modelled
 from flower_desloc.runs.units import (
     bytes_text,
     duration_text,
@@ -21,6 +16,11 @@ from flower_desloc.runs.units import (
     percent_text,
     period_text,
 )
+from flower_desloc.flower.observer import EventKind
+from flower_desloc.runs.loaded import Group, Run, Spread, flat, natural
+from flower_desloc.runs.figures.series import Curve, heldout_parts, measure, told
+from flower_desloc.runs.report.time_model import modelled
+from flower_desloc.plan.wall_clock import Link
 
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.plan.wall_clock import Link, star_seconds
-from flower_desloc.runs.figures.series import Curve
-from flower_desloc.runs.loaded import Run
 from flower_desloc.runs.methods import Uploads
 from flower_desloc.runs.metrics import Line
+from flower_desloc.runs.loaded import Run
+from flower_desloc.runs.figures.series import Curve
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.plan.wall_clock import Link, star_seconds
 
 MBIT = 125_000
 """Bytes per second in a Mbit/s."""
