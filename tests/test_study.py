@@ -432,12 +432,13 @@ def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
     options = [*TINY, *LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
 
     def start():
-        return subprocess.Popen(
-            [sys.executable, "-c", code, "study", str(path), *options],
-            stdout=output.open("a"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "DESLOC_TEST": str(tmp_path)},
-        )
+        with output.open("a") as file:
+            return subprocess.Popen(
+                [sys.executable, "-c", code, "study", str(path), *options],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "DESLOC_TEST": str(tmp_path)},
+            )
 
     def done():
         return {run: (run / "summary.json").stat().st_mtime_ns for run in folder.glob("*/*seed-*")}
