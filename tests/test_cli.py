@@ -49,7 +49,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError(f"started {args}")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(run, "_run_in_process", refuse)
+    monkeypatch.setattr(run, "run_in_process", refuse)
 
 
 # --- The configuration comes first -------------------------------------------------------------
@@ -292,7 +292,7 @@ def home(monkeypatch):
 
 def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkeypatch):
     broken = ["sh", "-c", "echo the port is taken; exit 3"]
-    monkeypatch.setattr(superlink, "_superlink_command", lambda *_: broken)
+    monkeypatch.setattr(superlink, "superlink_command", lambda *_: broken)
     with (
         pytest.raises(ProcessError, match="the port is taken"),
         superlink.private_superlink(),
@@ -309,7 +309,7 @@ def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(home, mo
         "time.sleep(1000)\n"
     )
     command = [sys.executable, "-c", parent]
-    monkeypatch.setattr(superlink, "_superlink_command", lambda *_: command)
+    monkeypatch.setattr(superlink, "superlink_command", lambda *_: command)
     monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
 
     def started():
@@ -345,7 +345,7 @@ An unhandled exception occurred when running the simulation.
 
 
 def test_the_apps_lines_are_shown_and_flowers_warnings():
-    shown = [simulation._COLOUR.sub("", line) for line in without_flower(LOG.splitlines())]
+    shown = [re.sub(r"\x1b\[\d*m", "", line) for line in without_flower(LOG.splitlines())]
     assert shown == [
         "step 1/2",
         "INFO: by a logger of the app's own",

@@ -24,8 +24,8 @@ def federation_config(config: Config, *, workers: int | None, cores: int) -> dic
         "client-resources-num-cpus": clients.client_cpus,
         "client-resources-num-gpus": float(clients.client_gpus),
     }
-    # By default Ray starts one actor per core, each with its own PyTorch, even for few clients. If a
-    # client needs more cores than there are, it starts none, which is an error.
+    # By default Ray starts one actor per core, each with its own PyTorch, even for few clients. It
+    # starts none, which is an error, if a client needs more cores than there are.
     if workers is None and clients.num_clients * clients.client_cpus < cores:
         workers = clients.num_clients
     if workers is None and clients.client_cpus > cores:

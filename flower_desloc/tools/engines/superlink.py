@@ -2,8 +2,8 @@
 
 It simulates the clients, or it serves SuperNodes over TLS and accepts only registered keys.
 
-The SuperLink that `flwr run` starts or finds is not used: it outlives the run in the folder where it
-was first started, and simulated clients silently import `client_app` from that folder, if it has
+The SuperLink that `flwr run` starts or finds is not used: it outlives the run in the folder where
+it was first started, and simulated clients silently import `client_app` from that folder, if it has
 one, instead of from the submitted app (Ray puts the driver's working directory first on sys.path).
 """
 
@@ -160,16 +160,17 @@ def private_superlink(*, simulation: bool = True) -> Iterator[SuperLink]:
             f'address = "{address}"\n{trust}\n',
             encoding="utf-8",
         )
-        command = _superlink_command(port, environment, certificates)
+        command = superlink_command(port, environment, certificates)
         with supervised(home, command, environment) as process:
             superlink = SuperLink(home, environment, process, address, certificates)
             superlink.wait_until_ready()
             yield superlink
 
 
-def _superlink_command(
+def superlink_command(
     port: int, environment: Mapping[str, str], certificates: Certificates | None
 ) -> list[str]:
+    """Return the command line of a SuperLink; without certificates it simulates the clients."""
     return [
         program("flower-superlink", environment),
         *(["--insecure", "--simulation"] if certificates is None else _tls(certificates)),
