@@ -1,13 +1,13 @@
-"""Formats in which a stream travels with fewer bits than it has, and what makes up for the loss.
+"""Lossy formats for streams in messages: bf16, and blockwise int8 and int4 with error feedback.
 
-A tensor is cut into blocks, each coded with a scale of its own (Dettmers et al., "8-bit Optimizers
-via Block-wise Quantization", 2022). Parameters travel as their difference to the last common ones.
-What the code could not say of a stream with a sign is kept by the sender and added to what it sends
-next (error feedback: Seide et al., 2014; Karimireddy et al., 2019), so that the sum over time is
-right. Second moments are coded by their logarithm: they have no sign, span many orders of
-magnitude within a block, and divide: a small entry may never become zero.
+A tensor is cut into blocks, each quantised with a scale of its own (Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", 2022). Parameters are sent as their difference to the last
+common parameters. The sender of a signed stream keeps the quantisation residual and adds it to what
+it sends next (error feedback: Seide et al., 2014; Karimireddy et al., 2019), so that errors do not
+accumulate. Second moments are quantised by their logarithm: they have no sign, span many orders of
+magnitude within a block, and are divisors, so a small entry must never become zero.
 
-Streams at either end stay as they are, fp32 or whatever the model has; only what travels is coded.
+Only messages are compressed; both ends hold streams in the model's own type.
 """
 
 import math
@@ -22,51 +22,59 @@ from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = {"int8": 256, "int4": 64}
-"""Values that share a scale of two bytes, or, coded by logarithm, two ends of two bytes."""
+"""Values that share a scale of two bytes or, quantised by logarithm, two ends of two bytes."""
+_LEAST = 2.0**-126
+"""The smallest normal number of fp32; some devices have no smaller ones."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A stream on its way."""
+class EncodedStream:
+    """A compressed stream, as its sender sees it."""
 
     coded: dict[str, Tensor]
-    """What travels: a tensor of bytes for each of the stream's."""
+    """What is sent: bytes for each tensor of the stream."""
     received: dict[str, Tensor]
-    """What becomes of it at the other end."""
+    """The stream as the receiver decodes it."""
     residual: dict[str, Tensor]
-    """What was not said, to be given to the next :func:`send`; empty for a stream without."""
+    """Quantisation error to pass to the next :func:`encode_stream`; empty if not signed."""
 
 
-def send(
+def encode_stream(
     name: str,
     stream: Stream,
     format_: Format,
     *,
     reference: Stream | None = None,
     residual: Stream | None = None,
-) -> Sent:
-    """Code a stream that is to be ``stream`` at the other end, where ``reference`` is known.
+) -> EncodedStream:
+    """Compress a stream.
 
-    ``reference`` is for parameters, and must be what the other end has; ``residual`` is that of
-    the last time this sender sent this stream.
+    Args:
+        name: Name of the stream, which decides whether it is signed.
+        stream: Its tensors.
+        format_: How they are quantised.
+        reference: Only for parameters: what the receiver already has, bit for bit; the difference
+            to it is sent.
+        residual: Quantisation error of the last time this sender sent this stream.
+
     """
     coded, received, rest = {}, {}, {}
     signed = _is_signed(name)
     for key, tensor in stream.items():
-        value = tensor.detach().cpu()  # where codes are made, and all that is held beside
+        value = tensor.detach().cpu()
         if reference is not None:
             value = value - reference[key]
         if residual:
             value = value + residual[key]
         coded[key] = encode(value, format_, signed=signed)
-        heard = decode(coded[key], format_, value, signed=signed)
+        decoded = decode(coded[key], format_, value, signed=signed)
         if signed:
-            rest[key] = value - heard
-        received[key] = heard if reference is None else reference[key] + heard
-    return Sent(coded, received, rest)
+            rest[key] = value - decoded
+        received[key] = decoded if reference is None else reference[key] + decoded
+    return EncodedStream(coded, received, rest)
 
 
-def receive(
+def decode_stream(
     name: str,
     coded: Stream,
     format_: Format,
@@ -74,24 +82,27 @@ def receive(
     *,
     reference: Stream | None = None,
 ) -> dict[str, Tensor]:
-    """Return what :func:`send` says is received; ``like`` gives shapes and types.
+    """Return the stream that :func:`encode_stream` compressed; ``like`` has its shapes and types.
 
-    Raises ``ValueError`` where the bytes are not as many as the shape needs, or a name is unknown.
+    Raises ``ValueError`` when the number of bytes does not fit the shape, or a name is unknown.
     """
     stream = {}
     for key, data in coded.items():
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
-            heard = decode(data, format_, like[key], signed=_is_signed(name))
+            decoded = decode(data, format_, like[key], signed=_is_signed(name))
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
-        stream[key] = heard if reference is None else reference[key] + heard
+        stream[key] = decoded if reference is None else reference[key] + decoded
     return stream
 
 
+send, receive = encode_stream, decode_stream  # until no caller is left
+
+
 def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
-    """Return how many bytes a tensor of this size takes on its way."""
+    """Return the bytes of a tensor in a message."""
     if format_ == EXACT:
         return tensor.nbytes
     if format_ == "bf16":
@@ -101,7 +112,7 @@ def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
 
 
 def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
-    """Return the bytes that each stream takes on its way."""
+    """Return the bytes of each stream in a message."""
     coded = lossy(formats)
     return {
         name: sum(
@@ -113,19 +124,19 @@ def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dic
 
 
 def encode(tensor: Tensor, format_: Format, *, signed: bool) -> Tensor:
-    """Return the bytes of a finite tensor, 1-D of type uint8: codes first, then scales."""
+    """Quantise a finite tensor; return 1-D uint8: the codes, then the scales."""
     flat = tensor.detach().reshape(-1).to("cpu", torch.float32)
     if format_ == "bf16":
         return _bytes(flat.bfloat16())
     blocks = _blocks(flat, _BLOCK[format_])
-    codes, scales = (_linear if signed else _logarithmic)(blocks, _BITS[format_])
-    return torch.cat([_packed(codes.reshape(-1)[: flat.numel()], format_), _bytes(scales)])
+    codes, scales = (_quantise if signed else _quantise_log)(blocks, _BITS[format_])
+    return torch.cat([_pack(codes.reshape(-1)[: flat.numel()], format_), _bytes(scales)])
 
 
 def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tensor:
-    """Return what :func:`encode` made bytes of, in the shape and type of ``like``, on the CPU.
+    """Return the tensor that :func:`encode` quantised, in ``like``'s shape and type, on the CPU.
 
-    Raises ``ValueError`` unless ``data`` are as many bytes as that takes.
+    Raises ``ValueError`` when the number of bytes in ``data`` does not fit the shape.
     """
     expected = coded_bytes(format_, like, signed=signed)
     if data.dtype != torch.uint8 or data.dim() != 1 or len(data) != expected:
@@ -141,9 +152,9 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
         block = _BLOCK[format_]
         split = _bytes_of_codes(format_, count)
         scales = data[split:].clone().view(torch.bfloat16).float()
-        codes = _blocks(_unpacked(data[:split], format_, count), block)
-        back = _from_linear if signed else _from_logarithmic
-        flat = back(codes, scales, _BITS[format_]).reshape(-1)[:count]
+        codes = _blocks(_unpack(data[:split], format_, count), block)
+        dequantise = _dequantise if signed else _dequantise_log
+        flat = dequantise(codes, scales, _BITS[format_]).reshape(-1)[:count]
     return flat.reshape(like.shape).to(like.dtype)
 
 
@@ -155,21 +166,21 @@ def _bytes_of_codes(format_: Format, count: int) -> int:
     return math.ceil(count * _BITS[format_] / 8)
 
 
-def _linear(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _quantise(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     most = (1 << (bits - 1)) - 1
     scales = (blocks.abs().amax(dim=1) / most).bfloat16()
-    # By the scale as it travels. Where it was rounded down the ends are cut, which is residual.
+    # The scale is rounded first; where it was rounded down, the clamp's error is in the residual.
     steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
     return (blocks / steps).round_().clamp_(-most, most).add_(most + 1).to(torch.uint8), scales
 
 
-def _from_linear(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+def _dequantise(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     middle = 1 << (bits - 1)
     return (codes.float() - middle) * scales.unsqueeze(1)
 
 
-def _logarithmic(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Code zero as 0, the rest as 1 to 2^bits - 1, evenly by logarithm from least to greatest."""
+def _quantise_log(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise zero to 0, the rest to 1 .. 2^bits - 1, evenly spaced by logarithm in the block."""
     positive = blocks > 0
     greatest = blocks.amax(dim=1).clamp_min(_LEAST)
     least = torch.where(positive, blocks, greatest.unsqueeze(1)).amin(dim=1).clamp_min(_LEAST)
@@ -180,7 +191,7 @@ def _logarithmic(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return torch.where(positive, codes, 0.0).to(torch.uint8), ends
 
 
-def _from_logarithmic(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+def _dequantise_log(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     low, span = _ends(scales.view(2, -1))
     values = (low + (codes.float() - 1) / (2**bits - 2) * span).exp()
     return torch.where(codes > 0, values, 0.0)
@@ -189,9 +200,6 @@ def _from_logarithmic(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
 def _ends(ends: Tensor) -> tuple[Tensor, Tensor]:
     low, high = ends.float().clamp_min(_LEAST).log()
     return low.unsqueeze(1), (high - low).clamp_min(0).unsqueeze(1)
-
-
-_LEAST = 2.0**-126  # of the normal numbers, which any device has
 
 
 def _rounded_down(positive: Tensor) -> Tensor:
@@ -209,14 +217,14 @@ def _blocks(flat: Tensor, size: int) -> Tensor:
     return padded.view(-1, size)
 
 
-def _packed(codes: Tensor, format_: Format) -> Tensor:
+def _pack(codes: Tensor, format_: Format) -> Tensor:
     if format_ == "int8":
         return codes
     low, high = _blocks(codes, 2).unbind(dim=1)
     return torch.bitwise_or(low, high << 4)
 
 
-def _unpacked(data: Tensor, format_: Format, count: int) -> Tensor:
+def _unpack(data: Tensor, format_: Format, count: int) -> Tensor:
     if format_ == "int8":
         return data
     return torch.stack([data & 15, data >> 4], dim=1).view(-1)[:count]

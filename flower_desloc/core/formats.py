@@ -1,4 +1,7 @@
-"""Names of the wire formats; :mod:`flower_desloc.core.compression` encodes and decodes them."""
+"""Names of the formats that :mod:`flower_desloc.core.compression` encodes and decodes.
+
+Apart from it because the configuration is checked without importing PyTorch.
+"""
 
 from collections.abc import Mapping
 from typing import Final, Literal, cast, get_args
@@ -6,7 +9,7 @@ from typing import Final, Literal, cast, get_args
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS
 
 Format = Literal["fp32", "bf16", "int8", "int4"]
-"""``fp32`` is what the tensors are, bit for bit."""
+"""``fp32``: not compressed, in the type of the tensors."""
 
 EXACT: Final = "fp32"
 NEVER_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
@@ -14,9 +17,9 @@ NEVER_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
 
 def lossy(formats: Mapping[str, str]) -> dict[str, Format]:
-    """Return the formats of those streams that are coded.
+    """Return the formats of the compressed streams.
 
-    Raises ``ValueError`` for a format that does not exist, or not for that stream.
+    Raises ``ValueError`` for an unknown format, or one that the stream cannot have.
     """
     for name, format_ in formats.items():
         if format_ not in get_args(Format):
