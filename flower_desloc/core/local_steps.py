@@ -25,14 +25,14 @@ class Clipping:
     norm: float | None = None
     value: float | None = None
     whole: Callable[[Tensor], Tensor] | None = None
-    """The norm of all gradients, from that of those here, where other processes have the rest."""
+    """For a client of several processes: the norm of all gradients from that of this process's."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What the local steps of one window measured, one number a step.
+    """Measurements of one window's local steps, one number per step.
 
-    ``grad_norms`` are those before clipping, ``learning_rates`` those of the first group.
+    ``grad_norms`` are before clipping, ``learning_rates`` of the first parameter group.
     """
 
     losses: list[float]
@@ -53,10 +53,17 @@ def local_steps(
 ) -> StepMetrics:
     """Take the local steps ``start + 1 .. stop`` of the federation.
 
-    ``loss_at(step)`` is the loss of the batch of the step taken after ``step`` completed steps: a
-    pure function, so that any window can be taken again. The learning rate is
-    the optimizer's own times ``lr_schedule(step)``. The optimizer counts its steps from
-    ``origin``, where its states were last reset.
+    Args:
+        module: The model.
+        optimizer: Its optimizer, primed.
+        loss_at: Loss of the batch after ``step`` completed steps; a pure function of the step, so
+            that a window can be repeated.
+        start: Completed steps at the start of the window.
+        stop: Completed steps at its end.
+        lr_schedule: Factor of each group's own learning rate.
+        clipping: How gradients are clipped.
+        origin: Step at which the optimizer's states were last reset; it counts from there.
+
     """
     set_step(optimizer, start - origin)
     module.train()
@@ -66,7 +73,7 @@ def local_steps(
     losses, grad_norms, rates = [], [], []
     for step in range(start, stop):
         for p in params:
-            p.grad = None  # as optimizer.zero_grad(), whose hooks cost a small model a tenth
+            p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
         loss = loss_at(step)
         loss.backward()
         grad_norms.append(clip(params, clipping))
@@ -77,7 +84,7 @@ def local_steps(
         rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # Read once a window: a read in the loop would make the device wait for the host.
+    # Read once per window: a read in the loop would synchronise device and host.
     return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
 
 
@@ -116,10 +123,10 @@ def seed_states(
 def gradients(
     module: nn.Module, optimizer: Optimizer, loss_at: Callable[[int], Tensor], *, step: int
 ) -> tuple[dict[str, Tensor], StepMetrics]:
-    """Return the gradient of the step taken after ``step`` completed ones, under parameters' names.
+    """Return the gradient after ``step`` completed steps, by parameter name.
 
-    Nothing is clipped and no step is taken: that is for whoever has all gradients. A parameter
-    the loss does not depend on has a gradient of zeros.
+    It is not clipped and no step is taken: the server does both. The gradient of a parameter that
+    the loss does not depend on is zero.
     """
     module.train()
     optimizer.zero_grad(set_to_none=True)
@@ -136,10 +143,10 @@ def gradients(
 
 
 def accumulated(losses: Iterable[Tensor], params: Sequence[Tensor]) -> Tensor:
-    """Return the sum of ``losses``, one at a time: no two of their graphs are held at once.
+    """Return the sum of ``losses``, holding one of their graphs at a time.
 
-    The gradients with respect to ``params`` are known when it returns; differentiating it hands
-    them over, and gives none for anything else.
+    Computes the gradients of ``params`` at once; ``backward()`` only adds them, and gives nothing
+    else a gradient.
     """
     trained = [p for p in params if p.requires_grad]
     total: Tensor = _Accumulated.apply(losses, *trained)  # type: ignore[no-untyped-call]
@@ -164,7 +171,7 @@ class _Accumulated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        # Handed over, not copied; as of any graph, there is nothing left for a second time.
+        # Moved, not copied: as with any graph, a second backward() fails.
         gradients, ctx.gradients = ctx.gradients, None
         torch._foreach_mul_([g for g in gradients if g is not None], outer[0])
         return None, *gradients
@@ -186,7 +193,7 @@ def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    # get_total_norm() sorts by device and type first, which costs as much as a small step.
+    # get_total_norm() first sorts by device and type, which takes as long as a small step.
     if not tensors:
         return torch.zeros(())
     norms = torch._foreach_norm(tensors)

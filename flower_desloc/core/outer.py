@@ -1,4 +1,4 @@
-"""The server's own optimizer: DiLoCo's outer step, and the one optimizer of data parallelism."""
+"""The server's optimizer: DiLoCo's outer step, and the optimizer of data parallelism."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,11 +13,11 @@ from flower_desloc.core.streams import STEP, prime, set_step
 
 
 class Outer:
-    """An optimizer of the federation's parameters, driven by what the clients' mean says.
+    """An optimizer of the global parameters.
 
-    In DiLoCo (Douillard et al., 2023) the difference from the clients' mean to the last
-    parameters is the gradient of an SGD with Nesterov momentum. In data parallelism it is the mean
-    of the clients' gradients, and ``build`` makes the optimizer that clients run elsewhere.
+    In DiLoCo (Douillard et al., 2023) its gradient is the difference of the last parameters to the
+    clients' mean, and it is SGD with Nesterov momentum. In data parallelism its gradient is the
+    mean of the clients' gradients, and it is the optimizer that clients would otherwise run.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Outer:
         self._optimizer: Optimizer
 
     def begin(self, params: Stream) -> None:
-        """Take a copy of the parameters that training starts from."""
+        """Start from a copy of ``params``."""
         self._params = {key: nn.Parameter(tensor.clone()) for key, tensor in params.items()}
         self._optimizer = self._build(list(self._params.values()))
         for group in self._optimizer.param_groups:
@@ -52,13 +52,13 @@ class Outer:
 
     @torch.no_grad()
     def go_on_from(self, params: Stream) -> None:
-        """Take other parameters for those of the last step, which nobody else has exactly."""
+        """Replace the parameters by what the clients have, where compression changed them."""
         for key, tensor in params.items():
             self._params[key].copy_(tensor)
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The parameters as they are, not copied."""
+        """The present parameters, not copied."""
         return {key: p.detach() for key, p in self._params.items()}
 
     @property
@@ -74,7 +74,7 @@ class Outer:
         return state
 
     def restore(self, state: Mapping[str, Stream]) -> None:
-        """Go on with what :attr:`state` was, after :meth:`begin` with the parameters of then."""
+        """Resume from a saved :attr:`state`, after :meth:`begin` with the saved parameters."""
         if not state:
             return
         prime(self._optimizer)
@@ -90,10 +90,7 @@ class Outer:
         return self.step({key: p - mean[key] for key, p in self.params.items()}, step)
 
     def step(self, gradients: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Take the step that follows ``step`` completed ones; return the new parameters.
-
-        They are a copy: the next step does not change them.
-        """
+        """Take a step after ``step`` completed ones; return a copy of the new parameters."""
         for key, parameter in self._params.items():
             parameter.grad = gradients[key].to(parameter.dtype)
         clip(list(self._params.values()), self._clipping)

@@ -1,12 +1,12 @@
-"""Averages that a minority of clients cannot move at will.
+"""Averages that a minority of clients cannot control: median, trimmed mean, norm bound.
 
 Coordinate-wise median and trimmed mean: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust
 Distributed Learning: Towards Optimal Statistical Rates" (2018, arXiv:1803.01498). A bound on the
 norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?"
 (2019, arXiv:1911.07963).
 
-They need every client's value at once: :class:`Gathered` holds all replies, where
-:class:`~flower_desloc.core.averaging.Mean` holds none.
+They need all replies at once: :class:`Gathered` keeps them, while
+:class:`~flower_desloc.core.averaging.Mean` keeps none.
 """
 
 import math
@@ -23,15 +23,14 @@ Average = Literal["mean", "median", "trimmed_mean"]
 
 
 def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
-    """Return, for each coordinate, the mean without its ``trim`` least and greatest values.
+    """Return each coordinate's mean without its ``trim`` smallest and ``trim`` largest values.
 
-    In the tensors' own type, half precision by way of fp32. Values that are not negative have a
-    trimmed mean that is not: a second moment stays one.
+    The result has the tensors' type; half precision is computed in fp32.
 
     >>> trimmed_mean([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([90.0])], 1)
     tensor([2.])
 
-    Raises ``ValueError`` when nothing would be left.
+    Raises ``ValueError`` when no value would be left.
     """
     count = len(tensors)
     if not 0 <= 2 * trim < count:
@@ -45,12 +44,12 @@ def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
 
 
 def coordinate_median(tensors: Sequence[Tensor]) -> Tensor:
-    """Return each coordinate's median; of an even number, the mean of the middle two."""
+    """Return each coordinate's median: of an even number, the mean of the middle two."""
     return trimmed_mean(tensors, (len(tensors) - 1) // 2)
 
 
 def beyond(norms: Sequence[float], bound: float) -> list[int]:
-    """Return which of ``norms`` are above ``bound`` times their median.
+    """Return the indices of the ``norms`` above ``bound`` times their median.
 
     >>> beyond([1.0, 1.2, 0.9, 30.0], 3.0)
     [3]
@@ -60,10 +59,13 @@ def beyond(norms: Sequence[float], bound: float) -> list[int]:
 
 
 class Gathered:
-    """Like :class:`~flower_desloc.core.averaging.Mean`, but holds all replies until the end.
+    """Like :class:`~flower_desloc.core.averaging.Mean`, but keeps all replies until the end.
 
-    ``average`` is how :meth:`result` takes it, ``trim`` how many values a trimmed mean leaves out
-    on each side. ``reference`` are the last averages: what a client's update starts from.
+    Args:
+        reference: The last averages, from which a client's update is measured.
+        average: How :meth:`result` averages.
+        trim: Values that a trimmed mean leaves out on each side.
+
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Gathered:
 
     @property
     def count(self) -> int:
-        """How many clients' streams are held."""
+        """Number of clients whose streams are kept."""
         return len(self._held)
 
     def add(self, streams: Mapping[str, Stream], weight: float = 1.0) -> None:
@@ -88,10 +90,10 @@ class Gathered:
         self._held.append((streams, weight))
 
     def outliers(self, bound: float) -> dict[int, str]:
-        """Return which clients' updates are too long, by the order they were added in, and why.
+        """Return the indices of clients whose updates are too long, with the reason.
 
-        The update of a stream is its distance from the last average, or from zero; too long is
-        more than ``bound`` times the median of all clients'.
+        A stream's update is its distance from the last average, or from zero; it is too long above
+        ``bound`` times the median of all clients.
         """
         found: dict[int, str] = {}
         for name in self._held[0][0] if self._held else ():
@@ -104,7 +106,7 @@ class Gathered:
         return found
 
     def drop(self, indices: Collection[int]) -> None:
-        """Forget these clients' streams."""
+        """Remove the streams of these clients."""
         self._held = [it for index, it in enumerate(self._held) if index not in indices]
 
     def result(self) -> dict[str, dict[str, Tensor]]:

@@ -1,8 +1,8 @@
-"""When each stream is averaged: the paper's K_x, K_u, K_v, and the windows they cut.
+"""When each stream is averaged: the paper's K_x, K_u, K_v, and the windows between averages.
 
-A *stream* is one family of tensors with a clock of its own: ``params``, or one optimizer
-state under PyTorch's name. A *window* runs from one sync event to the next event of any
-stream; a federated round is one window.
+A *stream* is one family of tensors with its own sync period: ``params``, or one optimizer state
+under PyTorch's name. A *window* runs from one average to the next average of any stream; a
+federated round is one window.
 """
 
 import random
@@ -46,7 +46,7 @@ class SyncSchedule:
     with probability p = 1/K. The coin of one (seed, stream, step) always falls the same way, so
     all clients see the same windows and a resumed run continues them.
 
-    ``once_at`` names steps after which every stream is averaged once, besides its own clock (the
+    ``once_at`` are steps after which every stream is averaged in addition to its period (the
     paper's ad-hoc averaging, before workers join).
 
     >>> list(SyncSchedule({"params": 2, "exp_avg": 3}).windows(4))[1]
@@ -60,7 +60,7 @@ class SyncSchedule:
     once_at: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        # What was checked must not change afterwards.
+        # Copies: the caller must not change them after they are checked.
         object.__setattr__(self, "periods", dict(self.periods))
         object.__setattr__(self, "once_at", frozenset(self.once_at))
         if GRADIENTS in self.periods:
@@ -104,9 +104,9 @@ class SyncSchedule:
         return frozenset(stream for stream in self.periods if self._falls_due(stream, step))
 
     def windows(self, num_steps: int, start: int = 0) -> Iterator[Window]:
-        """Cut the steps from ``start`` to ``num_steps`` wherever a stream falls due.
+        """Yield the windows from ``start`` to ``num_steps``.
 
-        The end of training is an event for ``params``: what is left behind is their mean.
+        ``params`` are also averaged at the end of training.
         """
         for step in range(start + 1, num_steps + 1):
             due = self.due(step)
@@ -127,12 +127,11 @@ class SyncSchedule:
     def require(self, streams: Iterable[str], optimizer: str) -> None:
         """Raise ``ValueError`` unless exactly ``streams`` have a stated period.
 
-        A silent default is how a typing error comes to sync everything, so a missing name is as
-        wrong as an unknown one.
+        There is no default: with one, a misspelt name would go unnoticed.
         """
         known = list(streams)
         if GRADIENTS in self.periods:
-            return  # the states are the server's
+            return  # only the server has states
         for stream in self.periods:
             if stream not in known:
                 raise ValueError(
@@ -153,6 +152,6 @@ class SyncSchedule:
         assert isinstance(period, int)
         if self.coin_seed is None:
             return step % period == 0
-        # A generator per coin rather than one that is advanced: nothing to checkpoint.
+        # One generator per coin, so there is no generator state to checkpoint.
         coin = random.Random(f"{self.coin_seed}/{stream}/{step}")  # noqa: S311
         return coin.random() < 1 / period

@@ -1,7 +1,7 @@
-"""Taking streams out of a module and its optimizer, and putting them back in place.
+"""Read the streams of a module and its optimizer as views, and write them in place.
 
-Streams carry PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_head.weight": ...}}``.
-Tied weights go once. Parameters that the optimizer does not train belong to no stream.
+Streams have PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_head.weight": ...}}``.
+Tied weights appear once. Parameters that the optimizer does not train are in no stream.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ _TRIAL = 12  # steps; some optimizers do something else after ten
 def prime(optimizer: Optimizer) -> None:
     """Create every optimizer state as it is before the first step, with ``step`` at 0.
 
-    Optimizers create their states when first needed, but a worker that joins must have tensors
-    to put the federation's states into. A step on zero gradients creates them for any optimizer;
-    the parameters are zero meanwhile, or weight decay would put them into the moments.
+    Optimizers create their states in the first step, but a worker that joins needs tensors to
+    write the federation's states into. A step on zero gradients creates them in any optimizer.
+    The parameters are zero during that step, or weight decay would change the moments.
 
     Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam.
     """
@@ -54,14 +54,14 @@ def prime(optimizer: Optimizer) -> None:
 def check_optimizer(
     make: Callable[[list[nn.Parameter]], Optimizer], *shape: int
 ) -> tuple[str, ...]:
-    """Return the streams of the optimizer that ``make`` makes for one tensor of that shape.
+    """Return the streams of the optimizer that ``make`` builds for one tensor of that shape.
 
-    It is tried for some steps, once as it is, and once in windows of a single step, each taken by
-    a new optimizer that is given the streams and the step count of the one before, as by another
-    client. Both must end as the same, bit for bit.
+    Takes some steps twice: with one optimizer, and with a new one for each step that receives the
+    streams and the step count of the one before, as another client would. Both must end equal,
+    bit for bit.
 
-    Raises ``ValueError`` when they do not: it remembers something that would be lost, or mixed
-    up, between windows.
+    Raises ``ValueError`` when they do not: the optimizer has state that would be lost between
+    windows.
     """
     whole, expected = _steps(make, shape, range(_TRIAL))
     streams: dict[str, dict[str, Tensor]] = {}
@@ -82,10 +82,10 @@ def check_optimizer(
 def set_step(optimizer: Optimizer, step: int) -> None:
     """Set the number of completed steps of every parameter to the federation's ``step``.
 
-    Bias correction and ADOPT's clip follow it, so a worker that joined late or was away takes
+    Bias correction and ADOPT's clip depend on it, so a worker that joined late or was away uses
     the server's count, never its own.
     """
-    # PyTorch counts beside each parameter's states, other libraries once for a group.
+    # PyTorch counts per parameter, other libraries once per group.
     for memory in (*optimizer.state.values(), *optimizer.param_groups):
         if isinstance(memory.get(STEP), Tensor):
             memory[STEP].fill_(step)
@@ -96,8 +96,8 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     """Return the streams of a primed optimizer: ``params``, then its states as it names them.
 
-    A module with floating-point buffers that it saves (BatchNorm's statistics) has a last
-    stream, ``buffers``.
+    The last is ``buffers`` if the module has persistent floating-point buffers (BatchNorm's
+    statistics).
     """
     names = dict.fromkeys(
         name
@@ -116,7 +116,7 @@ def starts_at_zero(name: str) -> bool:
 def take(
     module: nn.Module, optimizer: Optimizer, names: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the named streams as views: the tensors themselves, detached and not copied.
+    """Return the named streams as detached views, not copies.
 
     Raises ``ValueError`` for a stream the optimizer does not have; prime the optimizer first.
     """
@@ -158,16 +158,15 @@ def digest(stream: Stream) -> str:
     for key in sorted(stream):
         tensor = stream[key].detach().cpu().contiguous()
         sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.numel() > 0:  # or it may have any stride, and no view as bytes
+        if tensor.numel() > 0:  # an empty tensor may have strides that no view as bytes has
             sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
 def frozen(module: nn.Module) -> str:
-    """Return the SHA-256 of the parameters that are not trained; empty where all are.
+    """Return the SHA-256 of the parameters that are not trained; empty if all are.
 
-    They do not travel. A federation whose sites have other ones averages what does not belong
-    together.
+    They are never sent, so the server uses it to check that all sites have the same ones.
     """
     stream = {key: p for key, p in module.named_parameters() if not p.requires_grad}
     return digest(stream) if stream else ""
@@ -193,10 +192,11 @@ def check_finite(name: str, stream: Stream) -> None:
 
 
 def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
-    """Return the least and the greatest value of every tensor that has any, in one pass.
+    """Return the smallest and the largest value of every non-empty tensor, in one pass.
 
-    Raises ``ValueError`` when one holds NaN or infinity. The ends of complex values are those of
-    their parts.
+    Complex values count by their real and imaginary parts.
+
+    Raises ``ValueError`` when a tensor holds NaN or infinity.
     """
     full = {key: _real(tensor) for key, tensor in stream.items() if tensor.numel() > 0}
     ends = {}
@@ -241,7 +241,7 @@ def _equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     try:
         return bool(a == b)
-    except Exception:  # an array, or whatever else an optimizer may keep: it is refused
+    except Exception:  # arrays, or anything else in an optimizer's state: refused
         return False
 
 
@@ -277,7 +277,7 @@ def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _given(optimizer: Optimizer) -> list[Tensor]:
-    # What it trains of what it was given: Adam(model.parameters()) hands over frozen ones too.
+    # Without frozen parameters, which Adam(model.parameters()) includes.
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
