@@ -56,7 +56,7 @@ def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
     title(
         panel,
         f"Time of the run on a {topology}",
-        f"in {unit}, by bandwidth; dot: half of it is waiting; cross: two methods are equal",
+        f"{unit}, by bandwidth; dot: half is waiting; cross: equal times",
     )
 
     def time(method: MethodRates, bandwidth: float) -> float:
@@ -96,7 +96,7 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
     title(
         panel,
         "Drift bound of a moment",
-        "as a share of its ceiling, by period; dot: stated period; bar: half-life",
+        "share of its ceiling, by period; dot: stated; bar: half-life",
     )
     stated = [
         (stream, stream.beta, stream.period if isinstance(stream.period, int) else run.steps)
