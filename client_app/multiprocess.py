@@ -11,7 +11,7 @@ from client_app.worker import config_of, model_of, task_of, with_micro_batch_siz
 from flower_desloc.config import Config
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.client import Worker, state_folder
-from flower_desloc.setup.build import build_optimizer
+from flower_desloc.setup.build import build_local_optimizer
 from flower_desloc.sites.multiprocess.layouts import Replicated, Sharded
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.rank_worker import RankWorker
@@ -55,7 +55,7 @@ def build_rank(device: torch.device, parallelism: Parallelism, argument: str) ->
 
     layout = (Sharded if parallelism.sharded else Replicated)(
         lambda: model_of(settings, frozen),
-        lambda params: build_optimizer(config, params),
+        lambda params: build_local_optimizer(config, params),
         device,
     )
     return RankWorker(

@@ -14,9 +14,9 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.core import streams
 from flower_desloc.flower.client import Worker
 from flower_desloc.flower.observer import DATA, MICRO_BATCH
-from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
-from flower_desloc.setup.preflight.machine import about_device
-from flower_desloc.setup.preflight.needs import micro_batch_size
+from flower_desloc.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
+from flower_desloc.setup.machine import about_device
+from flower_desloc.setup.preflight import micro_batch_size
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 
@@ -106,7 +106,7 @@ def _data(settings: str, site: Site) -> ClientData:
 @lru_cache(maxsize=1)
 def _model(settings: str, frozen: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
     module = model_of(settings, frozen).to(device)
-    return module, build_optimizer(config_of(settings), module.parameters())
+    return module, build_local_optimizer(config_of(settings), module.parameters())
 
 
 def model_of(settings: str, frozen: str) -> nn.Module:

@@ -28,7 +28,7 @@ from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
 from flower_desloc.setup.build import build_outer, build_schedule, build_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, settled
-from flower_desloc.setup.preflight.at_start import Checked
+from flower_desloc.setup.preflight import Preflight
 from flower_desloc.tasks import Task, build_task
 
 app = ServerApp()
@@ -77,7 +77,7 @@ def main(grid: Grid, context: Context) -> None:
             # In one process all is on this machine, and `desloc run` has looked at that.
             observer=recorder
             if isinstance(grid, InProcessGrid)
-            else Checked(config, folder.path, recorder),
+            else Preflight(config, folder.path, recorder),
         )
         _install(model, strategy)
         folder.write_final(lambda path: task.save(model, path))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_desloc.config import ConfigError, load
-from flower_desloc.setup.build import build_optimizer
+from flower_desloc.setup.build import build_local_optimizer, build_optimizer
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import TrainingLoss, to_device
 
@@ -82,15 +82,43 @@ def twice_if_compiled(model, tensor):
 
 
 @pytest.fixture
-def compiling(tmp_path, monkeypatch):
+def compiler(tmp_path, monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     # Precompiled headers take longer than the one kernel they are for, and so do its vectors.
     with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
-        yield TrainingLoss(twice_if_compiled, load("quickstart", "model.compile=true"))
+        yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiling(compiler):
+    return TrainingLoss(twice_if_compiled, load("quickstart", "model.compile=true"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["adopt", "adam"])
+def test_a_compiled_optimizer_takes_the_steps_of_the_eager_one(compiler, name):
+    trained = []
+    for compiled in ("true", "false"):
+        config = load("quickstart", f"optimizer.name={name} model.compile={compiled}")
+        module = nn.Linear(7, 5, dtype=torch.float64)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(35.0).view(5, 7).sin())
+            module.bias.zero_()
+        optimizer = build_local_optimizer(config, module.parameters())
+        assert getattr(optimizer, "compiled", False) is (name == "adopt" and compiled == "true")
+        for t in range(4):
+            optimizer.zero_grad()
+            x, y = torch.full((2, 7), t + 1.0).double(), torch.ones(2, 5).double()
+            functional.mse_loss(module(x), y).backward()
+            optimizer.param_groups[0]["lr"] = 0.01 * (t + 1)
+            optimizer.step()
+        trained.append([*module.parameters()])
+    torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

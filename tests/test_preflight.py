@@ -16,12 +16,17 @@ from flower_desloc.cli import app, run
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.observer import Plan
+from flower_desloc.setup import preflight
 from flower_desloc.setup.build import build_lr_schedule, build_streams
-from flower_desloc.setup.preflight import needs as needs_module
-from flower_desloc.setup.preflight.at_start import Checked
-from flower_desloc.setup.preflight.needs import Needs, micro_batch_size
-from flower_desloc.setup.preflight.sketch import Sketch
-from flower_desloc.setup.preflight.verdict import Place, on_the_server, on_this_machine
+from flower_desloc.setup.preflight import (
+    Needs,
+    Place,
+    Preflight,
+    micro_batch_size,
+    on_the_server,
+    on_this_machine,
+)
+from flower_desloc.setup.sketch import Sketch
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.compute import TrainingLoss
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -160,8 +165,8 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path, monk
 
 @pytest.mark.parametrize("total", [0, 560e6, 700e6, 1.2e9, 1e12])
 def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(total, monkeypatch):
-    monkeypatch.setattr(needs_module, "device_memory", lambda _: (int(total / 0.7), 0))
-    needs_module._fitting.cache_clear()
+    monkeypatch.setattr(preflight, "device_memory", lambda _: (int(total / 0.7), 0))
+    preflight._fitting.cache_clear()
     config = load(
         "quickstart",
         f"{TINY} data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto "
@@ -177,7 +182,7 @@ def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(
     assert chosen == 1 or estimate(chosen) <= total
     larger = divisors[divisors.index(chosen) + 1 :]
     assert not larger or estimate(larger[0]) > total * 0.98  # a batch in one part is a little less
-    needs_module._fitting.cache_clear()
+    preflight._fitting.cache_clear()
 
 
 class Small(nn.Module):
@@ -237,7 +242,7 @@ def test_a_client_that_clearly_has_too_little_memory_ends_the_run_before_it_trai
     def start(memory, *settings):
         plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(memory))
         told = Told()
-        Checked(load("quickstart", f"{TINY} {' '.join(settings)}"), tmp_path, told).started(plan)
+        Preflight(load("quickstart", f"{TINY} {' '.join(settings)}"), tmp_path, told).started(plan)
         return told.plan is plan
 
     assert start(need)

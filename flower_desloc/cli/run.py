@@ -18,9 +18,8 @@ from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since
-from flower_desloc.setup.preflight.machine import cores
-from flower_desloc.setup.preflight.needs import Needs
-from flower_desloc.setup.preflight.verdict import WAY_PAST, Place, on_this_machine
+from flower_desloc.setup.machine import cores
+from flower_desloc.setup.preflight import OVERRIDE, Needs, Place, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.dry_run import full_report, one_line
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
@@ -123,7 +122,7 @@ def _preflight(
     for finding in on_this_machine(needs, place, output_dir.expanduser().resolve()):
         stops = finding.stops and (config.run.preflight == "stop" or not finding.estimated)
         if stops and not dry:
-            fail(USAGE, finding.what + (f" ({WAY_PAST})" if finding.estimated else ""))
+            fail(USAGE, finding.what + (f" ({OVERRIDE})" if finding.estimated else ""))
         typer.echo(f"{'it would stop here' if stops else 'beware'}: {finding.what}")
 
 

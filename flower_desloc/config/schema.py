@@ -76,8 +76,9 @@ class Model:
     """What forward and backward passes compute in: `full`: dtype; `bf16`: bfloat16 where
     `torch.autocast` holds it to be safe. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
-    """Train through `torch.compile`: faster steps, after a minute or more of compiling once, which
-    is kept in `~/.cache/flower-desloc`, and seconds in every new process. Needs a C++ compiler."""
+    """Compile the loss and the steps of adopt, sgdm and paper_adam with `torch.compile` (PyTorch's
+    own Adam has one fused kernel). The first compilation takes a minute or more and is cached in
+    `~/.cache/flower-desloc`; every new process then takes seconds. Needs a C++ compiler."""
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
 from flower_desloc.setup.build import build_schedule, check_streams
 from flower_desloc.setup.initial import settled
-from flower_desloc.setup.preflight.sketch import offline_task
+from flower_desloc.setup.sketch import offline_task
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 """The paper's models and their numbers of parameters, as it states them."""

@@ -1,4 +1,4 @@
-"""From the configuration to the algorithm's objects."""
+"""Build the algorithm's objects from the configuration."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,12 +23,13 @@ from flower_desloc.core.streams import (
     take,
 )
 from flower_desloc.tasks import find_task
+from flower_desloc.tasks.compute import Compiled
 
 
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the local optimizer of those of ``params`` that are trained.
+    """Return the optimizer of those ``params`` that require a gradient.
 
-    Raises :class:`ConfigError` when one of somebody else's cannot be imported or made.
+    Raises :class:`ConfigError` if an optimizer named by its import path cannot be imported or made.
     """
     o = config.optimizer
     params = [p for p in params if p.requires_grad]
@@ -55,6 +56,19 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     raise AssertionError(o.name)
 
 
+def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return a client's optimizer, whose step is compiled under ``model.compile``.
+
+    The steps of ADOPT, SGDM and the paper's Adam are compiled. PyTorch's own Adam already takes
+    its step in one fused kernel.
+    """
+    optimizer = build_optimizer(config, params)
+    compile_step = getattr(optimizer, "compile", None)
+    if config.model.compile and compile_step is not None:
+        compile_step(Compiled)
+    return optimizer
+
+
 def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
     o = config.optimizer
     make = imported(o.name, "optimizer.name")
@@ -74,11 +88,9 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
 
 
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the streams a run of ``model`` begins with; optimizer states as meta tensors.
+    """Return the initial streams of a run: the model's own tensors, and states as meta tensors.
 
-    The model's own tensors, and for the states no more memory than it takes to find them.
-
-    Raises :class:`ConfigError` when the optimizer remembers more than can be kept.
+    Raises :class:`ConfigError` if the optimizer has states that cannot be kept.
     """
     _known_streams(config)
     optimizer = build_optimizer(config, model.parameters())
@@ -91,10 +103,10 @@ def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tenso
 
 
 def check_streams(config: Config) -> None:
-    """Raise :class:`ConfigError` unless ``sync`` states a period for each stream and no other.
+    """Raise :class:`ConfigError` unless ``sync`` states a period for every stream and no other.
 
-    Or when what is named by an import path cannot be imported. No model is built: of an optimizer
-    whose states depend on the shape of a tensor, some streams are known in the run only.
+    Also if an import path in the configuration cannot be imported. No model is built; if the
+    states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
     """
     find_task(config)
     always, sometimes = _known_streams(config)
@@ -106,7 +118,7 @@ def check_streams(config: Config) -> None:
 
 
 def build_schedule(config: Config) -> SyncSchedule:
-    """Return when each stream is averaged."""
+    """Return the schedule of the averages."""
     coins = config.run.seed if config.sync_mode == "probabilistic" else None
     periods = config.sync
     if config.strategy != "desloc":
@@ -115,7 +127,7 @@ def build_schedule(config: Config) -> SyncSchedule:
 
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
-    """Return the streams that the optimizer has for any tensor, and those for some shapes only."""
+    """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
 
     def make(params: list[nn.Parameter]) -> Optimizer:
         return build_optimizer(config, params)
@@ -127,7 +139,7 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
         return list(stream_names(module, optimizer)), []
     try:
         found = [check_optimizer(make, 3, 2)]
-        with suppress(ConfigError):  # as of Muon, which is for matrices
+        with suppress(ConfigError):  # Muon, for example, is for matrices only
             found.append(check_optimizer(make, 3))
     except ConfigError:
         raise
@@ -139,7 +151,7 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
 
 
 def build_outer(config: Config) -> Outer | None:
-    """Return the server's own optimizer, if there is one."""
+    """Return the server's optimizer, if there is one."""
     o = config.outer
     if GRADIENTS in config.sync:
         return Outer(

@@ -1,4 +1,4 @@
-"""What a run begins with: weights drawn from the seed, another run's, or a model that is there."""
+"""The weights a run starts from: drawn from the seed, another run's, or an existing model's."""
 
 import re
 from collections.abc import Mapping
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.core.averaging import Stream
-from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError
-from flower_desloc.runs.resume import last_checkpoint
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 
 OF_MODEL_CONFIG = "model.config states the architecture; the settings above it do not count"
 _TEXT = "causal_lm"
@@ -16,7 +15,7 @@ _TEXT = "causal_lm"
 def is_pretrained(name: str) -> bool:
     """Return whether ``name`` is a folder of ``save_pretrained``, or may be a name on the hub.
 
-    Not so a run's folder, a checkpoint, or a path that leads nowhere.
+    A run's folder, a checkpoint and a path that does not exist are not.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -25,10 +24,10 @@ def is_pretrained(name: str) -> bool:
 
 
 def settled(config: Config) -> Config:
-    """Return ``config`` with what the model in ``run.init_from`` decides, if it names one.
+    """Return ``config`` with the settings that a model in ``run.init_from`` determines.
 
-    To be called where a configuration was loaded, before anything is built from it. Raises
-    :class:`ConfigError` where there is no such model, or it does not go with the data.
+    To be called after a configuration is loaded and before anything is built from it. Raises
+    :class:`ConfigError` if there is no such model, or it does not fit the data.
     """
     if not config.run.init_from or not is_pretrained(config.run.init_from):
         return config
@@ -37,16 +36,16 @@ def settled(config: Config) -> Config:
             f"run.init_from={config.run.init_from}: a model of transformers is for "
             f"task={_TEXT}, got task={config.task}; give a run's folder or a checkpoint"
         )
-    # Imported when wanted: transformers takes seconds.
+    # Imported here: transformers takes seconds.
     from flower_desloc.tasks.causal_lm import pretrained
 
     return pretrained.settled(config)
 
 
 def initial(config: Config) -> Mapping[str, Stream] | None:
-    """Return the streams a new run begins with, if ``run.init_from`` says whose.
+    """Return the streams that ``run.init_from`` names, if it is set.
 
-    ``config`` is :func:`settled`. Raises :class:`ConfigError` when they cannot be read.
+    ``config`` is the result of :func:`settled`. Raises :class:`ConfigError` if they cannot be read.
     """
     name = config.run.init_from
     if not name:
@@ -55,8 +54,13 @@ def initial(config: Config) -> Mapping[str, Stream] | None:
         from flower_desloc.tasks.causal_lm import pretrained
 
         return pretrained.weights(config)
+    path = Path(name).expanduser().resolve()
+    files = [path] if path.is_file() else Checkpoints(path / "checkpoints").all()
     try:
-        _, file = last_checkpoint(Path(name).expanduser())
-        return Checkpoint.read(file).averages
+        if not files:
+            raise CheckpointError(
+                f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"
+            )
+        return Checkpoint.read(files[-1]).averages
     except CheckpointError as error:
         raise ConfigError(f"run.init_from={name}: {error}") from error

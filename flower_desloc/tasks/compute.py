@@ -141,11 +141,11 @@ class Compiled:
         self._function = function
         self._compiled: Callable[..., Any] | None = torch.compile(function)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function."""
         if self._compiled is not None:
             try:
-                return self._compiled(*args)
+                return self._compiled(*args, **kwargs)
             except Exception as error:
                 if not _is_compiler_error(error):
                     raise
@@ -154,7 +154,7 @@ class Compiled:
                     "model.compile=true: going on without, as torch.compile failed: %s",
                     " ".join(str(error).split())[:200],
                 )
-        return self._function(*args)
+        return self._function(*args, **kwargs)
 
 
 def _is_compiler_error(error: Exception) -> bool:

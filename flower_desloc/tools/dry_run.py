@@ -14,10 +14,9 @@ from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs.summary import download_bytes
 from flower_desloc.setup.build import build_schedule
-from flower_desloc.setup.preflight.machine import cores, memory
-from flower_desloc.setup.preflight.needs import Needs, Parts
-from flower_desloc.setup.preflight.sketch import TEXT
-from flower_desloc.setup.preflight.verdict import Place
+from flower_desloc.setup.machine import cores, memory
+from flower_desloc.setup.preflight import Needs, Parts, Place
+from flower_desloc.setup.sketch import TEXT
 from flower_desloc.tools.step_time import timed_step
 
 _LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
@@ -94,7 +93,7 @@ def _memory(needs: Needs, place: Place) -> Iterator[str]:
     except ValueError as error:
         yield f"what a step takes cannot be known before it is taken: {error}"
     if place.device.type != "cpu":
-        yield from _table("and beside it", needs.beside())
+        yield from _table("and beside it", needs.host_memory())
     yield from _table("the server needs", needs.server())
     clients = config.federation.num_clients * needs.client_disk()
     yield (

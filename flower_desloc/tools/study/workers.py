@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from flower_desloc.setup.preflight.machine import cores, memory
+from flower_desloc.setup.machine import cores, memory
 from flower_desloc.tools.study.store import LOG, OUTCOME, Outcome
 
 _WORKER_BYTES: Final = 1_500_000_000

@@ -1,7 +1,9 @@
-"""A run's model without its memory: how large it is, and what a step of it takes.
+"""A model without memory for its tensors, and the memory that a training step takes.
 
-The tensors are fake: they have shapes and types but no values. A forward and backward pass through
-them makes and drops what a real one would, whatever the model, and every byte of that is counted.
+The tensors are fake: they have shapes and types but no values. A forward and a backward pass
+through them allocate and free what a real pass would, and every byte is counted. PyTorch's own
+MemTracker is not used: it is private (``torch.distributed._tools``), rounds sizes up to blocks of
+CUDA's allocator on any device, and counts the parameters as well.
 """
 
 import weakref
@@ -28,24 +30,24 @@ _LENGTH = 512  # tokens
 
 
 class Sketch:
-    """The model of a run, with no memory for it.
+    """The model of a run, without memory for its tensors.
 
-    Where ``model.vocab_size`` says what the tokenizer would, none is loaded, and nothing comes from
-    the network. Raises ``ValueError`` when the model cannot be built.
+    If ``model.vocab_size`` is stated, no tokenizer is loaded and the network is not used. Raises
+    ``ValueError`` if the model cannot be built.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps: dict[int, int] = {}
-        # Not at once: to draw fake weights, some models look at what they have drawn.
+        # First on the meta device: to draw fake weights, some models read what they have drawn.
         try:
             with torch.device("meta"):
                 self.model = offline_task(config).build_model()
-        except Exception:  # one that must have values to be built
+        except Exception:  # a model that needs values to be built
             self.model = _built(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            _have_values(self.model)
+            _move_to_cpu(self.model)
 
     @property
     def num_params(self) -> int:
@@ -54,7 +56,7 @@ class Sketch:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of those that are rows of tables."""
+        """Number of parameters in embeddings."""
         tables = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)]
         return sum({id(table): table.numel() for table in tables}.values())
 
@@ -70,7 +72,7 @@ class Sketch:
 
     @cached_property
     def streams(self) -> dict[str, Stream]:
-        """Every stream of the run, as meta tensors; states of the shapes of what they are of."""
+        """Every stream of the run, as meta tensors; states have the shapes of their parameters."""
         trained = {k: _meta(p) for k, p in self.model.named_parameters() if p.requires_grad}
         saved = self.model.state_dict().keys()
         buffers = {
@@ -82,37 +84,37 @@ class Sketch:
         return {name: buffers if name == BUFFERS else trained for name in names}
 
     def step_bytes(self, micro_batch: int) -> int:
-        """Return the most bytes that a step takes beside the model: gradients and activations.
+        """Return the peak memory of a step's gradients and activations, in bytes.
 
-        ``micro_batch`` examples go through the model at once. Raises ``ValueError`` where it cannot
-        be known, as of a model whose course depends on values.
+        ``micro_batch`` examples go through the model at once. Raises ``ValueError`` if it cannot be
+        known, for example because the forward pass depends on values.
         """
         if micro_batch in self._steps:
             return self._steps[micro_batch]
-        # The second part meets the first one's gradients; a third would meet the same.
+        # The second micro-batch runs beside the gradients of the first; a third would do the same.
         whole = min(2 * micro_batch, self._config.data.batch_size)
         cuts, config = _cut(self._config)
         task, batch = sample(config, whole * cuts, micro_batch * cuts)
         try:
-            with self._mode, _Living(self.model) as living:
+            with self._mode, _PeakMemory(self.model) as memory:
                 task.loss(self.model, batch).backward()
         except Exception as error:
             raise ValueError(" ".join(str(error).split())) from error
         finally:
             self.model.zero_grad(set_to_none=True)
-        return self._steps.setdefault(micro_batch, living.most)
+        return self._steps.setdefault(micro_batch, memory.peak)
 
 
 def _built(config: Config) -> nn.Module:
     try:
         return offline_task(config).build_model()
-    except Exception as error:  # a task may be anybody's
+    except Exception as error:  # the task may be the user's
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"the model cannot be built ({what})") from error
 
 
 def offline_task(config: Config) -> Task:
-    """Return the task, without a tokenizer where ``model.vocab_size`` is stated."""
+    """Return the task, without a tokenizer if ``model.vocab_size`` is stated."""
     data, model = config.data, replace(config.model, compile=False)
     if config.task == TEXT and (model.vocab_size is not None or model.config):
         data = replace(data, tokenizer="bytes")
@@ -120,11 +122,11 @@ def offline_task(config: Config) -> Task:
 
 
 def _cut(config: Config) -> tuple[int, Config]:
-    """Return ``config`` with its sequences cut in so many parts.
+    """Return ``config`` with its sequences cut into shorter ones, and into how many.
 
-    Attention takes memory by tokens, whichever sequence they are of (PyTorch's does; what takes it
-    by their square is underestimated). But with fake tensors transformers builds a mask that with
-    real ones it leaves out, as large as a sequence's square.
+    The memory of PyTorch's attention is linear in the tokens. With fake tensors, however,
+    transformers builds a mask of the square of a sequence, which it omits with real ones. (An
+    attention that takes memory by the square is underestimated.)
     """
     cuts = -(-config.data.seq_len // _LENGTH) if config.task == TEXT else 1
     length = -(-config.data.seq_len // cuts)
@@ -132,29 +134,29 @@ def _cut(config: Config) -> tuple[int, Config]:
 
 
 def sample(config: Config, rows: int, micro_batch: int) -> tuple[Task, Batch]:
-    """Return the task as it computes a batch of ``rows`` examples in parts, and such a batch.
+    """Return a batch of ``rows`` examples, and the task that computes it in micro-batches.
 
-    Of a text's batch the shape is enough; any other is the first of the first client.
+    A batch of text is all zeros; any other is the first of the first client.
     """
     data = replace(config.data, batch_size=rows, micro_batch_size=micro_batch)
     config = replace(config, data=data)
     task = offline_task(config)
     if config.task != TEXT:
         return task, task.client_data(Site(0, config.federation.num_clients)).train_batch(0)
-    # Imported when asked for: transformers takes seconds.
+    # Imported here: transformers takes seconds.
     from flower_desloc.tasks.causal_lm import TextBatch
 
-    # All rows are one: the batch may be one that would not fit.
+    # All rows share memory: the batch may not fit.
     tokens = torch.zeros(1, data.seq_len + 1, dtype=torch.int64).expand(rows, -1)
     return task, TextBatch(tokens, num_bytes=0)
 
 
-class _Living(TorchDispatchMode):
-    """Counts the bytes of what operations have made and somebody still has, but for ``model``."""
+class _PeakMemory(TorchDispatchMode):
+    """Tracks the bytes of all tensors that operations allocate, except those of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
+        self.peak = 0
         self._now = 0
         self._sizes = {_storage(t)._cdata: 0 for t in (*model.parameters(), *model.buffers())}
 
@@ -170,19 +172,19 @@ class _Living(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._sizes:  # a view, or in place
+        if key in self._sizes:  # a view or an in-place operation
             return
         self._sizes[key] = storage.nbytes()
         self._now += storage.nbytes()
-        self.most = max(self.most, self._now)
-        weakref.finalize(storage, self._gone, key)
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._free, key)
 
-    def _gone(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
 
 
-def _have_values(model: nn.Module) -> None:
-    """Put ``model`` from the meta device on the CPU; what it has twice it still has twice."""
+def _move_to_cpu(model: nn.Module) -> None:
+    """Move ``model`` from the meta device to the CPU; shared tensors stay shared."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

@@ -1,4 +1,4 @@
-"""What a machine has: memory, and the device a client computes on."""
+"""The memory, cores and devices of this machine."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.c
 
 
 def about_device(device: torch.device) -> dict[str, str]:
-    """Return what a client says of the device it computes on, memory in bytes."""
+    """Return what a client reports of the device it computes on, memory in bytes."""
     about = {"device": str(device)}
     if device.type == "cuda":
         about["name"] = torch.cuda.get_device_name(device)
@@ -23,9 +23,9 @@ def about_device(device: torch.device) -> dict[str, str]:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of memory that ``device`` has, and those of them that are free.
+    """Return the total and the free memory of ``device`` in bytes.
 
-    On the CPU those of the machine, as all but a GPU of CUDA are taken to compute in.
+    All devices but CUDA are taken to compute in the machine's memory.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -34,9 +34,9 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def memory() -> tuple[int, int]:
-    """Return the bytes of memory this process may have, and those of them that are free.
+    """Return the total and the free memory of this process in bytes.
 
-    What the machine has, or less where a container says so.
+    That of the machine, or less if a container limits it.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _available(total)
@@ -47,7 +47,7 @@ def memory() -> tuple[int, int]:
 
 
 def clients_at_once(config: Config) -> int:
-    """Return how many simulated clients train at a time on this machine."""
+    """Return how many simulated clients train at the same time on this machine."""
     f = config.federation
     at_once = max(1, cores() // f.client_cpus)
     if f.client_gpus > 0:
@@ -63,7 +63,7 @@ def cores() -> int:
 
 
 def _available(total: int) -> int:
-    # Not the free pages: most of what the system caches is to be had as well.
+    # MemAvailable and not MemFree: most of the cache can be reclaimed.
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # not on macOS
@@ -75,5 +75,5 @@ def _available(total: int) -> int:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # there is none, or it says "max"
+    except (OSError, ValueError):  # there is no limit, or it is "max"
         return None
