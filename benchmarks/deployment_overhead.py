@@ -1,16 +1,16 @@
-"""What a window costs beyond the clients' own work in a deployment, beside stock FedAvg.
+"""Overhead of a window in a deployment, beyond the clients' own work, compared with FedAvg.
 
     python benchmarks/deployment_overhead.py [--windows 4] [--blocks 3] [--output FILE]
 
-A SuperLink and two SuperNodes on loopback. In one run over them three take turns, a block of
-windows each: DesLoc with warm trainers, DesLoc without, and Flower's ``FedAvg.start``. A window is
-one local step of the same small Llama on the same data, so that nearly nothing but the overhead is
-measured: a window's wall-clock less the slowest client's own time, from the built model to the
-reply. The first of every block is left out: it begins at another moment of the SuperNodes' polling
-than those that follow.
+A SuperLink and two SuperNodes run on loopback. Three variants take turns in one run, a block of
+windows each: DesLoc with warm clients, DesLoc without, and Flower's ``FedAvg.start``. A window is
+one local step of the same small Llama on the same data, so almost only the overhead is measured: a
+window's wall-clock time minus the slowest client's own time, from the built model to the reply. The
+first window of every block is left out, because it begins at another point of the SuperNodes'
+polling interval than the others.
 
-Where a window's time goes is told from the clients' own clocks, the SuperNodes' logs and the
-server's grid, as the median over clients and windows.
+The parts of a window are measured by the clients' clocks, the SuperNodes' logs and the server's
+grid, as the median over clients and windows.
 """
 
 import argparse
@@ -45,24 +45,24 @@ SMALL = (
     "model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=2 data.batch_size=1 "
     "evaluation.federated=false evaluation.central=false"
 )
-# From -> to: what it is called. In this order; a part that a process does not do takes no time.
+# (from, to, name), in order; a part that a process does not do takes no time.
 PARTS = [
-    ("sent", "received", "SuperNode's poll"),
-    ("received", "process", "SuperExec's poll and the message's objects"),
-    ("process", "began", "process start, imports of Flower, message and app fetched"),
-    ("began", "called", "import of the ClientApp"),
-    ("called", "asked", "imports of PyTorch, model's library, client; or the way to the trainer"),
-    ("asked", "built", "model and data built"),
+    ("sent", "received", "SuperNode polls the SuperLink"),
+    ("received", "process", "SuperExec polls, downloads the message's objects"),
+    ("process", "began", "process starts, imports Flower, downloads message and app"),
+    ("began", "called", "imports the ClientApp"),
+    ("called", "asked", "imports PyTorch, model's library, client; or forwards to the trainer"),
+    ("asked", "built", "builds model and data"),
     ("built", "done", "own work: state, training"),
-    ("done", "answered", "way back from the trainer"),
-    ("answered", "sending", "reply handed to the SuperNode, which polls for it"),
-    ("sending", "uploaded", "reply uploaded"),
-    ("uploaded", "had", "reply taken by the server, in its turn"),
+    ("done", "answered", "trainer returns the reply"),
+    ("answered", "sending", "SuperNode polls for the reply"),
+    ("sending", "uploaded", "uploads the reply"),
+    ("uploaded", "had", "server receives the reply, in its turn"),
 ]
 
 
 class Mark(NamedTuple):
-    """A SuperNode's log said Receiving, Sending or Sent of a message."""
+    """A line of a SuperNode's log that says Receiving, Sending or Sent of a message."""
 
     time: float
     node: str
@@ -71,7 +71,7 @@ class Mark(NamedTuple):
 
 
 class Federation:
-    """A SuperLink and SuperNodes on loopback, in a folder of their own."""
+    """A SuperLink and SuperNodes on loopback, with their own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ class Federation:
             )
 
     def run(self, run_config: str, output: Path, timeout: float) -> dict[str, Any]:
-        """Run the app; return what its ServerApp wrote to ``output``."""
+        """Run the app; return what its ServerApp writes to ``output``."""
         shutil.copytree(APP, self.folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
         home = self._home("cli")
         (home / "config.toml").write_text(
@@ -188,7 +188,7 @@ def breakdown(windows: list[dict[str, Any]], marks: list[Mark]) -> dict[str, flo
     for exchange in (e for window in windows for e in window["exchanges"]):
         received = next(m for m in marks if m[2:] == ("Receiving", exchange["id"]))
         at = {**exchange, "received": received.time}
-        # The log names a reply by an id of its own: it is the node's next.
+        # The log gives a reply another id: it is the next one of the node.
         for what, name in (("Sending", "sending"), ("Sent", "uploaded")):
             at[name] = next(
                 m.time
@@ -215,13 +215,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="of each")
     parser.add_argument("--output", type=Path, help="write the result here as well, as JSON")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so in good order
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # so that processes are ended
     with federation() as made:
         output = made.folder / "result.json"
         config = (
             f'blocks={args.blocks} windows={args.windows} overrides="{SMALL}" output="{output}"'
         )
-        limit = 300 + 300 * args.blocks * args.windows  # on a machine with other work, too
+        limit = 300 + 300 * args.blocks * args.windows  # also on a busy machine
         windows = made.run(config, output, limit)["windows"]
         marks = list(made.marks)
     result: dict[str, Any] = {
@@ -242,7 +244,7 @@ def main() -> None:
         ]
         result["overhead_seconds"][who] = spread(overheads)
         result["parts_seconds"][who] = breakdown(kept, marks)
-    # Of medians, and block beside block, as noise comes and goes.
+    # Ratios of medians, and block by block, because the noise varies over time.
     medians = {who: found["median"] for who, found in result["overhead_seconds"].items()}
     result["to_fedavg"] = {
         who: {

@@ -27,6 +27,7 @@ from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.records import WindowRequest
+from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.ranks import RankError, Ranks
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.compute import share_rows
@@ -248,6 +249,12 @@ def test_two_shards_equal_one_process_and_their_state_file_suits_both(tmp_path):
     assert_fails(two, (8, 9, {"params", "exp_avg"}), "fail", "failed: ValueError: no such row")
     two.context.node_config["processes"] = 1
     assert_same_client(one, two, [(8, 9, {"params", "exp_avg"})])
+
+
+def test_a_rank_that_fails_before_it_joins_is_reported():
+    parallelism, cpu = Parallelism(2, "ddp"), torch.device("cpu")
+    with pytest.raises(RankError, match=r"rank 1 .* failed: ModuleNotFoundError: .*no_such_module"):
+        Ranks("no_such_module:build", "", parallelism, cpu)
 
 
 ALONE = """

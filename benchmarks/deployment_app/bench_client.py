@@ -1,4 +1,4 @@
-"""The ClientApp of both: ours for DesLoc's messages, else one as in Flower's examples."""
+"""The ClientApp of all variants: ours for DesLoc, otherwise one as in Flower's examples."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from flower_desloc.sites.warm.app import load
 
 
 class Both(ClientApp):
-    """Says beside every reply when what happened in this process."""
+    """Adds to every reply the times of the events in this process."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         called = time.time()
@@ -31,7 +31,7 @@ class Both(ClientApp):
             reply.content["times"].update(
                 {"process": _started(), "began": BEGAN, "called": called, "answered": time.time()}
             )
-        if not ours:  # FedAvg takes one MetricRecord a reply
+        if not ours:  # FedAvg accepts one MetricRecord per reply
             times = reply.content.pop("times")
             assert isinstance(times, MetricRecord)
             reply.content["metrics"].update({f"times/{k}": v for k, v in times.items()})

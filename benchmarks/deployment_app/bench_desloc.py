@@ -1,4 +1,4 @@
-"""Our client, which also says when its parts were done."""
+"""Our client, which also reports when its parts were done."""
 
 import time
 
@@ -14,7 +14,7 @@ IMPORTED = time.time()
 
 
 class Timed(ClientApp):
-    """Answers as ours does, and adds the record ``times`` to a window's reply."""
+    """Our ClientApp, with the record ``times`` added to a window's reply."""
 
     def __init__(self) -> None:
         super().__init__()

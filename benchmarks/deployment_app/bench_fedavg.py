@@ -1,4 +1,4 @@
-"""The same model, data and steps, the way Flower's examples do it."""
+"""The same model, data and steps, written as in Flower's examples."""
 
 import time
 
@@ -17,13 +17,13 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Build all, take the parameters, train, send them back."""
+    """Build the worker, load the parameters, train, return them."""
     asked = time.time()
     config = message.content.config_records["config"]
     worker = build_worker({"settings": config["settings"]}, context)
     built = time.time()
     params = message.content.array_records["arrays"].to_torch_state_dict()
-    worker.module.load_state_dict(params, strict=False)  # tied weights are there once
+    worker.module.load_state_dict(params, strict=False)  # tied weights are sent once
     step = config["server-round"]
     local_steps(
         worker.module,

@@ -1,4 +1,4 @@
-"""The ServerApp: blocks of DesLoc's windows, warm and cold, and of FedAvg's rounds, all timed."""
+"""The ServerApp: timed blocks of DesLoc windows, warm and cold, and of FedAvg rounds."""
 
 import json
 import time
@@ -25,7 +25,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Write what was measured, or what went wrong, to the file ``output``."""
+    """Write the measurements, or the traceback, to the file ``output``."""
     config = context.run_config
     found: dict[str, Any]
     try:
@@ -53,7 +53,7 @@ def strategy(steps: int) -> DesLoc:
 
 
 class Turns:
-    """DesLoc's observer: lets the others have their blocks after every block of its windows."""
+    """DesLoc's observer: runs a block of the other variants after every block of windows."""
 
     def __init__(self, grid: "Watched", config: Config, windows: int) -> None:
         self.found: list[dict[str, Any]] = []
@@ -93,13 +93,13 @@ class Turns:
             self._note("fedavg", number, total, mine)
 
     def _note(self, who: str, number: int, total: float, exchanges: list[Any]) -> None:
-        # The first of a block begins at another moment of the SuperNodes' polling than the others.
+        # The first of a block begins at another point of the polling interval than the others.
         first = (number - 1) % self._windows == 0
         self.found.append({"who": who, "first": first, "seconds": total, "exchanges": exchanges})
 
 
 class Timed(FedAvg):
-    """FedAvg that notes how long its rounds are."""
+    """FedAvg that measures its rounds."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -121,7 +121,7 @@ class Timed(FedAvg):
 
 
 class Watched(Grid):
-    """Flower's grid, which also notes when a message went out and when its reply was had."""
+    """Flower's grid, which also records when messages were sent and replies received."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -129,7 +129,7 @@ class Watched(Grid):
         self._had: list[dict[str, float | str]] = []
 
     def take(self) -> list[dict[str, float | str]]:
-        """Return the exchanges since the last call, one a reply that has times."""
+        """Return the exchanges since the last call, one for each reply that has times."""
         had, self._had = self._had, []
         return had
 

@@ -1,8 +1,8 @@
 """Starts a client's other ranks, calls a method on all ranks at once, notices when one ends.
 
-A rank that dies leaves the others waiting in a collective. So rank 0 has a thread that waits for
-each rank's process. When one ends, the thread kills the others; then rank 0's own collective fails,
-and it reports why. The other ranks notice the end of rank 0 themselves.
+A rank that dies leaves the others waiting in a collective. So rank 0 watches each rank's process.
+When one ends, it kills the others; then its own collective fails, and it reports why. The other
+ranks notice the end of rank 0 themselves.
 
 Not torchrun's elastic agent (``torch.distributed.launcher``): it runs every rank as a child of its
 own, but rank 0 must be the process that has the message. Its ``start_processes`` alone would watch
@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.rank import LOOPBACK, join, load, open_store
 from flower_desloc.sites.multiprocess.rank_worker import RankWorker
-from flower_desloc.sites.supervisor import describe_exit
+from flower_desloc.sites.supervisor import describe_exit, on_exit
 
 _EXIT_TIMEOUT = 5.0  # seconds between a failed collective and the end of the process that caused it
 
@@ -59,11 +60,11 @@ class Ranks:
         self._calls = 0
         self._lock = threading.Lock()
         self._alive = True
-        self._dead: dict[int, int] = {}  # rank -> exit code of those that ended by themselves
+        self._dead: tuple[int, int] | None = None  # rank and exit code of the first that died
         self._death = threading.Event()
         listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._store = open_store(parallelism.processes, port, listener)
+        self._port = listener.getsockname()[1]
+        self._store = open_store(parallelism.processes, self._port, listener)
         settings = {
             "reference": reference,
             "argument": argument,
@@ -73,13 +74,9 @@ class Ranks:
         }
         others = range(1, parallelism.processes)
         self._store.set("settings", json.dumps(settings))
-        self.processes = {r: _start(r, parallelism.processes, port) for r in others}
-        self._watchers = [
-            threading.Thread(target=self._watch, args=item, daemon=True)
-            for item in self.processes.items()
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+        self.processes = {r: _start(r, parallelism.processes, self._port) for r in others}
+        for rank, process in self.processes.items():
+            on_exit(process.pid, partial(self._on_death, rank))
         with self._all_or_none():
             self._store.wait([f"ready/{rank}" for rank in others])
             self._require_alive()
@@ -118,8 +115,7 @@ class Ranks:
             self._alive = False
         for process in self.processes.values():
             process.kill()
-        for watcher in self._watchers:
-            watcher.join()
+            process.wait()
         if Ranks.current is self:
             Ranks.current = None
             if dist.is_initialized():
@@ -142,35 +138,35 @@ class Ranks:
             raise
 
     def _require_alive(self) -> None:
-        if self._dead:
-            raise RuntimeError("a rank has ended")
+        if self._dead is not None:
+            raise RuntimeError("a rank has died")
 
     def _cause_of_death(self) -> str | None:
-        with self._lock:
-            for rank, code in self._dead.items():
-                known = self._store.check([f"error/{rank}"])
-                cause = f"failed: {self._store.get(f'error/{rank}').decode()}" if known else None
-                return (
-                    f"rank {rank} of this client's {self.parallelism.processes} processes "
-                    f"{cause or describe_exit(code)}"
-                )
-        return None
+        if self._dead is None:
+            return None
+        rank, code = self._dead
+        cause = describe_exit(code)
+        if self._store.check([f"error/{rank}"]):
+            cause = f"failed: {self._store.get(f'error/{rank}').decode()}"
+        return f"rank {rank} of this client's {self.parallelism.processes} processes {cause}"
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
+    def _on_death(self, rank: int) -> None:
+        code = self.processes[rank].wait()
         with self._lock:
             if not self._alive:
                 return
             self._alive = False
-            self._dead[rank] = code
+            self._dead = (rank, code)
         for other in self.processes.values():
             other.kill()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             # Unlike a socket, a GPU keeps waiting for a process that has ended.
             dist.distributed_c10d._abort_process_group()
-        for other_rank in self.processes:  # rank 0 may be waiting for them to be ready
-            self._store.set(f"ready/{other_rank}", "")
         self._death.set()
+        # Rank 0 may be waiting for all to be ready, which blocks its own connection to the store.
+        store = open_store(self.parallelism.processes, self._port)
+        for other_rank in self.processes:
+            store.set(f"ready/{other_rank}", "")
 
 
 def _start(rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
