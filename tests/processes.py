@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -36,3 +37,10 @@ def processes_with(name: str, value: str) -> list[str]:
         except psutil.Error:
             continue
     return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended, even if nobody has asked for its status yet."""
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True

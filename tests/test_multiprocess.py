@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flwr.app import Context, RecordDict
+from processes import has_ended, wait_until
 from torch import nn
 
 from client_app.client import build_worker
@@ -282,23 +283,10 @@ def test_no_rank_outlives_rank_0(tmp_path):
         assert pid, (tmp_path / "log").read_text()
         rank_1 = psutil.Process(int(pid))
         # One rank sleeps, the other waits for it in a collective.
-        wait_until((tmp_path / "obeyed").exists, tmp_path / "log")
+        wait_until((tmp_path / "obeyed").exists, (tmp_path / "log").read_text)
         assert not has_ended(rank_1)
         rank_0.kill()
-    wait_until(lambda: has_ended(rank_1), tmp_path / "log")
-
-
-def wait_until(condition: Callable[[], bool], log: Path) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.02)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    return True
+    wait_until(lambda: has_ended(rank_1), (tmp_path / "log").read_text)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -8,8 +8,7 @@ import os
 import stat
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from processes import has_ended, wait_until
 
 from flower_desloc.flower.records import WindowRequest, from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
@@ -164,7 +164,7 @@ class Node:
         path = self.folder / "asleep"
         where = RecordDict({"where": ConfigRecord({"path": str(path)})})
         waiting = self.begin("train.sleep", where)
-        wait_until(lambda: path.exists() and path.read_text(), self.log)
+        wait_until(lambda: path.exists() and path.read_text(), self.log.read_text)
         pid = int(path.read_text())
         path.unlink()
         return psutil.Process(pid), waiting
@@ -218,21 +218,8 @@ def context(config, run=1):
     return Context(run, 5, config, RecordDict(), {})
 
 
-def wait_until(condition, log):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-
-
 def wait_until_ended(process, log):
-    wait_until(lambda: has_ended(process), log)
-
-
-def has_ended(process):
-    with suppress(psutil.NoSuchProcess):
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    return True
+    wait_until(lambda: has_ended(process), log.read_text)
 
 
 # --- Framing -------------------------------------------------------------------------------------
