@@ -6,7 +6,7 @@ Tied weights appear once. Parameters that the optimizer does not train are in no
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -128,16 +128,8 @@ def take(
 
 
 @torch.no_grad()
-def put(
-    module: nn.Module,
-    optimizer: Optimizer,
-    streams: Mapping[str, Stream],
-    before: Callable[[str, Collection[Tensor]], None] = lambda *_: None,
-) -> None:
+def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) -> None:
     """Write ``streams`` into the module and the primed optimizer, in place.
-
-    ``before`` is given a stream's name and its tensors, whose values are about to be written, and
-    may give them other memory.
 
     Raises ``ValueError``, with nothing written, when a stream is unknown or its tensors are not
     those of the module by name and shape.
@@ -147,7 +139,6 @@ def put(
     for name, stream in streams.items():
         check_like(name, stream, targets[name])
     for name, stream in streams.items():
-        before(name, targets[name].values())
         for key, tensor in stream.items():
             targets[name][key].copy_(tensor)
 
