@@ -1,11 +1,12 @@
-"""What a step of ADOPT and SGDM takes beside PyTorch's Adam in its fastest form.
+"""Time of a step of ADOPT and SGDM, relative to PyTorch's Adam in the same form.
 
-    python benchmarks/optimizer_step.py [--device cuda] [--threads 1] [--rounds 60] [--json FILE]
+    python benchmarks/optimizer_step.py [--device cuda] [--threads 2] [--rounds 60] [--compile]
 
-Two models: the tensors of a Llama, and 300 small ones, where overhead is all. The optimizers take
-turns in one process, each right after the fastest of Adam's three forms (fused, foreach, single);
-a ratio is the median of those of the turns. `loop` is ADOPT written one tensor at a time;
-`torch-adopt` is the package of ADOPT's authors, where it is installed.
+Eager optimizers are compared with Adam's foreach form; with --compile, compiled ones with Adam's
+compiled. Two models: the tensors of a Llama, and 300 small ones, where overhead dominates. The
+optimizers alternate in one process, each right after the Adam it is compared with; a ratio is the
+median over rounds. `one list` is ADOPT's step called once for all tensors; `loop` is ADOPT written
+one tensor at a time; `torch-adopt` is the package of ADOPT's authors, if it is installed.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -61,27 +63,56 @@ class Loop(Optimizer):
         self._steps += 1
 
 
-def contenders() -> dict[str, Callable[[list[Tensor]], Optimizer]]:
+Make = Callable[[list[Tensor]], Optimizer]
+FOREACH, COMPILED = "Adam, foreach", "Adam, compiled"
+
+
+def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
+    """Return what makes each optimizer, and the Adam it is compared with."""
     betas = (BETA1, BETA2)
-    found: dict[str, Callable[[list[Tensor]], Optimizer]] = {
-        "Adam, fused": lambda p: Adam(p, LR, betas, fused=True),
-        "Adam, foreach": lambda p: Adam(p, LR, betas, foreach=True),
-        "Adam, single": lambda p: Adam(p, LR, betas, foreach=False, fused=False),
-        "ADOPT": lambda p: ADOPT(p, LR, betas, EPS),
-        "SGDM": lambda p: SGDM(p, LR, BETA1),
-        "ADOPT, loop": Loop,
+    found: dict[str, tuple[Make, str]] = {
+        FOREACH: (lambda p: Adam(p, LR, betas, foreach=True), FOREACH),
+        "Adam, single": (lambda p: Adam(p, LR, betas, foreach=False, fused=False), FOREACH),
+        "Adam, fused": (lambda p: Adam(p, LR, betas, fused=True), FOREACH),
+        "ADOPT": (lambda p: ADOPT(p, LR, betas, EPS), FOREACH),
+        "ADOPT, one list": (lambda p: OneList(p, LR, betas, EPS), FOREACH),
+        "ADOPT, loop": (Loop, FOREACH),
+        "SGDM": (lambda p: SGDM(p, LR, BETA1), FOREACH),
     }
-    try:
+    if compiled:
+        found[COMPILED] = (compiled_adam, COMPILED)
+        found["ADOPT, compiled"] = (lambda p: compiled_step(ADOPT(p, LR, betas, EPS)), COMPILED)
+        found["SGDM, compiled"] = (lambda p: compiled_step(SGDM(p, LR, BETA1)), COMPILED)
+    with suppress(ImportError):
         import adopt
-    except ImportError:
-        return found
-    return found | {"torch-adopt": lambda p: adopt.ADOPT(p, LR, betas, EPS)}
+
+        found["torch-adopt"] = (lambda p: adopt.ADOPT(p, LR, betas, EPS), FOREACH)
+    return found
 
 
-def measure(shapes: Shapes, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Return what a step of each optimizer took, and its ratios to the fastest Adam's."""
+class OneList(ADOPT):
+    """ADOPT's step in one call for all tensors, on every device."""
+
+    def _parts(self, _params: list[Tensor]) -> Iterator[slice]:
+        yield slice(None)
+
+
+def compiled_adam(params: list[Tensor]) -> Optimizer:
+    adam = Adam(params, LR, (BETA1, BETA2), foreach=True)
+    adam.step = torch.compile(adam.step)  # type: ignore[method-assign]
+    return adam
+
+
+def compiled_step(optimizer: ADOPT | SGDM) -> Optimizer:
+    optimizer.compile()
+    return optimizer
+
+
+def measure(shapes: Shapes, device: torch.device, rounds: int, *, compiled: bool) -> dict[str, Any]:
+    """Return the time of a step of each optimizer, and its ratio to Adam's in the same form."""
+    found = contenders(compiled=compiled)
     steps = {}
-    for name, make in contenders().items():
+    for name, (make, _) in found.items():
         generator = torch.Generator(device).manual_seed(0)
         draw = [torch.randn(s, generator=generator, device=device) for s in shapes + shapes]
         params = [x.requires_grad_() for x in draw[: len(shapes)]]
@@ -90,28 +121,25 @@ def measure(shapes: Shapes, device: torch.device, rounds: int) -> dict[str, Any]
         steps[name] = make(params).step
         for _ in range(3):
             steps[name]()
-    adams = [name for name in steps if name.startswith("Adam")]
-    fastest = min(adams, key=lambda name: min(seconds(steps[name], device) for _ in range(9)))
     times: dict[str, list[float]] = {name: [] for name in steps}
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            # Right after one another, as a shared machine is not as fast from moment to moment.
-            reference, taken = seconds(steps[fastest], device), seconds(step, device)
+            # One right after the other: a shared machine changes its speed from moment to moment.
+            reference, taken = seconds(steps[found[name][1]], device), seconds(step, device)
             times[name].append(taken)
             ratios[name].append(taken / reference)
-    return {"fastest_adam": fastest} | {
-        "steps": {
-            name: {
-                "milliseconds": 1e3 * statistics.median(times[name]),
-                "ratio": {
-                    "median": statistics.median(ratios[name]),
-                    "p10": statistics.quantiles(ratios[name], n=10)[0],
-                    "p90": statistics.quantiles(ratios[name], n=10)[-1],
-                },
-            }
-            for name in steps
+    return {
+        name: {
+            "compared_with": found[name][1],
+            "milliseconds": 1e3 * statistics.median(times[name]),
+            "ratio": {
+                "median": statistics.median(ratios[name]),
+                "p10": statistics.quantiles(ratios[name], n=10)[0],
+                "p90": statistics.quantiles(ratios[name], n=10)[-1],
+            },
         }
+        for name in steps
     }
 
 
@@ -131,8 +159,9 @@ def synchronize(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--compile", action="store_true", help="compiled optimizers as well")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -154,14 +183,14 @@ def main() -> None:
     }
     for model, shapes in models.items():
         numbers = sum(torch.Size(s).numel() for s in shapes)
-        found = measure(shapes, device, args.rounds)
-        result["models"][model] = {"tensors": len(shapes), "parameters": numbers, **found}
-        print(f"{model}: {numbers:,} parameters, ratios to {found['fastest_adam']}")
-        for name, row in found["steps"].items():
+        found = measure(shapes, device, args.rounds, compiled=args.compile)
+        result["models"][model] = {"tensors": len(shapes), "parameters": numbers, "steps": found}
+        print(f"{model}: {numbers:,} parameters")
+        for name, row in found.items():
             ratio = row["ratio"]
             print(
-                f"  {name:15}{row['milliseconds']:9.3f} ms   {ratio['median']:.2f} "
-                f"({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+                f"  {name:16}{row['milliseconds']:9.3f} ms   {ratio['median']:.2f} "
+                f"({ratio['p10']:.2f} to {ratio['p90']:.2f}) of {row['compared_with']}"
             )
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
