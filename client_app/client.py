@@ -1,4 +1,4 @@
-"""The client: the task's model and data, trained by DES-LOC or by a strategy of Flower's."""
+"""The client: the task's model and data, trained by DES-LOC."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,6 @@ from flwr.app import Context
 
 from client_app.worker import build_single_worker, device_of
 from flower_desloc.flower.client import Worker, client_app
-from flower_desloc.flower.stock_client import answer_stock
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 
 
@@ -26,4 +25,3 @@ def build_worker(config: Mapping[str, str | int | float | bool], context: Contex
 
 
 app = client_app(build_worker)
-answer_stock(app, build_worker)

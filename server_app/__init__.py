@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from flower_desloc.config import Config, ConfigError, dump, load
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
+from flower_desloc.flower.baselines.data_parallel import DataParallel
+from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.flower.stock import Stock
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
@@ -57,14 +58,9 @@ def main(grid: Grid, context: Context) -> None:
         strategy = _strategy(
             config,
             schedule,
-            config.run.steps,
-            policy=config.federation,
-            seed=config.run.seed,
-            eval_every=config.run.eval_every,
             states=streams,
             metrics=task.metrics,
-            evaluate_clients=config.evaluation.federated,
-            # The folder's name is this run's alone here, the rest makes it so elsewhere.
+            # The folder's name is unique here, the suffix makes it unique elsewhere.
             run_key=f"{folder.path.name}-{secrets.token_hex(4)}",
             checkpoints=Checkpoints(folder.checkpoints, config.run.checkpoint_every, dump(config)),
             resume=checkpoint,
@@ -74,7 +70,7 @@ def main(grid: Grid, context: Context) -> None:
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
             evaluate_fn=_evaluate_fn(task, model, strategy) if config.evaluation.central else None,
-            # In one process all is on this machine, and `desloc run` has looked at that.
+            # In one process everything is on this machine, which `desloc run` has checked.
             observer=recorder
             if isinstance(grid, InProcessGrid)
             else Preflight(config, folder.path, recorder),
@@ -86,7 +82,7 @@ def main(grid: Grid, context: Context) -> None:
 
 @contextmanager
 def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
-    """Yield the run's folder, and the checkpoint to go on from if it is gone on with."""
+    """Yield the run's folder, and the checkpoint to resume from if there is one."""
     folder, checkpoint = to_resume(config, output_dir) or (
         RunFolder.create(output_dir, config.run.name),
         None,
@@ -102,7 +98,7 @@ def _begin_with(
     params: dict[str, Tensor],
     streams: Mapping[str, dict[str, Tensor]],
 ) -> None:
-    """Replace the model a run begins with by another."""
+    """Copy another model's parameters and buffers over the initial ones."""
     if other is None:
         return
     for name, ours in {PARAMS: params, **streams}.items():
@@ -111,34 +107,42 @@ def _begin_with(
             try:
                 check_like(name, theirs, ours)
             except ValueError as error:
-                raise ConfigError(f"run.init_from: it is of another model: {error}") from error
+                raise ConfigError(
+                    f"run.init_from: its model differs from this one: {error}"
+                ) from error
             ours.update({key: tensor.to(ours[key].dtype) for key, tensor in theirs.items()})
 
 
 def _strategy(
     config: Config,
-    *args: Any,
+    schedule: SyncSchedule,
+    *,
     checkpoints: Checkpoints,
     resume: Checkpoint | None,
-    **kwargs: Any,
-) -> DesLoc | Stock:
+    **options: Any,
+) -> DesLoc:
+    """Return the strategy that the configuration names."""
+    steps = config.run.steps
+    options |= {
+        "policy": config.federation,
+        "seed": config.run.seed,
+        "eval_every": config.run.eval_every,
+        "evaluate_clients": config.evaluation.federated,
+    }
+    saved: dict[str, Any] = {"checkpoints": checkpoints, "resume": resume}
+    outer = build_outer(config)
     match config.strategy:
+        case "desloc" if GRADIENTS in config.sync:
+            assert outer is not None
+            return DataParallel(steps, outer, **options, **saved)
         case "desloc":
-            outer = build_outer(config)
-            return DesLoc(
-                *args,
-                outer=outer,
-                formats=config.wire,
-                checkpoints=checkpoints,
-                resume=resume,
-                **kwargs,
-            )
-        case "fedavg":  # Flower's own cannot go on in the middle
-            return Stock(FedAvg, *args, **kwargs)
+            return DesLoc(schedule, steps, outer=outer, formats=config.wire, **options, **saved)
+        case "fedavg":  # Flower's own strategies cannot resume
+            return FlowerStrategy(FedAvg, schedule, steps, **options)
         case "fedadam":
             f = config.fedadam
             make = partial(FedAdam, eta=f.lr, beta_1=f.betas[0], beta_2=f.betas[1], tau=f.tau)
-            return Stock(make, *args, **kwargs)
+            return FlowerStrategy(make, schedule, steps, **options)
     raise AssertionError(config.strategy)
 
 
@@ -152,14 +156,14 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         config.sync[BUFFERS] = NEVER
         log(
             WARNING,
-            "the model has buffers (such as BatchNorm's statistics), which stay local and as they "
-            "began in the averaged model; set sync.buffers to average them",
+            "the model has buffers (such as BatchNorm's statistics), which stay local; the "
+            "averaged model keeps their initial values; set sync.buffers to average them",
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc | Stock) -> EvaluateFn:
+def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        del server_round, arrays  # buffers belong to a model as well
+        del server_round, arrays  # a model also has buffers
         _install(model, strategy)
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
@@ -173,8 +177,8 @@ def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc | Stock) -> Eval
 
 
 @torch.no_grad()
-def _install(model: nn.Module, strategy: DesLoc | Stock) -> None:
+def _install(model: nn.Module, strategy: DesLoc) -> None:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name in {PARAMS, BUFFERS} & strategy.globals.averages.keys():
-        for key, tensor in from_record(strategy.globals.averages[name]).items():
+    for name in {PARAMS, BUFFERS} & strategy.state.averages.keys():
+        for key, tensor in from_record(strategy.state.averages[name]).items():
             own[key].copy_(tensor)

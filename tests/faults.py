@@ -1,16 +1,16 @@
-"""Faults that read as sentences, and what must come of them.
+"""Injected faults, and the outcome that the algorithm prescribes.
 
     faults = Faults(run)
     faults.fail_at(node=2, window=3, phase="uploading")
     states = run.start()
     assert_close(states, faults.expected())
 
-Client 2 of a :class:`flower_path.Run` is killed in the third window, when it has trained and saved
-and its reply is not yet sent. Killed means killed: that window of that client runs in a process of
-its own, which ends by SIGKILL.
+Client 2 of a :class:`flower_path.Run` is killed in the third window, after it has trained and saved
+and before its reply is sent: that window of that client runs in a process of its own, which ends by
+SIGKILL.
 
-:meth:`Faults.expected` is Algorithm 1 transcribed once more, with clients that fail; like
-reference.py, whose updates it uses, it knows nothing of how the project does it.
+:meth:`Faults.expected` transcribes Algorithm 1 once more, with clients that fail. It uses the
+updates of reference.py and nothing of the project.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from flower_desloc.flower import tensor_file
 from flower_desloc.flower.observer import EventKind
 
 Phase = Literal["starting", "training", "saving", "uploading"]
-"""Where a client may be when it dies: before its first step, in the last of them, half through its
-state file, or with everything done but the reply."""
+"""Where a client is killed: before its first step, in its last step, half through its state file,
+or when only the reply is missing."""
 
 Outcome = Literal["undone", "unheard", "new", "unharmed"]
-"""What becomes of a client in a window with a fault.
+"""The outcome of a fault for the client.
 
-undone    as if it had been away: it is what it was before the window
-unheard   it has taken its steps and kept them, and is not in the averages
-new       it begins the window with the last averages, and zeros where there is none
+undone    as if it had been away: its state is that of before the window
+unheard   it has taken its steps and kept them, but is not in the averages
+new       it starts the window from the last averages, or from zeros where there is none
 unharmed  nothing happens
 """
 
@@ -53,22 +53,22 @@ Spoil = Callable[[RecordDict], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to client ``node`` in window ``window`` (1 is the first)."""
+    """A fault of client ``node`` in window ``window`` (1 is the first)."""
 
     node: int
     window: int
     outcome: Outcome
     kind: EventKind | None
-    """As which the federation must tell of it, and with which words; None: of nothing."""
+    """Kind of the event that must be recorded, and a pattern of its text; None: no event."""
     words: str = ""
     around: Callable[[Answer, Message, Context], Message] | None = None
-    """Stands between the request and the client's app."""
+    """Replaces the call of the client's app."""
     reply: Callable[[Message], list[Message]] | None = None
-    """Stands between the client's reply and the server."""
+    """Replaces the reply on its way to the server."""
 
 
 class Faults:
-    """The faults of one run, each to happen once."""
+    """The faults of one run; each happens once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -80,7 +80,7 @@ class Faults:
         run.grid.pull_messages = self._pulled
         self._asked: dict[str, tuple[int, int]] = {}
 
-    # What can happen
+    # Faults
 
     def fail_at(self, *, node: int, window: int, phase: Phase) -> None:
         """The client's process is killed in this phase of the window."""
@@ -130,9 +130,9 @@ class Faults:
         self._plan(Fault(node, window, "new", "state lost", "", around))
 
     def fill_disk_at(self, *, node: int, window: int, how: Literal["disk", "limit"]) -> None:
-        """The client's state cannot be written: its disk is full, or its files may not be so long.
+        """The client's state cannot be written: its disk is full, or exceeds a limit on file sizes.
 
-        A full ``disk`` is one of its own, mounted at the run's folder by the caller.
+        For ``disk`` the caller has mounted a small one at the run's folder.
         """
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
@@ -143,13 +143,13 @@ class Faults:
         self._plan(Fault(node, window, "undone", "failed", words, around))
 
     def be_late_at(self, *, node: int, window: int) -> None:
-        """The reply does not come within the policy's timeout."""
+        """The reply does not arrive within the policy's timeout."""
         self._plan(
             Fault(node, window, "unheard", "late", "was not answered", reply=lambda reply: [])
         )
 
     def spoil_at(self, *, node: int, window: int, spoil: Spoil, words: str) -> None:
-        """The reply is not what it should be."""
+        """The reply is malformed."""
 
         def changed(reply: Message) -> list[Message]:
             spoil(reply.content)
@@ -158,11 +158,11 @@ class Faults:
         self._plan(Fault(node, window, "unheard", "refused", words, reply=changed))
 
     def answer_twice_at(self, *, node: int, window: int) -> None:
-        """The reply comes two times."""
+        """The reply arrives twice."""
         self._plan(Fault(node, window, "unharmed", None, reply=lambda reply: [reply, copy(reply)]))
 
     def answer_the_last_at(self, *, node: int, window: int) -> None:
-        """What comes is the reply to the window before."""
+        """The client sends its reply to the window before."""
 
         def stale(reply: Message) -> list[Message]:
             reply.content = self._before[node].content
@@ -171,7 +171,7 @@ class Faults:
         words = "answers for the steps"
         self._plan(Fault(node, window, "unheard", "refused", words, reply=stale))
 
-    # How it happens
+    # Injection
 
     def _plan(self, fault: Fault) -> None:
         at = (fault.node, fault.window)
@@ -205,7 +205,7 @@ class Faults:
         return replies
 
     def _arm(self, phase: Phase, message: Message) -> None:
-        """See to it that this process dies in its phase; it is the client's own."""
+        """Let this process, which is the client's own, die in the phase."""
         if phase == "starting":
             _die()
         if phase == "training":
@@ -235,14 +235,14 @@ class Faults:
             self.run.problem, "loss", lambda module, m, t: change(loss(module, m, t), m, t)
         )
 
-    # What must come of it
+    # Expected outcome
 
     def expected(self) -> list[State]:
-        """Return what every client holds in the end, the averages included."""
+        """Return what every client holds in the end, including the averages."""
         return self.course()[-1]
 
     def course(self) -> list[list[State]]:
-        """Return what every client holds after each window, were all sent the averages at once."""
+        """Return what every client holds after each window, with the averages applied at once."""
         run, optimizer = self.run, self.run.case.oracle
         faults = {(fault.node, fault.window): fault.outcome for fault in self.planned}
         due = due_table(run.schedule, run.num_steps)
@@ -276,7 +276,7 @@ class Faults:
         streams = ("params", *optimizer.states)
         seeds = run.case.make([torch.zeros(1)]).__class__.__name__ == "ADOPT"
         if seeds and start > 0 and not any(v.any() for v in s["exp_avg_sq"].values()):
-            # ADOPT divides by the root of v before it has one: a joiner's v is its first batch's.
+            # ADOPT divides by the root of v: a joiner's v is seeded from its first batch.
             s["exp_avg_sq"] = reference.each(torch.square, run.problem.grad(m, start, s["params"]))
         for t in range(start, stop):
             g = run.problem.grad(m, t, s["params"])
@@ -287,7 +287,7 @@ class Faults:
 
 
 def place(message: Message) -> tuple[int, int]:
-    """Return whose message it is and of which window; 0 where it is not one of training."""
+    """Return client and window of a message; window 0 for anything but training."""
     if message.metadata.message_type != "train":
         return message.metadata.dst_node_id - 1, 0
     return message.metadata.dst_node_id - 1, int(message.content["config"]["server-round"])
@@ -295,7 +295,7 @@ def place(message: Message) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _forked() -> Iterator[bool]:
-    """Run the block in a child too, where it yields True; the child must end by SIGKILL."""
+    """Also run the block in a child, where it yields True; the child must end by SIGKILL."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; there is one
         child = os.fork()
@@ -303,7 +303,7 @@ def _forked() -> Iterator[bool]:
         try:
             yield True
         finally:
-            os._exit(1)  # it did not die as it should
+            os._exit(1)  # it was not killed
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -316,7 +316,7 @@ def _die() -> None:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """No file of this process may be longer than a hundred bytes, which is less than a header."""
+    """Limit the files of this process to a hundred bytes, less than a header."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, former[1]))
     try:
@@ -327,7 +327,7 @@ def _limited() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full(folder: Path) -> Iterator[None]:
-    """There is no space left on the disk of this folder."""
+    """Fill the disk that is mounted at this folder."""
     assert os.path.ismount(folder)
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """The whole federated path in one process, over a problem of federation.py."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,18 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, t
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import Worker, client_app
 from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Plan, WindowRecord
-from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
 
 RUN = "run"
 
 
 class Grid(InProcessGrid):
-    """An in-process grid whose clients come and go, and that lets a test meddle with messages."""
+    """An in-process grid whose clients come and go, and whose replies a test may change."""
 
     def __init__(self, app: Any, num_clients: int, folder: Path) -> None:
         nodes = [
@@ -52,7 +52,7 @@ class Grid(InProcessGrid):
 
 
 class Watch:
-    """Keeps what it is told, and calls ``after`` when a window is over."""
+    """Keeps the records, and calls ``after`` with each."""
 
     def __init__(self, after: Callable[[WindowRecord], None] = lambda record: None) -> None:
         self.records: list[WindowRecord] = []
@@ -86,10 +86,8 @@ class Run:
         lr_schedule: LRSchedule | None = None,
         clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
-        policy: Policy | None = None,
-        seed: int = 0,
         outer: Outer | None = None,
-        formats: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.problem, self.case, self.schedule = problem, case, schedule
         self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
@@ -114,21 +112,16 @@ class Run:
         prime(optimizer)
         streams = take(module, optimizer, stream_names(module, optimizer))
         self.initial = to_record(streams.pop(PARAMS))
-        self.strategy = DesLoc(
-            schedule,
-            num_steps,
-            policy=policy,
-            seed=seed,
-            outer=outer,
-            formats=formats,
-            states=streams,
-            evaluate_clients=False,
-            run_key=RUN,
+        options = {"states": streams, "evaluate_clients": False, "run_key": RUN, **options}
+        self.strategy = (
+            DataParallel(num_steps, outer, **options)
+            if GRADIENTS in schedule.periods
+            else DesLoc(schedule, num_steps, outer=outer, **options)
         )
         self.states: list[State] = []
 
     def start(self) -> list[State]:
-        """Run to the end and return what every client then holds, averages included."""
+        """Run to the end; return what every client then holds, including the averages."""
         self._leave(0)
         self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
         return self.states
@@ -138,7 +131,7 @@ class Run:
 
     def _after(self, record: WindowRecord) -> None:
         self._leave(record.step)
-        # Where states are reset, or none is kept, the parameters are all there is to compare.
+        # With reset states or gradients the parameters are all there is to compare.
         kept = GRADIENTS not in self.schedule.periods and not self.schedule.resets
         if record.step == self.num_steps and kept:
             self.states = [self._state(m) for m in range(self.num_clients)]
@@ -147,7 +140,7 @@ class Run:
         self.grid.away = {m for m in range(self.num_clients) if not self.present(m, step)}
 
     def _state(self, m: int) -> State:
-        common = self.strategy.globals
+        common = self.strategy.state
         held = self.file(m).held()
         assert held is not None
         state = self.file(m).read(held.streams)

@@ -1,4 +1,4 @@
-"""What makes each baseline that baseline; all are settings of one machine."""
+"""Each baseline equals independent code or a closed form."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 DATA_PARALLEL = SyncSchedule({GRADIENTS: 1})
 
 
-def test_the_presets_are_what_their_names_say():
+def test_the_presets_have_the_periods_of_their_methods():
     def periods(name: str) -> dict[str, Any]:
         return dict(build_schedule(load(name)).periods)
 
@@ -44,7 +44,7 @@ def test_the_presets_are_what_their_names_say():
 # --------------------------------------------------------------------------------------- FAVG-OPT
 
 
-def anew_each_round(problem: Any, name: str, *, num_workers: int, num_steps: int, k: int) -> Tree:
+def fresh_optimizers(problem: Any, name: str, *, num_workers: int, num_steps: int, k: int) -> Tree:
     """FAVG-OPT as it is written everywhere: a new optimizer for every worker and round."""
     x = initial(problem)
     for start in range(0, num_steps, k):
@@ -65,17 +65,17 @@ def anew_each_round(problem: Any, name: str, *, num_workers: int, num_steps: int
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_that_are_reset_are_a_new_optimizer_every_round(name, tmp_path):
+def test_reset_states_equal_a_new_optimizer_every_round(name, tmp_path):
     case = OPTIMIZERS[name]
     schedule = SyncSchedule(case.periods(4, *[RESET] * len(case.oracle.states)))
     run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=14)
     run.strategy.start(run.grid, run.initial)
-    expected = anew_each_round(Quadratic(), name, num_workers=3, num_steps=14, k=4)
-    got = from_record(run.strategy.globals.averages[PARAMS])
+    expected = fresh_optimizers(Quadratic(), name, num_workers=3, num_steps=14, k=4)
+    got = from_record(run.strategy.state.averages[PARAMS])
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_states_that_are_reset_begin_every_window_at_zero_and_never_travel(tmp_path):
+def test_reset_states_start_every_window_at_zero_and_are_never_sent(tmp_path):
     schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -98,7 +98,7 @@ def test_states_that_are_reset_begin_every_window_at_zero_and_never_travel(tmp_p
         assert not {*record.traffic.up, *record.traffic.down} & {*STATES}
 
 
-def test_a_client_away_over_a_reset_begins_with_zeros_as_the_others_do(tmp_path):
+def test_a_client_absent_during_a_reset_starts_with_zeros(tmp_path):
     """It holds moments of before the reset; only the equal clients' equal outcome can tell."""
     schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
 
@@ -120,7 +120,7 @@ def test_a_client_away_over_a_reset_begins_with_zeros_as_the_others_do(tmp_path)
     for run in runs:
         run.start()
     # The clients are equal, so it makes no difference that one was away.
-    a, b = (from_record(run.strategy.globals.averages[PARAMS]) for run in runs)
+    a, b = (from_record(run.strategy.state.averages[PARAMS]) for run in runs)
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -159,15 +159,15 @@ def data_parallel(name: str, folder: Any, num_clients: int) -> Run:
 
 @pytest.mark.parametrize("num_clients", [1, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_averaged_gradients_are_one_big_batch(name, num_clients, tmp_path):
+def test_averaged_gradients_equal_one_large_batch(name, num_clients, tmp_path):
     run = data_parallel(name, tmp_path, num_clients)
     run.strategy.start(run.grid, run.initial)
     expected = big_batch(Regression(), name, num_workers=num_clients, num_steps=9, rho=0.5)
-    got = from_record(run.strategy.globals.averages[PARAMS])
+    got = from_record(run.strategy.state.averages[PARAMS])
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_under_averaged_gradients_all_clients_are_the_same_at_every_step(tmp_path):
+def test_data_parallel_clients_get_the_same_parameters_and_keep_nothing(tmp_path):
     """One set of parameters goes to all, and the only moments are the server's."""
     run = data_parallel("adam", tmp_path, 3)
     run.strategy.start(run.grid, run.initial)
@@ -182,7 +182,7 @@ def test_under_averaged_gradients_all_clients_are_the_same_at_every_step(tmp_pat
     assert all(run.file(m).held() is None for m in range(3))
 
 
-def test_averaged_gradients_send_one_gradient_a_step_and_are_sent_the_parameters(tmp_path):
+def test_data_parallel_clients_send_one_gradient_a_step(tmp_path):
     run = data_parallel("adam", tmp_path, 3)
     run.strategy.start(run.grid, run.initial, observer=run.watch)
     size = sum(t.numel() * t.element_size() for t in initial(Regression()).values())
@@ -191,11 +191,11 @@ def test_averaged_gradients_send_one_gradient_a_step_and_are_sent_the_parameters
         assert record.traffic.down == {PARAMS: 3 * size}
 
 
-def test_gradients_are_averaged_alone_and_every_step_and_need_somebody_to_take_the_step():
+def test_gradients_are_averaged_alone_and_every_step():
     for periods in ({GRADIENTS: 2}, {GRADIENTS: 1, PARAMS: 4}, {GRADIENTS: NEVER}):
         with pytest.raises(ValueError, match="every step and alone"):
             SyncSchedule(periods)
-    with pytest.raises(ValueError, match="outer="):
+    with pytest.raises(ValueError, match="DataParallel"):
         DesLoc(DATA_PARALLEL, 4)
 
 
@@ -239,7 +239,7 @@ def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
             moved = (1 - (1 - eta) ** k) * (x - center)  # x - E_m[x_m]
             velocity = momentum * velocity + moved
             x = x - lr * (moved + momentum * velocity if nesterov else velocity)
-        got = from_record(run.strategy.globals.averages[PARAMS])[key]
+        got = from_record(run.strategy.state.averages[PARAMS])[key]
         torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
 
 
@@ -258,7 +258,7 @@ def test_an_outer_sgd_of_rate_one_is_plain_averaging(tmp_path):
             outer=outer,
         )
         run.start()
-        results.append(from_record(run.strategy.globals.averages[PARAMS]))
+        results.append(from_record(run.strategy.state.averages[PARAMS]))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
@@ -285,13 +285,13 @@ def test_joins_and_leaves_equal_the_oracles_absences(name, attendance, tmp_path)
     )
     run.strategy.start(run.grid, run.initial, observer=run.watch)
     expected = oracle(run, present=present)[0][PARAMS]
-    got = from_record(run.strategy.globals.averages[PARAMS])
+    got = from_record(run.strategy.state.averages[PARAMS])
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for record in run.watch.records[1:]:
         assert len(record.clients) == sum(present(m, record.start) for m in range(4))
 
 
-def test_every_stream_is_averaged_once_at_the_steps_that_are_named(tmp_path):
+def test_once_at_averages_every_stream_at_the_named_steps(tmp_path):
     case = OPTIMIZERS["adam"]
     schedule = SyncSchedule(
         {PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": 5}, once_at=frozenset({7, 12})
@@ -306,7 +306,7 @@ def test_every_stream_is_averaged_once_at_the_steps_that_are_named(tmp_path):
 # ----------------------------------------------------------------------------- What makes no sense
 
 
-def test_all_states_are_reset_or_none_and_nothing_but_states():
+def test_reset_is_for_all_optimizer_states_or_none():
     """Adam's bias correction has one step count for both moments."""
     with pytest.raises(ValueError, match="all states or none: exp_avg would keep"):
         SyncSchedule({PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": RESET})
@@ -315,7 +315,7 @@ def test_all_states_are_reset_or_none_and_nothing_but_states():
             SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET, stream: RESET})
 
 
-def test_gradients_are_not_averaged_with_anything_once():
+def test_gradients_exclude_once_at():
     with pytest.raises(ValueError, match="every step and alone"):
         SyncSchedule({GRADIENTS: 1}, once_at=frozenset({3}))
 
@@ -329,6 +329,6 @@ def test_gradients_are_not_averaged_with_anything_once():
         ("sync_once_at=[193]", "at most run.steps=192"),
     ],
 )
-def test_joins_and_averages_that_never_come_are_refused(override, part):
+def test_joins_and_averages_after_the_end_are_refused(override, part):
     with pytest.raises(ConfigError, match=part):
         load("quickstart", override)

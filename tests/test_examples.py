@@ -24,10 +24,8 @@ from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.streams import check_optimizer, frozen
-from flower_desloc.flower.client import Worker
-from flower_desloc.flower.federation import FederationError
+from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.stock_client import train_round
 from flower_desloc.runs import RunFolder
 from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task
@@ -320,20 +318,6 @@ def test_the_servers_optimizer_goes_on_where_it_was():
     for step, grad in enumerate(grads[3:], start=3):
         got = then.step(grad, step)
     assert torch.equal(got["x"], expected["x"])
-
-
-def test_a_round_of_flowers_own_strategies_begins_with_a_new_optimizer():
-    module = nn.Linear(2, 2)
-    worker = Worker(
-        module=module,
-        optimizer=ademamix(module.parameters()),
-        loss_at=lambda step: module(torch.ones(2) * (step + 1)).square().mean(),
-        num_examples=1,
-    )
-    params = {key: p.detach().clone() for key, p in module.named_parameters()}
-    replies = [train_round(worker, params, start=4, stop=8) for _ in range(2)]
-    first, again = (reply.metrics["losses"] for reply in replies)
-    assert first == again
 
 
 # ---------------------------------------------------------------------------------- Configuration

@@ -1,4 +1,4 @@
-"""What fails costs the window that client's contribution and nothing else, and is told by name."""
+"""A failed client costs the window its contribution and nothing else, and is recorded by name."""
 
 import json
 import re
@@ -12,39 +12,32 @@ import pytest
 import torch
 from faults import Faults, Phase
 from federation import OPTIMIZERS, Quadratic, assert_close
-from flower_path import Run, Watch, oracle
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg
+from flower_path import Run, oracle
+from flwr.app import Context, Error, Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
-from flower_desloc.flower.exchange import Question, exchange
+from flower_desloc.flower.exchange import Probe, exchange
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.flower.stock import Stock
 from flower_desloc.runs.metrics import to_line
 from flower_desloc.runs.replay import from_line
 
 PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
-COINS = {"periods": None, "coins": 4}
+WHICH = {"ADOPT with periods": ("adopt", None), "Adam with coins": ("adam", 4)}
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.federation._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
 
 
-@pytest.fixture(params=COINS)
-def coins(request: pytest.FixtureRequest) -> int | None:
-    return COINS[request.param]
-
-
-@pytest.fixture(params=["adopt", "adam"])
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=WHICH)
+def which(request: pytest.FixtureRequest) -> tuple[str, int | None]:
+    return WHICH[request.param]
 
 
 def faulty(name: str, coins: int | None, folder: Path, **policy: object) -> Faults:
@@ -73,7 +66,7 @@ def check(faults: Faults) -> None:
 
     def keep(record: WindowRecord) -> None:
         after(record)
-        common = run.strategy.globals.averages
+        common = run.strategy.state.averages
         averages.append({name: from_record(common[name]) for name in record.streams})
 
     run.watch.after = keep
@@ -105,47 +98,47 @@ def check(faults: Faults) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_client_that_is_killed_is_absent_and_keeps_what_it_had_saved(
-    name, coins, window, phase, tmp_path
+    which, window, phase, tmp_path
 ):
-    faults = faulty(name, coins, tmp_path)
+    faults = faulty(*which, tmp_path)
     faults.fail_at(node=2, window=window, phase=phase)
     check(faults)
 
 
-def test_a_client_whose_loss_is_infinite_says_so_and_keeps_what_it_had(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path)
+def test_a_client_whose_loss_is_infinite_keeps_its_state(which, tmp_path):
+    faults = faulty(*which, tmp_path)
     faults.diverge_at(node=1, window=2)
     check(faults)
 
 
-def test_a_client_without_its_state_is_sent_everything(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path)
+def test_a_client_whose_state_is_lost_or_damaged_is_sent_everything(which, tmp_path):
+    faults = faulty(*which, tmp_path)
     faults.lose_state_at(node=1, window=2)
     faults.damage_state_at(node=0, window=4)
     check(faults)
 
 
-def test_a_client_that_is_late_keeps_its_work_for_the_next_sync(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path, timeout=0.02)
+def test_a_client_that_is_late_keeps_its_work_for_the_next_sync(which, tmp_path):
+    faults = faulty(*which, tmp_path, timeout=0.02)
     faults.be_late_at(node=0, window=2)
     faults.be_late_at(node=1, window=3)
     check(faults)
 
 
-def test_a_reply_that_comes_twice_counts_once(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path)
+def test_a_reply_that_comes_twice_counts_once(which, tmp_path):
+    faults = faulty(*which, tmp_path)
     faults.answer_twice_at(node=1, window=2)
     check(faults)
 
 
-def test_a_reply_to_another_window_is_refused(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path)
+def test_a_reply_to_another_window_is_refused(which, tmp_path):
+    faults = faulty(*which, tmp_path)
     faults.answer_the_last_at(node=1, window=3)
     check(faults)
 
 
-def test_a_client_that_may_not_write_its_file_keeps_the_old_one(name, coins, tmp_path):
-    faults = faulty(name, coins, tmp_path)
+def test_a_client_that_cannot_write_its_file_keeps_the_old_one(which, tmp_path):
+    faults = faulty(*which, tmp_path)
     faults.fill_disk_at(node=1, window=3, how="limit")
     check(faults)
 
@@ -166,8 +159,8 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", str(folder)], check=True)  # files may still be mapped
 
 
-def test_a_client_whose_disk_is_full_keeps_the_old_file(name, coins, small_disk):
-    faults = faulty(name, coins, small_disk)
+def test_a_client_whose_disk_is_full_keeps_the_old_file(which, small_disk):
+    faults = faulty(*which, small_disk)
     faults.fill_disk_at(node=1, window=2, how="disk")  # later there is a file to be written over
     check(faults)
 
@@ -228,7 +221,6 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("what", SPOILS)
-@pytest.mark.parametrize("which", [("adopt", None), ("adam", 4)], ids=["periods", "coins"])
 def test_a_reply_that_cannot_be_averaged_is_refused(which, what, tmp_path):
     faults = faulty(*which, tmp_path)
     spoil, words = SPOILS[what]
@@ -258,7 +250,7 @@ CALLS = [
         st.tuples(st.integers(1, 2), st.integers(1, 5)), st.sampled_from(CALLS), max_size=8
     ),
 )
-def test_faults_upon_faults_are_what_each_of_them_is(tmp_path_factory, name, coins, at):
+def test_any_combination_of_faults_costs_only_the_contributions(tmp_path_factory, name, coins, at):
     """Client 0 alone is spared, so that there is always somebody to average."""
     faults = faulty(name, coins, tmp_path_factory.mktemp("run"), timeout=0.02)
     for (node, window), call in at.items():
@@ -273,7 +265,7 @@ def events(run: Run) -> list[tuple[int, str, str]]:
     return [(r.step, e.kind, e.client) for r in run.watch.records for e in r.events]
 
 
-def test_who_comes_and_goes_is_told(tmp_path):
+def test_clients_that_come_and_go_are_recorded(tmp_path):
     faults = faulty("adam", None, tmp_path)
     run = faults.run
     # Client 1 is away from step 3 to 6, client 2 joins at 5.
@@ -286,10 +278,10 @@ def test_who_comes_and_goes_is_told(tmp_path):
     ]
 
 
-def test_who_has_lost_what_it_was_asked_is_not_waited_for(tmp_path, monkeypatch):
+def test_a_node_that_has_lost_its_request_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
-    monkeypatch.setattr("flower_desloc.flower.federation.Question", partial(Question, after=0.0))
-    monkeypatch.setattr("flower_desloc.flower.federation.HttpGrid", InProcessGrid)
+    monkeypatch.setattr("flower_desloc.flower.engine.Probe", partial(Probe, after=0.0))
+    monkeypatch.setattr("flower_desloc.flower.engine.HttpGrid", InProcessGrid)
     faults = faulty("adam", None, tmp_path, timeout=60)
     faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
     began = time.monotonic()
@@ -300,7 +292,7 @@ def test_who_has_lost_what_it_was_asked_is_not_waited_for(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("looks", range(1, 7))
-def test_who_is_slow_is_asked_whether_it_is_there_and_waited_for(looks):
+def test_a_slow_node_is_probed_and_waited_for(looks):
     """It answers in turn, and both answers are there at whatever moment the server looks."""
     sent: list[Message] = []
     looked = [0]
@@ -326,7 +318,7 @@ def test_who_is_slow_is_asked_whether_it_is_there_and_waited_for(looks):
         grid,
         [Message(RecordDict(), node, "train")],
         patience=60,
-        question=Question(there, after=0.0),
+        probe=Probe(there, after=0.0),
     )
     assert not reply.has_error()
     types = [m.metadata.message_type for m in sent]
@@ -357,31 +349,29 @@ class Slow(InProcessGrid):
         return super().pull_messages(there)
 
 
-def test_nobody_is_asked_before_replies_have_taken_longer_than_ever():
+def test_a_probe_is_sent_only_after_more_silence_than_before_any_reply():
     grid = Slow(0.4)
     [node] = grid.get_node_ids()
-    question = Question(there, after=0.1)
+    probe = Probe(there, after=0.1)
     numbers = []
     for _ in range(3):
         grid.asked.clear()
-        [reply] = exchange(
-            grid, [Message(RecordDict(), node, "train")], patience=60, question=question
-        )
+        [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60, probe=probe)
         assert not reply.has_error()
         numbers.append(len(grid.asked))
     assert numbers == [2, 1, 1]
-    assert 0.4 < question.after < 60
+    assert 0.4 < probe.after < 60
 
 
-def test_what_the_link_does_not_take_is_known_at_once():
+def test_a_request_that_flower_does_not_accept_fails_at_once():
     grid = InProcessGrid(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
     grid.push_messages = lambda messages: ["" for _ in messages]  # as Flower's link says it
     [node] = grid.get_node_ids()
     [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60)
-    assert reply.error.reason == "the request was not taken by the link"
+    assert reply.error.reason == "Flower did not accept the request"
 
 
-def test_a_client_that_moves_to_another_node_is_told(tmp_path):
+def test_a_client_that_moves_to_another_node_is_recorded(tmp_path):
     run = faulty("adam", None, tmp_path).run
     after = run.watch.after
 
@@ -400,8 +390,8 @@ def test_a_client_that_moves_to_another_node_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_window_below_the_quorum_is_repeated_and_nothing_is_lost(name, coins, phase, tmp_path):
-    faults = faulty(name, coins, tmp_path, min_clients=3, repeats=1)
+def test_a_window_below_the_quorum_is_repeated_and_nothing_is_lost(which, phase, tmp_path):
+    faults = faulty(*which, tmp_path, min_clients=3, repeats=1)
     faults.fail_at(node=1, window=3, phase=phase)
     run = faults.run
     assert_close(run.start(), oracle(run))
@@ -422,37 +412,6 @@ def test_events_are_in_the_lines_of_metrics(tmp_path):
     ]
 
 
-def test_flowers_own_strategies_tell_of_events_as_well(tmp_path):
-    """Whoever is asked once and for all keeps nothing, so that nothing but the reply is lost."""
-    left = [1]
-
-    def app(message: Message, context: Context) -> Message:
-        if message.metadata.message_type == "query.hello":
-            about = {"client": f"client-{context.node_id}", "num-examples": 1}
-            return Message(RecordDict({"about": ConfigRecord(about)}), reply_to=message)
-        if not message.metadata.message_type.startswith("train"):
-            return Message(RecordDict(), reply_to=message)
-        if context.node_id == 2 and left:
-            left.pop()
-            raise RuntimeError("it broke")
-        told = {"num-examples": 1, "train-loss": 1.0, "one": 1}
-        x = message.content["params"]
-        return Message(RecordDict({"params": x, "metrics": MetricRecord(told)}), reply_to=message)
-
-    strategy = Stock(
-        FedAvg,
-        SyncSchedule({"params": 1}),
-        2,
-        policy=Policy(on_failure="continue", min_clients=2),
-        evaluate_clients=False,
-    )
-    watch = Watch()
-    grid = InProcessGrid(app, [{}, {}])
-    strategy.start(grid, to_record({"x": torch.zeros(2)}), observer=watch)
-    told = [[(e.kind, e.client) for e in record.events] for record in watch.records]
-    assert told == [[], [("failed", "client-2"), ("repeated", "")], []]
-
-
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
@@ -466,7 +425,7 @@ def test_flowers_own_strategies_tell_of_events_as_well(tmp_path):
     ],
     ids=["a client process", "Ray's actor", "Flower's own", "an escape", "empty", "none"],
 )  # fmt: skip
-def test_what_a_client_said_is_told_without_what_flower_has_wrapped_it_in(reason, said):
+def test_a_clients_message_is_shown_without_flowers_wrapping(reason, said):
     grid = InProcessGrid(lambda m, _: Message(Error(1, reason), reply_to=m), [{}])
     [node] = grid.get_node_ids()
     [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=1)

@@ -1,4 +1,4 @@
-"""Ten thousand replies that cannot be: none stops the server, none moves an average.
+"""Ten thousand malformed replies: none stops the server, none changes an average.
 
 Run it alone as ``python -m pytest tests/test_malformed_replies.py``.
 """
@@ -26,9 +26,9 @@ from flwr.app import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc import DesLoc, SyncSchedule, Window
 from flower_desloc.flower.bundles import STYPE, bundled
-from flower_desloc.flower.federation import Federation, FederationError
+from flower_desloc.flower.engine import FederationError, TrafficMeter
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
@@ -39,6 +39,7 @@ EACH = 40
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 STREAMS = ("params", "exp_avg_sq")
+WINDOW = Window(0, 1, frozenset(STREAMS))
 Tree = dict[str, torch.Tensor]
 
 
@@ -60,10 +61,9 @@ def arrays(m: int) -> dict[str, ArrayRecord]:
     return {name: to_record(stream) for name, stream in streams(m).items()}
 
 
-# ------------------------------------------------------------------------------------ What is wrong
+# -------------------------------------------------------------------------------- Malformed replies
 
-#
-# A wrong answer is a right one, spoiled: what is said of it, and what is done to its content.
+# A description, and a function that spoils the content of a good reply.
 
 Wrong = tuple[str, Callable[[RecordDict], object]]
 
@@ -367,7 +367,7 @@ TRAINING = st.one_of(
     of_errors(),
 )
 
-# ------------------------------------------------------------------------------------ Who is asked
+# ------------------------------------------------------------------------------------------ Clients
 
 
 class Clients:
@@ -428,9 +428,9 @@ def good(message: Message, m: int) -> RecordDict:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.federation._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
     # Nothing is wrong with the requests, and to count their bytes takes half of the time.
-    monkeypatch.setattr(Federation, "_counted_down", lambda self, message: message)
+    monkeypatch.setattr(TrafficMeter, "sent", lambda self, message: None)
 
 
 @pytest.fixture(scope="module")
@@ -451,25 +451,31 @@ def strategy(clients: Clients) -> DesLoc:
 @given(wrong=st.lists(TRAINING, min_size=EACH, max_size=EACH))
 def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients, strategy, wrong):
     clients.wrong, clients.asked = wrong, "train"
-    before = strategy._federation.traffic.up
-    asked = strategy.configure_train(1, strategy.globals.averages["params"], ConfigRecord(), None)
-    strategy._tally = type(strategy._tally)()
-    _, metrics = strategy.aggregate_train(1, strategy._replies("train", 1, asked, ConfigRecord()))
-    assert list(strategy._tally.clients) == ["client-0", f"client-{EACH + 1}"]
-    left_out = strategy._tally.left_out
+    strategy.engine.begin(1, WINDOW)
+    strategy.engine.meter.read()
+
+    def requests() -> dict[int, Message]:
+        params = strategy.state.averages["params"]
+        asked = strategy.configure_train(1, params, ConfigRecord(), None)
+        return {message.metadata.dst_node_id: message for message in asked}
+
+    replies = strategy.engine.ask(requests().values(), lambda m: requests()[m.node_id])
+    _, metrics = strategy.aggregate_train(1, replies)
+    assert list(strategy.engine.round.clients) == ["client-0", f"client-{EACH + 1}"]
+    left_out = strategy.engine.round.left_out
     assert set(left_out) == {f"client-{m}" for m in range(1, EACH + 1)}
     assert all(reason.strip() for reason in left_out.values())
     assert metrics["num-examples"] == 1 + EACH + 2
     for name in STREAMS:
-        got = from_record(strategy.globals.averages[name])
+        got = from_record(strategy.state.averages[name])
         for key, tensor in got.items():
             ends = streams(0)[name][key], streams(EACH + 1)[name][key]
             torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-7)
-    # What came is counted, and it is never less than nothing.
-    up = strategy._federation.traffic.up
+    # Malformed replies are counted as well, and never as less than nothing.
+    up = strategy.engine.meter.read().up
     size = sum(t.nbytes for t in streams(0)["params"].values())
-    assert all(up[name] - before.get(name, 0) >= 2 * size for name in STREAMS)
-    assert all(count >= before.get(name, 0) for name, count in up.items())
+    assert all(up[name] >= 2 * size for name in STREAMS)
+    assert all(count >= 0 for count in up.values())
 
 
 @settings(max_examples=25)
@@ -478,35 +484,32 @@ def test_a_malformed_evaluation_is_left_out_with_a_reason_and_changes_nothing(
     clients, strategy, wrong
 ):
     clients.wrong, clients.asked = wrong, "evaluate"
-    asked = strategy.configure_evaluate(
-        1, strategy.globals.averages["params"], ConfigRecord(), None
-    )
-    strategy._tally = type(strategy._tally)()
-    metrics = strategy.aggregate_evaluate(1, strategy._federation.ask(asked))
-    assert list(strategy._tally.left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
-    assert all(why.startswith("evaluation: ") for why in strategy._tally.left_out.values())
+    asked = strategy.configure_evaluate(1, strategy.state.averages["params"], ConfigRecord(), None)
+    metrics = strategy.aggregate_evaluate(1, strategy.engine.ask(asked, lambda m: None))
+    assert list(strategy.engine.round.left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
+    assert all(why.startswith("evaluation: ") for why in strategy.engine.round.left_out.values())
     assert dict(metrics) == {"loss": 2.0, "client-0/loss": 2.0, f"client-{EACH + 1}/loss": 2.0}
 
 
 @settings(max_examples=25)
 @given(wrong=st.lists(of_greetings(), min_size=EACH, max_size=EACH))
-def test_who_does_not_say_who_it_is_does_not_take_part(wrong):
+def test_a_client_with_a_malformed_greeting_does_not_take_part(wrong):
     clients = Clients(EACH + 2)
     clients.wrong, clients.asked = wrong, "query.hello"
     strategy = clients.start()
-    assert list(strategy._tally.clients) == ["client-0", f"client-{EACH + 1}"]
+    assert list(strategy.engine.round.clients) == ["client-0", f"client-{EACH + 1}"]
 
 
 @settings(max_examples=100)
 @given(wrong=TRAINING)
-def test_where_the_policy_is_to_stop_it_is_the_defined_error_that_stops(wrong):
+def test_a_malformed_reply_stops_the_run_if_the_policy_is_to_stop(wrong):
     clients = Clients(2)
     clients.wrong, clients.asked = [wrong], "train"
     with pytest.raises(FederationError, match=r"client-1 is left out of the window"):
         clients.start(on_failure="stop")
 
 
-def test_nobody_answers_in_the_place_of_another(monkeypatch):
+def test_a_node_cannot_answer_for_another(monkeypatch):
     class Masked(InProcessGrid):
         def _answer(self, message: Message) -> Message:
             reply = super()._answer(message)
@@ -516,12 +519,12 @@ def test_nobody_answers_in_the_place_of_another(monkeypatch):
 
     monkeypatch.setitem(globals(), "InProcessGrid", Masked)
     strategy = Clients(3).start()
-    assert list(strategy._tally.clients) == ["client-0", "client-2"]
-    assert strategy._tally.left_out == {"client-1": "node 3 answered in its place"}
+    assert list(strategy.engine.round.clients) == ["client-0", "client-2"]
+    assert strategy.engine.round.left_out == {"client-1": "node 3 answered in its place"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex128, torch.uint16])
-def test_of_a_stream_that_nobody_described_only_numbers_that_have_a_mean_are_taken(dtype):
+def test_types_without_a_mean_are_refused_in_an_undescribed_stream(dtype):
     clients = Clients(2)
     odd = {key: torch.ones(shape).to(dtype) for key, shape in SHAPES.items()}
     clients.wrong = [("", lambda content: content.update(exp_avg=to_record(odd)))]
@@ -560,7 +563,7 @@ class Nonsense(InProcessGrid):
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout:UserWarning")  # of 1e308 beside 6
-def test_a_run_ends_well_whatever_a_client_tells_of_its_windows(tmp_path, monkeypatch):
+def test_a_run_completes_whatever_metrics_a_client_reports(tmp_path, monkeypatch):
     monkeypatch.setattr("flower_desloc.tools.engines.in_process.InProcessGrid", Nonsense)
     small = (
         "run.steps=5 run.eval_every=5 sync.params=1 sync.exp_avg=2 sync.exp_avg_sq=4 "

@@ -1,4 +1,4 @@
-"""A server that dies and goes on: the same weights, bit for bit, as one that never died."""
+"""A server that is killed and resumes ends with the same weights, bit for bit."""
 
 import dataclasses
 import random
@@ -29,12 +29,12 @@ from flower_desloc.runs.resume import to_resume
 
 
 class Killed(BaseException):
-    """The server is no more; nobody is told, and nothing is tidied up."""
+    """The server is killed: no message, no clean-up."""
 
 
 @dataclass
 class Fuse:
-    """Burns down by one at each point where a server may die."""
+    """Kills the server at the given point; counts the points where it may die."""
 
     length: float = float("inf")
     burnt: list[str] = field(default_factory=list)
@@ -63,6 +63,9 @@ class Case:
     ) -> Run:
         fuse = fuse or Fuse()
         optimizer = OPTIMIZERS[self.optimizer]
+        checkpoints = Burning(fuse, folder / "checkpoints", self.every)
+        # Killed before the first checkpoint, it starts anew.
+        latest = Checkpoint.read(checkpoints.all()[last]) if resume and checkpoints.all() else None
         schedule = SyncSchedule(
             self.periods or optimizer.periods(2, 3, 5), coin_seed=3 if self.coins else None
         )
@@ -78,15 +81,12 @@ class Case:
             policy=Policy(fraction_train=self.fraction),
             seed=5,
             present=self.present,
+            evaluate_clients=True,
+            eval_every=4,
+            checkpoints=checkpoints,
+            resume=latest,
         )
-        strategy, checkpoints = run.strategy, Burning(fuse, folder / "checkpoints", self.every)
-        strategy.evaluate_clients, strategy.eval_every = True, 4
-        strategy._checkpoints = checkpoints
-        if resume and checkpoints.all():  # if not, there is nothing to go on from
-            strategy._resume = Checkpoint.read(checkpoints.all()[last])
-            run._leave(strategy._resume.step)
-        else:
-            run._leave(0)
+        run._leave(latest.step if latest else 0)
         pull = run.grid.pull_messages
 
         def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
@@ -104,7 +104,7 @@ class Case:
             fuse.burn("after the record")
 
         run.watch.after = after
-        strategy.start(run.grid, run.initial, observer=run.watch)
+        run.strategy.start(run.grid, run.initial, observer=run.watch)
         return run
 
 
@@ -155,16 +155,17 @@ CASES = {
 
 
 def outcome(run: Run) -> dict[str, str]:
-    return {name: digest(from_record(a)) for name, a in run.strategy.globals.averages.items()}
+    return {name: digest(from_record(a)) for name, a in run.strategy.state.averages.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_anywhere_and_resumed_it_ends_with_the_same_bits(name, tmp_path):
-    """After every checkpoint, and at three more points drawn by the case's name."""
+def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
+    """After four of the checkpoints, and at three more points, drawn by the case's name."""
     case, whole = CASES[name], Fuse()
     expected = case.run(tmp_path / "whole", whole)
-    points = {i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"}
-    points |= set(random.Random(name).sample(range(1, len(whole.burnt)), 3))
+    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
+    draw = random.Random(name)
+    points = {*draw.sample(saved, min(4, len(saved))), *draw.sample(range(1, len(whole.burnt)), 3)}
     for point in sorted(points):
         folder, fuse = tmp_path / str(point), Fuse(point)
         with pytest.raises(Killed):
@@ -174,14 +175,14 @@ def test_killed_anywhere_and_resumed_it_ends_with_the_same_bits(name, tmp_path):
                 case.run(folder, Fuse(9), resume=True)
         resumed = case.run(folder, resume=True)
         assert outcome(resumed) == outcome(expected), fuse.burnt
-        assert resumed.strategy.globals.versions == expected.strategy.globals.versions
+        assert resumed.strategy.state.versions == expected.strategy.state.versions
         if resumed.states and expected.states:
             assert_same(resumed.states, expected.states)
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
 @pytest.mark.parametrize("name", ["periods", "coded streams", "a client that comes and goes"])
-def test_from_the_checkpoint_before_the_last_it_ends_with_the_same_bits(name, tmp_path):
+def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bits(name, tmp_path):
     """Killed when some of the clients have gone on from the last one, and when none has."""
     case, whole = CASES[name], Fuse()
     expected = case.run(tmp_path / "whole", whole)
@@ -196,7 +197,7 @@ def test_from_the_checkpoint_before_the_last_it_ends_with_the_same_bits(name, tm
         assert outcome(case.run(folder, resume=True)) == outcome(expected), point
 
 
-def test_what_all_have_in_common_needs_no_files(tmp_path):
+def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
     case = Case(optimizer="adam", periods={PARAMS: 2, "exp_avg": 3, "exp_avg_sq": 6})
     whole = Fuse()
@@ -212,7 +213,7 @@ def test_what_all_have_in_common_needs_no_files(tmp_path):
     assert not any(record.events for record in resumed.watch.records)
 
 
-def test_a_client_without_its_files_joins_anew(tmp_path):
+def test_a_resumed_run_takes_a_client_without_files_as_a_new_one(tmp_path):
     """Elsewhere its own work since the last average is gone, and the run goes on all the same."""
     case, whole = Case(), Fuse()
     expected = case.run(tmp_path / "whole", whole)
@@ -222,7 +223,7 @@ def test_a_client_without_its_files_joins_anew(tmp_path):
     (kept / "client-1.safetensors").unlink()
     shutil.rmtree(kept / "client-1.checkpoint")
     resumed = case.run(tmp_path / "b", resume=True)
-    assert resumed.strategy.globals.versions == expected.strategy.globals.versions
+    assert resumed.strategy.state.versions == expected.strategy.state.versions
     assert outcome(resumed) != outcome(expected)
     events = [event for record in resumed.watch.records for event in record.events]
     assert [(e.kind, e.client) for e in events] == [("state lost", "client-1")]
@@ -256,7 +257,7 @@ def test_a_checkpoint_is_read_as_it_was_written_and_two_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "of a client", "text"])
-def test_a_checkpoint_that_is_not_whole_is_refused_in_one_sentence(harm, tmp_path):
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
     (path,) = checkpoints.all()
@@ -276,18 +277,18 @@ def test_a_checkpoint_that_is_not_whole_is_refused_in_one_sentence(harm, tmp_pat
         Checkpoint.read(path)
 
 
-def test_a_number_that_has_changed_in_a_checkpoint_is_noticed(tmp_path):
+def test_a_changed_number_in_a_checkpoint_is_detected(tmp_path):
     checkpoints = Checkpoints(tmp_path, every=1)
     checkpoints.write(a_checkpoint())
     (path,) = checkpoints.all()
     said, changed = b'\\"round\\": 2', b'\\"round\\": 1'
     assert path.read_bytes().count(said) == 1
     path.write_bytes(path.read_bytes().replace(said, changed))
-    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         Checkpoint.read(path)
 
 
-def test_a_checkpoint_elsewhere_than_in_a_runs_folder_is_not_gone_on_with(tmp_path):
+def test_a_checkpoint_outside_a_runs_folder_is_not_resumed(tmp_path):
     """Nothing is written beside it."""
     folder = tmp_path / "mine" / "other"
     folder.mkdir(parents=True)
@@ -315,13 +316,13 @@ def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):
             tmp_path,
             num_clients=3,
             num_steps=12,
+            resume=dataclasses.replace(whole, **changes),
         )
-        run.strategy._resume = dataclasses.replace(whole, **changes)
         with pytest.raises(ValueError, match=words):
             run.start()
 
 
-def test_a_full_disk_leaves_the_checkpoints_that_were_whole(tmp_path):
+def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -329,7 +330,7 @@ def test_a_full_disk_leaves_the_checkpoints_that_were_whole(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:
         big = {PARAMS: {"w": torch.zeros(5000)}}
-        with pytest.raises(OSError, match=r"step-00000008.*free the disk"):
+        with pytest.raises(OSError, match=r"step-00000008.*free disk space"):
             checkpoints.write(a_checkpoint(step=8, averages=big))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

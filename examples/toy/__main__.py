@@ -19,7 +19,7 @@ from examples.toy.search import SearchGrid, search, where_all_hold, write
 from examples.toy.setting import METHODS, ToySetting
 from examples.toy.tables import best_table, distances_table, final_distances, verdicts_table
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
-from flower_desloc.flower.federation import FederationError
+from flower_desloc.flower.engine import FederationError
 from flower_desloc.setup.machine import cores
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""The server's checkpoints: what it takes to go on, in one file, replaced whole.
+"""The server's checkpoints: what a run needs to resume, in one file that is replaced whole.
 
-The schedule, its coins, the draw of clients and every batch are functions of the seed and the
-step, and what the clients hold they say themselves, so the streams and a few numbers are all.
+Windows, coins, the draw of clients and every batch are functions of the seed and the step, and
+clients report what they hold. So the averages and a few numbers are all there is to save.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 KEEP = 2
-"""Should the disk have harmed the last one, there is the one before."""
+"""If the last one is damaged, the one before can be used."""
 _OUTER = "outer."
 
 
@@ -25,31 +25,31 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The federation's state after a window, evaluation included."""
+    """The server's state after a window and its evaluation."""
 
     run_key: str
-    """Names the run for the clients' own files."""
+    """Names the run in the clients' own files."""
     round: int
     step: int
     evaluated: int
     """Step of the last evaluation."""
     versions: Mapping[str, int]
-    """Of every stream, the step of its last average or reset; 0 before the first."""
+    """Step of the last average or reset of every stream; 0 before the first."""
     averages: Mapping[str, Stream]
-    """As they travel, and what goes with them (:meth:`Globals.to_checkpoint`)."""
+    """What :meth:`ServerState.to_checkpoint` returns."""
     former: int = -1
-    """Version of the parameters before the last average of them; -1: there was none."""
+    """Version of params before their last average; -1: there was none."""
     outer: Mapping[str, Stream] = field(default_factory=dict)
-    """The server's own optimizer's states."""
+    """States of the server's own optimizer."""
     settings: str = ""
-    """The app's, so that a checkpoint is only gone on with under its own."""
+    """The app's settings; a run may only resume with the same ones."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a checkpoint; raises :class:`CheckpointError` for a torn or a foreign file."""
+        """Read a checkpoint; raises :class:`CheckpointError` for a damaged or foreign file."""
         about = tensor_file.about(path)
         if about is None or not about.keys() >= _ABOUT:
-            raise CheckpointError(f"{path} is no whole checkpoint; take the one before it")
+            raise CheckpointError(f"{path} is not a complete checkpoint; take the one before it")
         try:
             streams = tensor_file.read(path)
         except DamagedFileError as error:
@@ -63,7 +63,7 @@ _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
 
 
 class Checkpoints:
-    """A folder of checkpoints, one written every ``every`` windows and at the end; 0: none.
+    """A folder of checkpoints, written every ``every`` windows and after the last; 0: never.
 
     ``settings`` are written into each.
     """
@@ -73,14 +73,14 @@ class Checkpoints:
         self.every = every
         self.settings = settings
 
-    def falls_due(self, server_round: int, *, last: bool) -> bool:
-        """Return whether a checkpoint follows that window."""
-        return self.every > 0 and (last or server_round % self.every == 0)
+    def is_due(self, server_round: int, *, is_last: bool) -> bool:
+        """Return whether to write a checkpoint after that window."""
+        return self.every > 0 and (is_last or server_round % self.every == 0)
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint and delete those that are too many.
+        """Write a checkpoint, then delete all but the last ``KEEP``.
 
-        Raises ``OSError`` naming the file when it cannot be written; the others are then whole.
+        Raises ``OSError`` naming the file when it cannot be written; the others are then intact.
         """
         path = self._path(checkpoint.step)
         outer = {f"{_OUTER}{name}": stream for name, stream in checkpoint.outer.items()}
@@ -93,18 +93,18 @@ class Checkpoints:
                 old.unlink()
         except OSError as error:
             raise OSError(
-                f"cannot write the checkpoint {path}: {error}; free the disk, then go on with "
+                f"cannot write the checkpoint {path}: {error}; free disk space, then resume with "
                 "run.resume"
             ) from error
 
-    def forget_after(self, step: int) -> None:
-        """Delete the checkpoints after ``step``: of a course that is taken again from there."""
+    def delete_after(self, step: int) -> None:
+        """Delete the checkpoints after ``step``, from which the run is repeated."""
         for path in self.all():
             if path > self._path(step):
                 path.unlink()
 
     def all(self) -> list[Path]:
-        """Return the checkpoints there are, the oldest first."""
+        """Return the checkpoints in the folder, oldest first."""
         return sorted(self.folder.glob("step-*.safetensors"))
 
     def _path(self, step: int) -> Path:

@@ -1,5 +1,6 @@
-"""What a run tells of itself: one record a window, for files, curves and the terminal."""
+"""What a run reports: one record a window, for files, curves and the terminal."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -7,33 +8,15 @@ from typing import Literal, Protocol
 from flower_desloc.core.averaging import Drift
 
 DATA = "data/"
-"""A client says it holds so much of a domain or label as ``data/NAME``."""
+"""Prefix of the size of a domain or label in a client's description: ``data/NAME``."""
 
 MEMORY_TOTAL, MEMORY_FREE = "memory-total", "memory-free"
-"""A client says how many bytes of memory the device has that it computes on."""
+"""Bytes of memory of the client's device."""
 
 MICRO_BATCH = "micro-batch"
-"""A client says how many examples it computes on at once."""
+"""How many examples the client computes on at once."""
 
-
-_DIGITS = 15  # beyond them a float does not count
-
-
-def holdings(about: Mapping[str, str]) -> dict[str, int]:
-    """Return the size of every domain or label of a client's data, as far as it says.
-
-    A client may say anything: what is not a number, or is beyond any data, is left out.
-    """
-    return {
-        key.removeprefix(DATA): size
-        for key, text in about.items()
-        if key.startswith(DATA) and (size := count(text)) is not None
-    }
-
-
-def count(text: str) -> int | None:
-    """Return the number that a client writes of something that can be counted; None: it is not."""
-    return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+_MAX_DIGITS = 15  # larger numbers are not exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +52,11 @@ class Traffic:
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
-            up=_sum(self.up, other.up),
-            down=_sum(self.down, other.down),
+            up=dict(Counter(self.up) + Counter(other.up)),
+            down=dict(Counter(self.down) + Counter(other.down)),
             framed_up=self.framed_up + other.framed_up,
             framed_down=self.framed_down + other.framed_down,
         )
-
-    def __sub__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            up=_difference(self.up, other.up),
-            down=_difference(self.down, other.down),
-            framed_up=self.framed_up - other.framed_up,
-            framed_down=self.framed_down - other.framed_down,
-        )
-
-
-def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
-    return {stream: a.get(stream, 0) + b.get(stream, 0) for stream in {**a, **b}}
-
-
-def _difference(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
-    rest = {stream: count - b.get(stream, 0) for stream, count in a.items()}
-    return {stream: count for stream, count in rest.items() if count}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +68,17 @@ class EvaluationRecord:
 
 
 EventKind = Literal[
-    "failed",
-    "late",
-    "refused",
-    "outlier",
+    "failed",  # a client raised or died
+    "late",  # it did not answer in time
+    "refused",  # its reply cannot be used
+    "outlier",  # its update is too far from the others'
     "joined",
-    "moved",
+    "moved",  # it came back at another node
     "left",
     "returned",
-    "state lost",
-    "repeated",
+    "state lost",  # it has lost its state, and continues from the averages
+    "repeated",  # too few replies could be used, so the window was asked for again
 ]
-"""What can happen: a client raised or died, did not answer in time, answered what cannot be used or
-is too far from the others; came, came back at another node, went, came back; has lost its state and
-was sent everything; too few could be used, so that the window was asked for again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +87,7 @@ class Event:
 
     kind: EventKind
     client: str
-    """Its name; of one that never said it ``node N``; empty where the event is everybody's."""
+    """Its name; ``node N`` for a node that never sent one; empty where no client is meant."""
     what: str
 
 
@@ -150,13 +113,13 @@ class WindowRecord:
     """Of each averaged stream: spread between clients, distance moved, norm."""
     seconds: Mapping[str, float]
     """Wall-clock: `total`, and of it `clients` (the slowest client's own time), `averaging` and
-    `evaluation` (exchange included); the rest is exchange, and clients waiting for a core."""
+    `evaluation` (messages included); the rest is messages, and clients waiting for a core."""
     central: EvaluationRecord | None = None
     """Evaluated on the server, by domain."""
     federated: EvaluationRecord | None = None
     """Evaluated on the clients, by client."""
     events: Sequence[Event] = ()
-    """In the order in which they happened; those of every repeat of the window included."""
+    """In the order in which they happened, including those of every repeat of the window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,29 +129,15 @@ class Plan:
     num_steps: int
     num_windows: int
     stream_bytes: Mapping[str, int]
-    """Size of each stream in bytes, as far as the strategy was told (``DesLoc(states=...)``)."""
+    """Size of each stream in bytes, as far as known (``DesLoc(states=...)``)."""
     wire_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The same as it travels, where that is known to be less or more."""
+    """The same in its format on the wire, where that is known to differ."""
     clients: Mapping[str, Mapping[str, str]]
-    """Client name -> what it said of itself (device, data/NAME, ...)."""
-
-
-def client_data(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return client -> domain or label -> size, of the clients that say what they hold."""
-    return {name: data for name, about in plan.clients.items() if (data := holdings(about))}
-
-
-def devices(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return client -> what it said of where it computes, and in how large parts."""
-    told = ("device", "name", MEMORY_TOTAL, MICRO_BATCH)
-    return {
-        client: {key: about[key] for key in told if key in about}
-        for client, about in plan.clients.items()
-    }
+    """Client name -> its description of itself (device, data/NAME, ...)."""
 
 
 class Observer(Protocol):
-    """Told of a run while it goes; it never changes the run."""
+    """Called while a run goes; it never changes the run."""
 
     def started(self, plan: Plan) -> None:
         """Called once, before the first evaluation."""
@@ -198,3 +147,31 @@ class Observer(Protocol):
 
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
+
+
+def count(text: str) -> int | None:
+    """Return the number a client sent as text; None for anything that is no plausible count."""
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
+
+
+def holdings(about: Mapping[str, str]) -> dict[str, int]:
+    """Return domain or label -> size from a client's description, without implausible values."""
+    return {
+        key.removeprefix(DATA): size
+        for key, text in about.items()
+        if key.startswith(DATA) and (size := count(text)) is not None
+    }
+
+
+def client_data(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return client -> domain or label -> size, of the clients that describe their data."""
+    return {name: data for name, about in plan.clients.items() if (data := holdings(about))}
+
+
+def devices(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return client -> its device, the device's memory, and its micro-batch size."""
+    keys = ("device", "name", MEMORY_TOTAL, MICRO_BATCH)
+    return {
+        client: {key: about[key] for key in keys if key in about}
+        for client, about in plan.clients.items()
+    }

@@ -25,7 +25,6 @@ from flower_desloc.flower.observer import (
     Plan,
     WindowRecord,
 )
-from flower_desloc.flower.together import held_together
 from flower_desloc.setup.build import build_optimizer, build_schedule
 from flower_desloc.setup.machine import clients_at_once, device_memory, memory
 from flower_desloc.setup.sketch import Sketch
@@ -102,7 +101,7 @@ class Needs:
         f = self.config.federation
         due = self._due(self.sizes)
         is_mean = f.average == "mean" and f.norm_bound is None
-        replies = min(f.num_clients, held_together(due)) if is_mean else f.num_clients
+        replies = 1 if is_mean else f.num_clients
         return {
             "Python": _SERVER,
             "weights": self.sketch.weights,

@@ -1,0 +1,56 @@
+"""Data parallelism: the gradient of every step is averaged, and the server takes the step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from flower_desloc.core.outer import Outer
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
+from flower_desloc.flower.observer import Observer
+from flower_desloc.flower.records import from_record
+from flower_desloc.flower.server_state import meta
+from flower_desloc.flower.strategy import DesLoc
+
+
+class DataParallel(DesLoc):
+    """Average the gradients of every step.
+
+    A window is one step. Clients receive the parameters, send the gradient of their next batch and
+    keep nothing; the only optimizer state is the server's.
+
+    Parameters
+    ----------
+    num_steps : int
+        Steps to train.
+    optimizer : Outer
+        The one optimizer.
+    **options
+        As in :class:`~flower_desloc.flower.strategy.DesLoc`.
+
+    """
+
+    def __init__(self, num_steps: int, optimizer: Outer, **options: Any) -> None:
+        super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
+
+    @staticmethod
+    def _streams_held(schedule: SyncSchedule) -> Iterable[str]:
+        del schedule
+        return [PARAMS]
+
+    def _begin(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        config: ConfigRecord,
+        observer: Observer | None,
+    ) -> None:
+        self.state.like[GRADIENTS] = meta(from_record(initial_arrays))
+        super()._begin(grid, initial_arrays, config, observer)
+
+    def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
+        assert self.outer is not None
+        averages[PARAMS] = self.outer.step(averages.pop(GRADIENTS), window.start)
+        self._require_finite(PARAMS, averages[PARAMS])

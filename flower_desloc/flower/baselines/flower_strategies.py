@@ -1,0 +1,142 @@
+"""Flower's own strategies over the clients of DES-LOC: the outside peers of a comparison.
+
+The average is Flower's: its strategy's ``aggregate_train``, unchanged. The clients, their data, the
+evaluation and the record of the run are those of DES-LOC, where every optimizer state is reset
+after each average of the parameters: an optimizer that is new in every round.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.robust import Gathered
+from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.streams import BUFFERS, check_finite
+from flower_desloc.flower.content import records_of
+from flower_desloc.flower.engine import FederationError
+from flower_desloc.flower.members import Member
+from flower_desloc.flower.records import CONFIG, from_record, to_record
+from flower_desloc.flower.strategy import DesLoc
+
+_WEIGHT = "weight"
+
+
+class FlowerStrategy(DesLoc):
+    """Run one of Flower's strategies, such as FedAvg or FedAdam.
+
+    Parameters
+    ----------
+    make : Callable
+        Makes the strategy: ``FedAvg``, or ``functools.partial(FedAdam, eta=0.01)``. It is called
+        with the names of records, and with the numbers of nodes that let the engine decide who
+        takes part.
+    schedule : SyncSchedule
+        Period of ``params``; the optimizer's states must be ``reset``.
+    num_steps : int
+        Local steps of every client; the last round may be shorter.
+    **options
+        As in :class:`~flower_desloc.flower.strategy.DesLoc`.
+
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., FedAvg],
+        schedule: SyncSchedule,
+        num_steps: int,
+        *,
+        states: Mapping[str, Stream] | None = None,
+        **options: Any,
+    ) -> None:
+        if BUFFERS in (states or {}):
+            raise ValueError(
+                "the model has buffers (such as BatchNorm's statistics), which the rounds of "
+                "strategy=fedavg and fedadam do not carry; set strategy=desloc"
+            )
+        super().__init__(schedule, num_steps, states=states, **options)
+        self.strategy = make(
+            min_train_nodes=1,
+            min_available_nodes=1,
+            weighted_by_key=_WEIGHT,
+            arrayrecord_key=PARAMS,
+            configrecord_key=CONFIG,
+        )
+        self.arrays = ArrayRecord()
+        """What the strategy returned last: FedAdam's arrays are float64, the model's need not."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients drawn for this window, with the settings that the strategy adds."""
+        if not self.arrays:
+            self.arrays = arrays
+        # Never zero nodes: FedAvg would wait for one for ever.
+        nodes = _Nodes(max(1, len(self.engine.drawn(self.engine.round.window.start))))
+        own = ConfigRecord({**config})
+        for message in self.strategy.configure_train(
+            server_round, self.arrays, own, cast(Grid, nodes)
+        ):
+            own = records_of(ConfigRecord, message.content)[CONFIG]
+        own.pop("server-round", None)  # every request has it
+        return super().configure_train(server_round, arrays, own, grid)
+
+    def _averager(self, window: Window) -> "FlowerAverage":
+        del window  # params are due in every one
+        return FlowerAverage(self)
+
+    def _lacks(self, member: Member) -> list[str]:
+        del member
+        return [PARAMS]  # in every round, as Flower sends them
+
+
+class FlowerAverage(Gathered):
+    """Gathers the replies of one round and lets the strategy aggregate them."""
+
+    def __init__(self, peer: FlowerStrategy) -> None:
+        super().__init__({PARAMS: peer.state.average(PARAMS)})
+        self._peer = peer
+
+    def result(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the strategy's parameters, in the model's own types."""
+        strategy, now = self._peer.strategy, self._peer.engine.round
+        replies = [_reply(streams[PARAMS], weight) for streams, weight in self._held]
+        arrays, _ = strategy.aggregate_train(now.number, replies)
+        assert arrays is not None
+        self._peer.arrays = arrays
+        like = self._peer.state.like[PARAMS]
+        params = {key: t.to(like[key].dtype) for key, t in from_record(arrays).items()}
+        try:
+            check_finite(PARAMS, params)
+        except ValueError as error:
+            name, stop = type(strategy).__name__, now.window.stop
+            raise FederationError(
+                f"what {name} made of the clients' parameters after step {stop}: {error}; the "
+                f"training diverges, so lower optimizer.lr, or the learning rate of {name}"
+            ) from error
+        return {PARAMS: params}
+
+    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
+        """Return how far the clients were from their mean, which need not be ``average``."""
+        del average
+        return super().drift(super().result())
+
+
+def _reply(params: Stream, weight: float) -> Message:
+    metrics = MetricRecord({_WEIGHT: weight})
+    return Message(RecordDict({PARAMS: to_record(params), "metrics": metrics}), 0, "train")
+
+
+@dataclass
+class _Nodes:
+    """What FedAvg needs of a grid; the engine asks the clients."""
+
+    number: int
+
+    def get_node_ids(self) -> Iterable[int]:
+        return range(self.number)
