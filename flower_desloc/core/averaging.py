@@ -33,8 +33,7 @@ class Mean:
     (Welford's algorithm): no cancellation, and equal clients have exactly zero drift.
     """
 
-    def __init__(self, reference: Mapping[str, Stream] | None = None, room: object = None) -> None:
-        del room  # accepted until no caller passes it
+    def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
         self.count = 0
         self._weight = 0.0
         self._reference = reference or {}
@@ -67,10 +66,6 @@ class Mean:
                 squares = sum(_move(means[key], t, share) for key, t in stream.items())
                 self._squares[name] += weight * (1 - share) * squares
         self.count += 1
-
-    def take(self, *_: object) -> bool:
-        """Return False: add clients one by one. Kept until no caller is left."""
-        return False
 
     def result(self) -> dict[str, dict[str, Tensor]]:
         """Return the mean of every stream; raises ``ValueError`` when nothing was added.
