@@ -7,7 +7,7 @@ differences are taken to, and ``residual.NAME``, the quantisation error of a str
 from collections.abc import Mapping
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.compression import receive, send
+from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.client_state import Held, StateFile
 from flower_desloc.flower.records import WindowRequest
@@ -34,7 +34,7 @@ def decoded(
                 continue
             reference = file.read([kept])[kept]
         format_ = request.formats[name]
-        streams[name] = receive(name, stream, format_, like[name], reference=reference)
+        streams[name] = decode_stream(name, stream, format_, like[name], reference=reference)
     return streams
 
 
@@ -50,7 +50,7 @@ def encoded(
         if name not in request.formats:
             due[name] = streams[name]
             continue
-        sent = send(
+        sent = encode_stream(
             name,
             streams[name],
             request.formats[name],
