@@ -156,20 +156,20 @@ def ulps(dtype, number):
     return number * torch.finfo(dtype).eps * 4  # of values up to four
 
 
-@pytest.mark.parametrize("size", [13, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_mean_is_the_same_bits_whatever_the_size_of_a_block(size, dtype, monkeypatch):
-    # Of blocks of one value each, a thousand are enough.
-    clients = [{"params": {"a": large(m, 4 * 1003)[::4].to(dtype)}} for m in range(3)]
-    clients += [{"params": {"a": large(m, 1003).to(dtype)}} for m in range(3)]
-    weights = [1.0, 2.5, 1 / 3, 7.0, 0.1, 1.0]
-    whole = mean_of(clients, weights)
-    monkeypatch.setattr("flower_desloc.core.averaging._BLOCK", size)
-    parts = mean_of(clients, weights)
-    assert torch.equal(parts.result()["params"]["a"], whole.result()["params"]["a"])
-    ours, theirs = (it.drift(it.result())["params"] for it in (parts, whole))
+def test_a_large_tensor_is_averaged_as_its_pieces_contiguous_or_not(dtype):
+    weights, size = [1.0, 2.5, 1 / 3], (1 << 19) + 70_001
+    whole = [large(m, 2 * size)[::2].to(dtype) for m in range(3)]
+    pieces = [[{"params": {"a": p}} for p in x.split(300_000)] for x in whole]
+    got = mean_of([{"params": {"a": x}} for x in whole], weights)
+    means = [mean_of(clients, weights) for clients in zip(*pieces, strict=True)]
+    expected = torch.cat([mean.result()["params"]["a"] for mean in means])
+    assert torch.equal(got.result()["params"]["a"], expected)
+    drift = got.drift(got.result())["params"]
+    parts = [mean.drift(mean.result())["params"] for mean in means]
     for figure in ("spread", "moved", "norm"):
-        assert getattr(ours, figure) == pytest.approx(getattr(theirs, figure), rel=1e-6)
+        expected_norm = math.hypot(*(getattr(part, figure) for part in parts))
+        assert getattr(drift, figure) == pytest.approx(expected_norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
