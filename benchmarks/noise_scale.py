@@ -88,7 +88,9 @@ def client_window(
     task: Task, start: tuple[nn.Module, Optimizer], config: Config, shard: ClientData, at: range
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer of one client after the steps ``at``."""
-    model, optimizer = copy.deepcopy(start)
+    model = copy.deepcopy(start[0])
+    optimizer = build_optimizer(config, model.parameters())  # a copy lacks an optimizer's own parts
+    optimizer.load_state_dict(copy.deepcopy(start[1].state_dict()))
     local_steps(
         model,
         optimizer,
@@ -103,10 +105,11 @@ def client_window(
 
 def average(clients: list[tuple[nn.Module, Optimizer]]) -> tuple[nn.Module, Optimizer]:
     """Return the first client, with the mean of all clients' parameters and optimizer states."""
-    tensors = [
-        [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values() if t.ndim)]
-        for model, optimizer in clients
-    ]
+    tensors = []
+    for model, optimizer in clients:
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        moments = [t for t in states if isinstance(t, Tensor) and t.ndim]  # the rest are steps
+        tensors.append([*model.parameters(), *moments])
     with torch.no_grad():
         for same in zip(*tensors, strict=True):
             same[0].copy_(torch.stack(same).mean(0))
