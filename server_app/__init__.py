@@ -89,7 +89,7 @@ def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Check
     )
     with folder.claimed():
         if checkpoint is not None:
-            folder.go_back(checkpoint.round)
+            folder.rewind(checkpoint.round)
         yield folder, checkpoint
 
 

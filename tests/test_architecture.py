@@ -33,8 +33,6 @@ LAYERS = (
 """Innermost first, as in docs/architecture.md: a package imports its own layer and those before."""
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
-# To be removed one by one; nothing may be added.
-
 CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py")])
 CORE_MODULES = {module for module, path in FILES.items() if path in CORE}
 # Pure Python that neither reads nor writes: no logging, os, pathlib, json, time, ...

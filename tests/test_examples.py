@@ -54,7 +54,7 @@ def _in_the_examples() -> Iterator[None]:
         patch.setenv(IMPORT_FROM, str(EXAMPLES))
         patch.setattr(sys, "path", [*sys.path])
         pictures = ("runs.figures.overview.draw", "runs.figures.partition.draw_partition")
-        for name in ("runs.report.write_report", *pictures):
+        for name in ("runs.report.write_page", *pictures):
             patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
         yield
 

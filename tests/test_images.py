@@ -28,9 +28,9 @@ from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.core.local_steps import Clipping, local_steps
 from flower_desloc.core.lr_schedule import constant
 from flower_desloc.optim import ADOPT
-from flower_desloc.runs.fairness import fairness
 from flower_desloc.runs.figures.partition import labels, unlikeness
-from flower_desloc.runs.metrics import read_lines
+from flower_desloc.runs.folder import read_lines
+from flower_desloc.runs.summary import fairness
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.image_classification import ImageClassification
 from flower_desloc.tasks.image_classification.batches import Images, heldout_batches, shuffled_batch

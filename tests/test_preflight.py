@@ -138,7 +138,7 @@ def test_parts_of_a_batch_take_what_such_a_batch_takes_beside_the_gradients():
 
 
 def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path, monkeypatch):
-    for view in ("runs.report.write_report", "runs.figures.overview.draw"):
+    for view in ("runs.report.write_page", "runs.figures.overview.draw"):
         monkeypatch.setattr(f"flower_desloc.{view}", lambda *_, **__: None)
     settings = (
         f"{TINY} model.hidden_size=512 model.intermediate_size=2048 model.num_hidden_layers=3 "

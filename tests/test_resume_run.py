@@ -14,8 +14,8 @@ from test_simulation import BIN, SMALL
 
 from flower_desloc.config import ConfigError, load
 from flower_desloc.runs import RunFolder
-from flower_desloc.runs.loaded import load as read_run
-from flower_desloc.runs.metrics import read_lines
+from flower_desloc.runs.folder import read_lines
+from flower_desloc.runs.record import load as read_run
 from flower_desloc.runs.report.tables import events
 from flower_desloc.runs.resume import begun_in, resumable
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -76,8 +76,8 @@ def test_a_failed_run_is_resumed_in_its_folder(how, cut_off, whole):
     assert resumed["step"] == 8
     assert "No space left on device" in resumed["ended"]
     rows = events(read_run(cut_off)).rows
-    assert [row for row in rows if row[2] == "gone on with"] == [
-        ["8", "server", "gone on with", "1", resumed["ended"]]
+    assert [row for row in rows if row[2] == "resumed"] == [
+        ["8", "server", "resumed", "1", resumed["ended"]]
     ]
     assert not (cut_off.parent / ".clients").exists()
     with pytest.raises(ConfigError, match=r"is complete; run\.init_from"):
@@ -178,5 +178,5 @@ def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flwr run" in done.stdout
-    assert "gone on with after step" in done.stdout
+    assert "resumed after step" in done.stdout
     same(metrics.parent, whole)

@@ -359,7 +359,7 @@ def run(config: Config, output_dir: Path, *overrides: str) -> tuple[str, list[fl
 def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
     config, tmp_path, cache, monkeypatch
 ):
-    monkeypatch.setattr("flower_desloc.runs.report.write_report", lambda *_, **__: None)
+    monkeypatch.setattr("flower_desloc.runs.report.write_page", lambda *_, **__: None)
     whole = run(config, tmp_path / "whole")
     for file in cache.rglob("*.safetensors"):
         file.unlink()

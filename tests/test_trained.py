@@ -49,7 +49,7 @@ SMALL = [
 @pytest.fixture(scope="module", autouse=True)
 def _neither_report_nor_pictures():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flower_desloc.runs.report.write_report", lambda *_, **__: None)
+        patch.setattr("flower_desloc.runs.report.write_page", lambda *_, **__: None)
         patch.setattr("flower_desloc.runs.figures.overview.draw", lambda *_, **__: None)
         patch.setattr("flower_desloc.runs.figures.partition.draw_partition", lambda *_, **__: None)
         yield

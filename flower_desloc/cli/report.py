@@ -32,7 +32,7 @@ def report(
     # matplotlib takes a second to import.
     from flower_desloc.plan.wall_clock import Link
     from flower_desloc.runs.report import NoRunError, write_report
-    from flower_desloc.runs.report.time_model import MBIT
+    from flower_desloc.runs.time_model import MBIT
 
     try:
         link = Link(bandwidth=bandwidth * MBIT, latency=latency)

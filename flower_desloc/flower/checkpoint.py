@@ -109,3 +109,21 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.safetensors"
+
+
+def last_checkpoint(path: Path) -> Path:
+    """Return the last checkpoint of a run's folder; ``path`` itself if it is a checkpoint.
+
+    The run's folder is the parent of the checkpoint's folder. Raises :class:`CheckpointError` when
+    there is no checkpoint.
+    """
+    path = path.resolve()
+    if path.suffix == ".safetensors":
+        files = [path] if path.is_file() else []
+    else:
+        files = Checkpoints(path / "checkpoints").all()
+    if not files:
+        raise CheckpointError(
+            f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"
+        )
+    return files[-1]

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: what is in it is whole, at whatever moment the run ends."""
+"""The folder of a run and its files, each of them complete whenever the run ends."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -15,115 +14,55 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flower_desloc.config import ConfigError
-from flower_desloc.runs.metrics import read_lines
+from flower_desloc.flower.atomic import atomic_write
+
+Line = dict[str, Any]
+"""One window as a JSON object; a number that was not finite is ``None``."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """A run's files; :meth:`create` makes a new folder for them."""
+    """The paths of a run's files, and how they are written."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"  # the resolved configuration
+        self.metrics = path / "metrics.jsonl"  # one JSON object per window
+        self.summary = path / "summary.json"
+        self.picture = path / "overview.png"
+        self.partition = path / "partition.png"
+        self.report = path / "report.html"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.resumes = path / "resumes.jsonl"  # one JSON object per resumption
+        self.final = path / "final"  # the trained model
 
     @classmethod
     def create(cls, output_dir: str | Path, name: str) -> "RunFolder":
         """Make ``<output_dir>/<name>``, or the first free one of ``<name>-2``, ``<name>-3``, ...
 
-        Raises :class:`ConfigError` when that cannot be done in ``output_dir``.
+        Raises :class:`ConfigError` when the folder cannot be made.
         """
         parent = Path(output_dir).expanduser().resolve()
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            names = chain([name], (f"{name}-{number}" for number in count(2)))
-            return cls(next(path for each in names if _claim(path := parent / each)))
+            for each in chain([name], (f"{name}-{number}" for number in count(2))):
+                try:  # making the folder claims it: of two runs that start at once, one gets it
+                    (parent / each).mkdir()
+                except FileExistsError:
+                    continue
+                return cls(parent / each)
+            raise AssertionError  # there are infinitely many names
         except OSError as error:
             raise ConfigError(
-                f"output-dir={output_dir}: cannot make a run's folder in {parent} "
-                f"({error.strerror}); give a folder that may be written to"
+                f"output-dir={output_dir}: cannot make the folder of a run in {parent} "
+                f"({error.strerror}); give a folder with write permission"
             ) from error
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration, YAML."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a window."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The whole run in one JSON object."""
-        return self.path / "summary.json"
-
-    @property
-    def picture(self) -> Path:
-        """The run at a glance."""
-        return self.path / "overview.png"
-
-    @property
-    def report(self) -> Path:
-        """The run in detail, one page."""
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """What it takes to go on, should the run be cut off."""
-        return self.path / "checkpoints"
-
-    @property
-    def resumes(self) -> Path:
-        """One JSON object for every time the run was gone on with."""
-        return self.path / "resumes.jsonl"
-
-    @property
-    def final(self) -> Path:
-        """The trained model."""
-        return self.path / "final"
-
-    def write_config(self, text: str) -> None:
-        """Write ``config.yaml``."""
-        _replace(self.config, text)
-
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl``; it is there whole, or not at all.
-
-        Raises ``OSError``, naming the file, when it cannot be written.
-        """
-        try:
-            _append(self.metrics, line)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"cannot record the window: {error.strerror}", str(self.metrics)
-            ) from error
-
-    def go_back(self, server_round: int) -> None:
-        """Forget the windows after a round, as the run goes on from there.
-
-        ``resumes.jsonl`` keeps what had ended it, which is in no window; nothing, if it was killed.
-        """
-        lines = list(read_lines(self.metrics))
-        kept = [line for line in lines if line["round"] <= server_round]
-        told = {
-            "step": kept[-1]["step"] if kept else 0,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "windows_again": len(lines) - len(kept),
-            "ended": read_summary(self.summary).get("error") or "",
-        }
-        _append(self.resumes, told)  # first, or it would be lost with a process that is killed here
-        _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
-        self.summary.unlink(missing_ok=True)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out of the folder.
+        """Lock the folder against other processes.
 
-        Raises :class:`ConfigError` if one is in it, or if the folder cannot be written to.
+        Raises :class:`ConfigError` if another process has locked it, or if it is not writable.
         """
         lock = FileLock(self.path / ".lock")
         try:
@@ -142,25 +81,58 @@ class RunFolder:
             lock.release()
 
     def is_claimed(self) -> bool:
-        """Return whether another process is in the folder."""
+        """Return whether another process has locked the folder."""
         try:
             with self.claimed():
                 return False
         except ConfigError:
             return True
 
+    def write_config(self, text: str) -> None:
+        """Write ``config.yaml``."""
+        _replace(self.config, text)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, or leave the former one as it is."""
+        """Write ``summary.json``."""
         _replace(self.summary, _json(summary, indent=2) + "\n")
 
+    def append_metrics(self, line: Line) -> None:
+        """Append one complete line to ``metrics.jsonl``.
+
+        Raises ``OSError``, naming the file, when it cannot be written.
+        """
+        try:
+            _append(self.metrics, line)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot record the window: {error.strerror}", str(self.metrics)
+            ) from error
+
+    def rewind(self, server_round: int) -> None:
+        """Delete the windows after a round, before the run resumes from there.
+
+        ``resumes.jsonl`` keeps the error that had ended the run.
+        """
+        lines = list(read_lines(self.metrics))
+        kept = [line for line in lines if line["round"] <= server_round]
+        resumption = {
+            "step": kept[-1]["step"] if kept else 0,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "windows_again": len(lines) - len(kept),
+            "ended": read_summary(self.summary).get("error") or "",
+        }
+        _append(self.resumes, resumption)  # before the summary with the error is deleted
+        _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
+        self.summary.unlink(missing_ok=True)
+
     def write_final(self, write: Callable[[Path], None]) -> Path:
-        """Call ``write`` with an empty folder, which is ``final/`` once it returns."""
+        """Call ``write`` with an empty folder, which becomes ``final/`` once it returns."""
         partial = self.path / ".final-partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was cut off here
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
         partial.mkdir()
         try:
             write(partial)
-            readable(partial)
+            make_readable(partial)
             shutil.rmtree(self.final, ignore_errors=True)
             partial.rename(self.final)
         except BaseException:
@@ -169,8 +141,22 @@ class RunFolder:
         return self.final
 
 
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the complete lines of a ``.jsonl`` file; none if there is no file yet."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            if text.endswith("\n"):  # the last line of a live run may be incomplete
+                try:
+                    line = json.loads(text)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: is damaged ({error})") from error
+                yield line
+
+
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what ``summary.json`` says; nothing where there is none that can be read."""
+    """Return the content of ``summary.json``; empty if it is missing or cannot be read."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -178,47 +164,29 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def readable(folder: Path) -> None:
-    """Let whoever may look into ``folder`` read its files: safetensors makes them the owner's."""
+def make_readable(folder: Path) -> None:
+    """Give the files in ``folder`` its own read permissions; safetensors makes them private."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
 
 
-def _claim(path: Path) -> bool:
-    # To make it is to claim it: of two runs that start at once, one goes on to the next name.
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
+def _append(path: Path, line: Line) -> None:
     data = memoryview((_json(line) + "\n").encode())
-    # Unbuffered: a line is in the file when this returns, and goes there in one piece.
     with path.open("ab", buffering=0) as file:
-        whole = file.seek(0, os.SEEK_END)
+        end = file.seek(0, os.SEEK_END)
         try:
             while data:
                 data = data[file.write(data) :]
         except BaseException:
-            file.truncate(whole)  # a full disk takes half a line
+            file.truncate(end)  # a full disk may have accepted half a line
             raise
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}-partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -226,7 +194,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    # JSON knows neither NaN nor infinity, and a run that diverges has both.
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

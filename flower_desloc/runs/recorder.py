@@ -1,43 +1,51 @@
-"""The one observer of a run: everything that is written, drawn and said comes from here."""
+"""The observer that writes everything about a run: files, curves, terminal output, figures."""
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Protocol, Self, TextIO
 
 from flower_desloc.config import Config, dump
-from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.runs.folder import RunFolder
-from flower_desloc.runs.metrics import read_lines, to_line
-from flower_desloc.runs.progress import Progress
-from flower_desloc.runs.replay import from_line
-from flower_desloc.runs.summary import Status, build
-from flower_desloc.runs.tensorboard import TensorBoard
-from flower_desloc.runs.versions import versions
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
 from flower_desloc.core.schedule import SyncSchedule
+from flower_desloc.flower.checkpoint import Checkpoint
+from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
+from flower_desloc.runs.folder import Line, RunFolder, read_lines
+from flower_desloc.runs.record import RunRecord, plain
+from flower_desloc.runs.summary import Status, build, versions
+from flower_desloc.runs.tensorboard import TensorBoard
+from flower_desloc.runs.terminal import TerminalView
 
 _log = logging.getLogger(__name__)
 
 
-class View(Observer, Protocol):
-    """An output the run can do without."""
+class View(Protocol):
+    """Output that a run can do without."""
 
-    def replay(self, record: WindowRecord) -> None:
-        """Called after ``started``, for each window before the one a run is gone on with."""
+    def started(self, plan: Plan) -> None:
+        """Called once, before the first evaluation."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def joined(self, client: str, about: Mapping[str, str]) -> None:
+        """Called when a client joins after the start."""
+
+    def replay(self, line: Line) -> None:
+        """Called after ``started``, for each window before the one a run resumes from."""
+
+    def window(self, line: Line) -> None:
+        """Called after every window, and once with round 0."""
+
+    def finish(self, record: RunRecord) -> None:
         """Called once, after the last window."""
 
 
 class RunRecorder(Observer):
-    """Observer that fills the run's folder and tells the terminal.
+    """Observer that writes the folder of a run and prints its progress.
 
     ``metrics.jsonl`` and ``summary.json`` are the record: when they cannot be written, ``OSError``
-    ends the run. TensorBoard, the terminal, the pictures and the report are views: one that fails
-    is reported and closed, and the run goes on.
+    ends the run. TensorBoard, terminal, figures and report are views: one that fails is logged and
+    closed, and the run continues.
 
-    As a context manager it sees to it that a run ended by an exception or Ctrl-C has a summary::
+    Used as a context manager, it writes a summary also for a run that an exception or Ctrl-C ends::
 
         with RunRecorder(config, schedule, folder) as recorder:
             strategy.start(..., observer=recorder)
@@ -62,41 +70,41 @@ class RunRecorder(Observer):
         resumed_at = resumed.step if resumed else None
         folder.write_config(resumed.settings if resumed else dump(config))
         self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard, resumed_at))
-        self._open("the picture", lambda: _AtEnd(lambda: _draw(folder)))
-        self._open("the partition's picture", lambda: _Partition(config, folder))
-        self._open("the report", lambda: _AtEnd(lambda: _report_on(folder)))
-        self._open("progress", lambda: Progress(config, schedule, folder.path, stream=stream))
+        self._open("the terminal", lambda: TerminalView(config, schedule, folder.path, stream))
 
     def started(self, plan: Plan) -> None:
-        """Take note of the plan."""
+        """Keep the plan, and draw the partition of the data."""
         self._plan = plan
-        self._tell(lambda view: view.started(plan))
-        for line in read_lines(self._folder.metrics):  # of a run that is gone on with
-            record = from_line(line)
-            self._tell(lambda view: view.replay(record))  # noqa: B023 - called at once
+        self._for_views(lambda view: view.started(plan))
+        for line in read_lines(self._folder.metrics):  # of a run that resumes
+            self._for_views(lambda view: view.replay(line))  # noqa: B023 - called at once
+        if data := client_data(plan):
+            _attempt("partition.png", lambda: _draw_partition(self._config, data, self._folder))
 
     def joined(self, client: str, about: Mapping[str, str]) -> None:
-        """Pass it on."""
-        self._tell(lambda view: view.joined(client, about))
+        """Print who joined."""
+        self._for_views(lambda view: view.joined(client, about))
 
     def window(self, record: WindowRecord) -> None:
         """Record the window; raises ``OSError`` when ``metrics.jsonl`` cannot be written."""
-        self._folder.append_metrics(to_line(record))
-        self._tell(lambda view: view.window(record))
+        line = to_line(record)
+        self._folder.append_metrics(line)
+        self._for_views(lambda view: view.window(line))
 
     def finish(
         self, status: Status, weights_sha256: str | None = None, error: str | None = None
     ) -> None:
-        """Write the summary, close and draw what is open, and print the closing table.
+        """Write the summary, draw the figures, and print the closing table.
 
-        Only the first call counts.
+        Only the first call has an effect.
         """
         if self._finished:
             return
         self._finished = True
-        # From the file, not from memory: the losses of every step of every client are in it.
+        # Read from the file: not kept in memory, as it has the loss of every step and client.
+        lines = list(read_lines(self._folder.metrics))
         summary = build(
-            read_lines(self._folder.metrics),
+            lines,
             config=self._config,
             schedule=self._schedule,
             plan=self._plan,
@@ -104,10 +112,13 @@ class RunRecorder(Observer):
             error=error,
             weights_sha256=weights_sha256,
         ) | {"versions": versions(), "resumed": list(read_lines(self._folder.resumes))}
+        record = RunRecord(self._folder.path, plain(dump(self._config)), lines, summary)
         try:
             self._folder.write_summary(summary)
         finally:
-            self._tell(lambda view: view.finish(summary))
+            _attempt("overview.png", lambda: _draw_overview(record, self._folder))
+            _attempt("report.html", lambda: _write_report(record, self._folder))
+            self._for_views(lambda view: view.finish(record))
 
     def __enter__(self) -> Self:
         return self
@@ -122,87 +133,86 @@ class RunRecorder(Observer):
             self.finish("failed", error="the run ended without a result")
             return
         try:
-            self.finish("failed", error=_why(error))
+            self.finish("failed", error=_reason(error))
         except OSError as second:
-            # The first error is the one to see.
+            # Not raised: the first error is the one to see.
             _log.warning("the summary of the failed run was not written: %s", second)
 
     def _open(self, name: str, view: Callable[[], View]) -> None:
-        try:
-            self._views[name] = view()
-        except Exception as error:
-            _report(name, error)
+        _attempt(name, lambda: self._views.update({name: view()}))
 
-    def _tell(self, news: Callable[[View], None]) -> None:
+    def _for_views(self, call: Callable[[View], None]) -> None:
         for name, view in list(self._views.items()):
-            try:
-                news(view)
-            except Exception as error:
+            if not _attempt(name, lambda: call(view)):  # noqa: B023 - called at once
                 del self._views[name]
-                _report(name, error)
 
 
-def _why(error: BaseException) -> str:
+def to_line(record: WindowRecord) -> Line:
+    """Return the window as a line of ``metrics.jsonl``; ``evaluation`` only if there was one."""
+    evaluations = {"central": record.central, "federated": record.federated}
+    line: Line = {
+        "round": record.round,
+        "start": record.start,
+        "step": record.step,
+        "streams": list(record.streams),
+        "bytes_up": dict(record.traffic.up),
+        "bytes_down": dict(record.traffic.down),
+        "framed_bytes_up": record.traffic.framed_up,
+        "framed_bytes_down": record.traffic.framed_down,
+        "train_loss": record.train_loss,
+        "seconds": record.seconds.get("total", 0.0),
+        "seconds_split": _split(record.seconds),
+        "clients": {name: asdict(client) for name, client in record.clients.items()},
+        "left_out": dict(record.left_out),
+        "events": [asdict(event) for event in record.events],
+        "drift": {stream: asdict(drift) for stream, drift in record.drift.items()},
+    }
+    if any(evaluations.values()):
+        line["evaluation"] = {where: asdict(e) for where, e in evaluations.items() if e}
+    return line
+
+
+def _split(seconds: Mapping[str, float]) -> dict[str, float]:
+    total = seconds.get("total", 0.0)
+    known = {part: seconds.get(part, 0.0) for part in ("clients", "averaging", "evaluation")}
+    known["clients"] = min(known["clients"], total)  # clients measure with clocks of their own
+    return {"total": total, **known, "exchange": max(0.0, total - sum(known.values()))}
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return "the run was stopped"
     return ": ".join(filter(None, [type(error).__name__, str(error)]))
 
 
-class _AtEnd:
-    """A view that is written when all is over."""
-
-    def __init__(self, write: Callable[[], object]) -> None:
-        self._write = write
-
-    def started(self, plan: Plan) -> None: ...
-
-    def joined(self, client: str, about: Mapping[str, str]) -> None: ...
-
-    def replay(self, record: WindowRecord) -> None: ...
-
-    def window(self, record: WindowRecord) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: ARG002
-        self._write()
+def _attempt(name: str, output: Callable[[], object]) -> bool:
+    """Return whether ``output`` succeeded; log its error if it failed."""
+    try:
+        output()
+    except Exception as error:
+        _log.warning("%s failed and is left out; the run is not affected: %r", name, error)
+        return False
+    return True
 
 
-def _draw(folder: RunFolder) -> None:
-    # Imported when wanted: matplotlib takes a second.
+# Matplotlib takes a second to import, so these import it when they are called.
+
+
+def _draw_partition(
+    config: Config, data: Mapping[str, Mapping[str, int]], folder: RunFolder
+) -> None:
+    from flower_desloc.runs.figures.partition import draw_partition, title
+
+    draw_partition(data, folder.partition, task=config.task, title=title(config))
+
+
+def _draw_overview(record: RunRecord, folder: RunFolder) -> None:
     from flower_desloc.runs.figures.overview import draw
 
-    draw(folder.path)
+    draw(record, folder.picture)
 
 
-def _report_on(folder: RunFolder) -> None:
-    # Imported when wanted, as above.
-    from flower_desloc.runs.report import write_report
+def _write_report(record: RunRecord, folder: RunFolder) -> None:
+    from flower_desloc.runs import report
 
-    write_report([folder.path], folder.report, pngs=False)
-
-
-class _Partition:
-    """The view that draws at the start who holds what, as far as the clients say."""
-
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._config = config
-        self._folder = folder
-
-    def started(self, plan: Plan) -> None:
-        # Imported when wanted, as above.
-        from flower_desloc.runs.figures.partition import draw_partition, title
-
-        if data := client_data(plan):
-            path = self._folder.path / "partition.png"
-            draw_partition(data, path, task=self._config.task, title=title(self._config))
-
-    def joined(self, client: str, about: Mapping[str, str]) -> None: ...
-
-    def replay(self, record: WindowRecord) -> None: ...
-
-    def window(self, record: WindowRecord) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-
-def _report(name: str, error: Exception) -> None:
-    _log.warning("%s failed and is left out; the run is not touched: %r", name, error)
+    report.write_page([record], folder.report)

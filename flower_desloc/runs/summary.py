@@ -1,19 +1,37 @@
-"""``summary.json``: a run in one object, made from its configuration and its windows."""
+"""``summary.json``: one object about a whole run, computed from its configuration and windows."""
 
-from collections.abc import Callable, Iterable, Mapping
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from importlib.metadata import version
+from statistics import fmean, pstdev
 from typing import Any, Literal
 
+from flower_desloc import __version__
 from flower_desloc.config import Config
-from flower_desloc.runs.fairness import BETTER, fairness
-from flower_desloc.runs.methods import Uploads
-from flower_desloc.runs.metrics import Line
+from flower_desloc.core.schedule import PARAMS, SyncSchedule
+from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.observer import Plan, client_data, devices
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.runs.folder import Line
 
-Status = Literal["completed", "failed"]
+Status = Literal["completed", "failed", "unfinished"]
+
+BETTER = {
+    "loss": min,
+    "accuracy": max,
+    "perplexity": min,
+    "bits_per_byte": min,
+    "nats_per_byte": min,
+}
+"""The metrics of an evaluation, each with the function that returns the better of two values."""
 
 _NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run's weights depend on."""
+    packages = {name: version(name) for name in ("torch", "flwr", "transformers")}
+    return {"python": platform.python_version(), **packages, "flower-desloc": __version__}
 
 
 def build(
@@ -26,48 +44,30 @@ def build(
     error: str | None = None,
     weights_sha256: str | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of the run whose ``metrics.jsonl`` holds ``lines``.
+    """Return the summary of the run with these lines of ``metrics.jsonl``.
 
     ``plan`` is None for a run that failed before it had one. Byte counts are of all clients
-    together. Those of the other methods are for the same steps and the clients that took part in
-    each window: with all of them from start to end, :mod:`flower_desloc.core.traffic` times their
-    number. The analytic download is that of clients which are there from start to end.
+    together. Those of the other methods are for the same steps, and for the clients that took part
+    in each window. The analytic download is that of clients that took part in all of them.
     """
     lines = list(lines)
     plan = plan or _NO_PLAN
     windows = [line for line in lines if line["round"] > 0]
-    step = windows[-1]["step"] if windows else 0
     names = set(plan.clients).union(*(line["clients"] for line in windows))
-    streams = list(dict.fromkeys([*schedule.periods, PARAMS]))
-    none = dict.fromkeys(streams, 0)
-    measured = {
-        "up": _with_total(_add_up([none, *(line["bytes_up"] for line in lines)])),
-        "down": _with_total(_add_up([none, *(line["bytes_down"] for line in lines)])),
-        "framed_up": sum(line["framed_bytes_up"] for line in lines),
-        "framed_down": sum(line["framed_bytes_down"] for line in lines),
-    }
+    streams = [*dict.fromkeys([*schedule.periods, PARAMS])]
     sizes = {stream: plan.stream_bytes.get(stream, 0) for stream in streams}
     wire = sizes | {stream: size for stream, size in plan.wire_bytes.items() if stream in sizes}
-    uploads = Uploads(schedule, sizes, wire, plan.num_steps)
-    uploads.add_lines(lines)
-    completed = status == "completed"
-    if config.strategy == "desloc":
-        federated = completed and config.evaluation.federated
-        down = download_bytes(schedule, sizes, wire, step, federated=federated)
-    else:  # clients keep nothing: params are sent for every round and every evaluation
-        evaluations = sum("federated" in line.get("evaluation", {}) for line in lines)
-        down = {**none, PARAMS: (len(windows) + evaluations) * sizes[PARAMS]}
-    counts = {
-        "measured": measured,
-        "analytic": {
-            "up": _with_total({**none, **uploads.desloc}),
-            "down": _with_total({stream: len(names) * size for stream, size in down.items()}),
-        },
-        "local_adam": {"up": _with_total(uploads.local_adam)},
-        "ddp": {"up": {"total": uploads.ddp}},
-    }
+    counts = _bytes(lines, config, schedule, plan.num_steps, sizes, wire, len(names), status)
+    measured = counts["measured"]
     sent = measured["up"]["total"]
     payload = sent + measured["down"]["total"]
+    framed = measured["framed_up"] + measured["framed_down"]
+    others = {name: counts[name]["up"]["total"] for name in ("local_adam", "ddp")}
+    places = [
+        where
+        for where in ("central", "federated")
+        if any(where in line.get("evaluation", {}) for line in lines)
+    ]
     return {
         "status": status,
         "error": error,
@@ -84,18 +84,14 @@ def build(
             "once_at": sorted(schedule.once_at),
             "wire": dict(config.wire),
         },
-        "steps": step,
+        "steps": windows[-1]["step"] if windows else 0,
         "windows": len(windows),
         "clients": len(names),
         "syncs": {
             stream: sum(stream in line["streams"] for line in windows)
             for stream in schedule.periods
         },
-        "evaluation": {
-            where: _evaluation(lines, where)
-            for where in ("central", "federated")
-            if any(where in line.get("evaluation", {}) for line in lines)
-        },
+        "evaluation": {where: _evaluation(lines, where) for where in places},
         "fairness": fairness(lines),
         "client_data": client_data(plan),
         "devices": devices(plan),
@@ -103,45 +99,85 @@ def build(
         "stream_bytes": sizes,
         "wire_bytes": wire,
         "bytes": counts,
-        "ratio": {
-            "local_adam": _ratio(counts["local_adam"]["up"]["total"], sent),
-            "ddp": _ratio(uploads.ddp, sent),
-        },
-        "framing_overhead": (
-            (measured["framed_up"] + measured["framed_down"]) / payload - 1 if payload else None
-        ),
+        "ratio": {name: other / sent if sent and other else None for name, other in others.items()},
+        "framing_overhead": framed / payload - 1 if payload else None,
         "seconds": _add_up(line["seconds_split"] for line in lines),
         "weights_sha256": weights_sha256,
     }
 
 
-def download_bytes(
+def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
+    """Return how the clients compare in the last federated evaluation, each on its own data.
+
+    The best client has the highest accuracy or, for text, the lowest loss; ``std`` is the
+    population standard deviation over the clients. Clients with metrics that are not finite are
+    left out. None without an evaluation on clients.
+    """
+    seen = [line for line in lines if "federated" in line.get("evaluation", {})]
+    if not seen:
+        return None
+    clients = {
+        client: known
+        for client, metrics in seen[-1]["evaluation"]["federated"]["parts"].items()
+        if (known := {name: metrics[name] for name in BETTER if name in metrics})
+        and None not in known.values()
+    }
+    if not clients:
+        return None
+
+    def rank(client: str) -> tuple[float, float]:
+        # Many clients may have the same accuracy; then the loss decides.
+        return -clients[client].get("accuracy", 0.0), clients[client].get("loss", 0.0)
+
+    ranked = sorted(clients, key=rank)
+    names = [name for name in BETTER if all(name in metrics for metrics in clients.values())]
+    columns = {name: [metrics[name] for metrics in clients.values()] for name in names}
+    return {
+        "step": seen[-1]["step"],
+        "clients": len(clients),
+        "worst": {"client": ranked[-1], **clients[ranked[-1]]},
+        "best": {"client": ranked[0], **clients[ranked[0]]},
+        "mean": {name: fmean(values) for name, values in columns.items()},
+        "std": {name: pstdev(values) for name, values in columns.items()},
+    }
+
+
+def _bytes(
+    lines: Sequence[Line],
+    config: Config,
     schedule: SyncSchedule,
+    num_steps: int,
     sizes: Mapping[str, int],
     wire: Mapping[str, int],
-    num_steps: int,
-    *,
-    federated: bool,
-) -> dict[str, int]:
-    """Return the bytes of each stream that one client is sent in ``num_steps`` steps.
-
-    The client takes part in every window, so that it is sent
-
-    - x_0 at the start, whole; the states are zero there and are not sent;
-    - every average, with the next message after it; so none of those at the end of training;
-    - with ``federated`` evaluation, ``params`` at the end: the final model is evaluated there.
-    """
-    down = dict.fromkeys(sizes, 0)
-    down[PARAMS] = sizes[PARAMS]
-    for window in schedule.windows(num_steps):
-        if window.stop < num_steps:
-            for stream in window.due:
-                # What became of the mean gradient is sent as new parameters.
-                sent = PARAMS if stream == GRADIENTS else stream
-                down[sent] += wire[sent]
-    if federated and num_steps > 0:
-        down[PARAMS] += wire[PARAMS]
-    return down
+    num_clients: int,
+    status: Status,
+) -> dict[str, Any]:
+    windows = [line for line in lines if line["round"] > 0]
+    none = dict.fromkeys(sizes, 0)
+    uploads = Uploads(schedule, sizes, wire, num_steps)
+    for line in windows:
+        uploads.add(line["start"], line["step"], len(line["clients"]))
+    if config.strategy == "desloc":
+        step = windows[-1]["step"] if windows else 0
+        federated = status == "completed" and config.evaluation.federated
+        down = download_bytes(schedule, sizes, wire, step, federated=federated)
+    else:  # clients keep no state: params are sent for every window and every evaluation
+        evaluations = sum("federated" in line.get("evaluation", {}) for line in lines)
+        down = {**none, PARAMS: (len(windows) + evaluations) * sizes[PARAMS]}
+    return {
+        "measured": {
+            "up": _with_total(_add_up([none, *(line["bytes_up"] for line in lines)])),
+            "down": _with_total(_add_up([none, *(line["bytes_down"] for line in lines)])),
+            "framed_up": sum(line["framed_bytes_up"] for line in lines),
+            "framed_down": sum(line["framed_bytes_down"] for line in lines),
+        },
+        "analytic": {
+            "up": _with_total({**none, **uploads.desloc}),
+            "down": _with_total({stream: num_clients * size for stream, size in down.items()}),
+        },
+        "local_adam": {"up": _with_total(uploads.local_adam)},
+        "ddp": {"up": {"total": uploads.ddp}},
+    }
 
 
 def _evaluation(lines: Iterable[Line], where: str) -> dict[str, Any]:
@@ -185,7 +221,3 @@ def _add_up(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _with_total(by_stream: Mapping[str, int]) -> dict[str, int]:
     return {**by_stream, "total": sum(by_stream.values())}
-
-
-def _ratio(other: int, ours: int) -> float | None:
-    return other / ours if ours and other else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.core.averaging import Stream
-from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, last_checkpoint
 
 OF_MODEL_CONFIG = "model.config states the architecture; the settings above it do not count"
 _TEXT = "causal_lm"
@@ -54,13 +54,8 @@ def initial(config: Config) -> Mapping[str, Stream] | None:
         from flower_desloc.tasks.causal_lm import pretrained
 
         return pretrained.weights(config)
-    path = Path(name).expanduser().resolve()
-    files = [path] if path.is_file() else Checkpoints(path / "checkpoints").all()
     try:
-        if not files:
-            raise CheckpointError(
-                f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"
-            )
-        return Checkpoint.read(files[-1]).averages
+        file = last_checkpoint(Path(name).expanduser())
+        return Checkpoint.read(file).averages
     except CheckpointError as error:
         raise ConfigError(f"run.init_from={name}: {error}") from error

@@ -10,9 +10,13 @@ from flower_desloc.config import Config
 from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text, seconds_text
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes
+from flower_desloc.core.traffic import (
+    ddp_bytes,
+    desloc_bytes,
+    download_bytes,
+    local_adam_bytes,
+)
 from flower_desloc.plan.wall_clock import Link, star_seconds
-from flower_desloc.runs.summary import download_bytes
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.machine import cores, memory
 from flower_desloc.setup.preflight import Needs, Parts, Place

@@ -1,22 +1,24 @@
-"""The figures: functions from loaded runs to a matplotlib ``Figure``, or None without data.
+"""The figures: functions from records of runs to a matplotlib ``Figure``, or None without data.
 
-One run is shown in detail; several are compared, one line for runs that differ in their seed only.
+One run is shown in detail; several are compared, with one line for runs that differ only in their
+seed. ``overview.png`` and the report draw the same panels.
 """
 
-from flower_desloc.runs.figures.clients import final_parts, shares, training_loss
-from flower_desloc.runs.figures.drift import drifts
-from flower_desloc.runs.figures.heldout import held_out
-from flower_desloc.runs.figures.norms import norms
-from flower_desloc.runs.figures.timeline import timeline
-from flower_desloc.runs.figures.traffic import traffic
+from flower_desloc.runs.figures.drift import draw_drift
+from flower_desloc.runs.figures.heldout import draw_heldout
+from flower_desloc.runs.figures.losses import draw_losses, draw_parts
+from flower_desloc.runs.figures.norms import draw_norms
+from flower_desloc.runs.figures.partition import draw_holdings
+from flower_desloc.runs.figures.timeline import draw_timeline
+from flower_desloc.runs.figures.traffic import draw_bytes
 
 __all__ = [
-    "drifts",
-    "final_parts",
-    "held_out",
-    "norms",
-    "shares",
-    "timeline",
-    "traffic",
-    "training_loss",
+    "draw_bytes",
+    "draw_drift",
+    "draw_heldout",
+    "draw_holdings",
+    "draw_losses",
+    "draw_norms",
+    "draw_parts",
+    "draw_timeline",
 ]

@@ -1,18 +1,20 @@
-"""Drift between the clients and rates of change, by stream: the paper's first question."""
+"""Drift between the clients and rates of change, by stream."""
 
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.runs.figures.labels import Label
-from flower_desloc.runs.loaded import Group, Run, grouped
-from flower_desloc.runs.figures.series import Curve, drift, rate_of_change
+from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.runs.figures.curves import Curve, drift, rate_of_change
 from flower_desloc.runs.figures.style import (
     INK,
+    TEXT_SIZE,
+    Label,
     beside,
     by_group,
     dots,
+    empty,
     figure,
     legend,
     log_scale,
@@ -21,66 +23,66 @@ from flower_desloc.runs.figures.style import (
     stream_colours,
     title,
 )
-from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.runs.groups import grouped
+from flower_desloc.runs.record import RunRecord
 
-_MEASURES: dict[str, tuple[str, Callable[[Run, str], Curve]]] = {
-    "Drift between clients": ("spread / |mean|", drift),
+Measure = Callable[[RunRecord, str], Curve]
+
+DRIFT = "Drift between clients"
+MEASURES: dict[str, tuple[str, Measure]] = {
+    DRIFT: ("spread / |mean|, at each average", drift),
     "Rate of change": ("|mean - last mean| / |last mean|", rate_of_change),
 }
 
 
-def drifts(runs: Sequence[Run]) -> Figure | None:
+def draw_drift(runs: Sequence[RunRecord]) -> Figure | None:
     """Draw relative drift and relative rate of change at each average, on log axes."""
-    if not any(drift(run, stream) for run in runs for stream in run.streams):
+    streams = [*dict.fromkeys(s for run in runs for s in run.streams if drift(run, s))]
+    if not streams:
         return None
-    groups = grouped(runs)
-    return _of_one(runs[0]) if len(runs) == 1 else _of_many(groups)
+    if len(runs) == 1:
+        made, panels = figure(1, 2, 3.4)
+        for panel, name in zip(panels, MEASURES, strict=True):
+            fill_measure(panel, runs[0], name)
+        return made
+    # Only one method averages gradients, so there is nothing to compare them with.
+    return _compared(runs, [s for s in streams if s != GRADIENTS] or streams)
 
 
-def _of_one(run: Run) -> Figure:
-    made, panels = figure(1, 2, 3.4)
+def fill_measure(panel: Axes, run: RunRecord, name: str = DRIFT) -> None:
+    """Draw one of the measures of one run, a line for each stream."""
+    meaning, measure = MEASURES[name]
+    title(panel, name, meaning)
+    steps_axis(panel, [run])
     colours = stream_colours(run.streams)
-    for panel, (name, (meaning, measure)) in zip(panels, _MEASURES.items(), strict=True):
-        title(panel, name, meaning)
-        steps_axis(panel, [run])
-        curves = {stream: curve for stream in run.streams if (curve := measure(run, stream))}
-        if not curves:
-            _empty(panel, "averaged once at most")
-            continue
-        for stream, curve in curves.items():
-            plot(panel, curve, colours[stream], **dots(curve))
-        log_scale(panel, curves.values())
-        beside(panel, [Label(curve.last, s, colours[s]) for s, curve in curves.items()])
-    return made
+    curves = {stream: curve for stream in run.streams if (curve := measure(run, stream))}
+    if not curves:
+        empty(panel, "not enough averages")
+        return
+    for stream, curve in curves.items():
+        plot(panel, curve, colours[stream], **dots(curve))
+    log_scale(panel, curves.values())
+    beside(panel, [Label(curve.last, s, colours[s]) for s, curve in curves.items()])
 
 
-def _of_many(groups: Sequence[Group]) -> Figure:
-    runs = [run for group in groups for run in group.runs]
-    drifting = dict.fromkeys(s for run in runs for s in run.streams if drift(run, s))
-    # Gradients are averaged by one method only: there is nothing to compare them with.
-    streams = [stream for stream in drifting if stream != GRADIENTS] or [*drifting]
+def _compared(runs: Sequence[RunRecord], streams: Sequence[str]) -> Figure:
+    groups = grouped(runs)
     made, panels = figure(2, len(streams), 5.6)
-    for index, panel in enumerate(panels):
-        name, (meaning, measure) = list(_MEASURES.items())[index // len(streams)]
-        stream = streams[index % len(streams)]
+    places = [(name, stream) for name in MEASURES for stream in streams]
+    for panel, (name, stream) in zip(panels, places, strict=True):
+        meaning, measure = MEASURES[name]
         title(panel, stream)
-        if index % len(streams) == 0:
-            panel.set_ylabel(f"{name}\n{meaning}", fontsize=9, color=INK)
+        if stream == streams[0]:
+            panel.set_ylabel(f"{name}\n{meaning}", fontsize=TEXT_SIZE, color=INK)
         steps_axis(panel, runs)
-        everything = []
+        drawn = []
         for group in groups:
-            curves = [curve for run in group.runs if (curve := measure(run, stream))]
-            everything += curves
-            if curves:
+            if curves := [curve for run in group.runs if (curve := measure(run, stream))]:
                 by_group(panel, group, curves, **dots(curves[0]))
-        if everything:
-            log_scale(panel, everything)
+                drawn += curves
+        if drawn:
+            log_scale(panel, drawn)
         else:
-            _empty(panel, "averaged once at most")
+            empty(panel, "not enough averages")
     legend(made, groups)
     return made
-
-
-def _empty(panel: Axes, text: str) -> None:
-    panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", fontsize=9, color="#7A7A7A")
-    panel.set_yticks([])

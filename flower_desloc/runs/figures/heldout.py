@@ -1,4 +1,4 @@
-"""Held-out quality against steps, bytes and time: what a method costs for what it learns."""
+"""Held-out metrics against steps, bytes and time."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,11 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.runs.loaded import Group, Run, grouped
-from flower_desloc.runs.figures.series import Array, at, heldout, sent
+from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.figures.curves import Array, Curve, at, heldout, sent
 from flower_desloc.runs.figures.style import (
     GREY,
     INK,
+    TEXT_SIZE,
     by_group,
     dots,
     figure,
@@ -24,38 +25,41 @@ from flower_desloc.runs.figures.style import (
     steps_axis,
     title,
 )
-from flower_desloc.runs.report.time_model import DEFAULT_LINK, modelled
-from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.groups import SeedGroup, grouped
+from flower_desloc.runs.record import RunRecord
+from flower_desloc.runs.time_model import DEFAULT_LINK, modelled
 
 METRICS = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
-"""Of the held-out text or images, in the order of the rows."""
+"""The metrics drawn, in the order of the rows."""
 
-_Cost = Callable[[Run, Array], Array]
-"""What a run has cost by a step."""
+Cost = Callable[[RunRecord, Array], Array]
+"""What a run has cost after each of some steps."""
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
-def held_out(runs: Sequence[Run], link: Link = DEFAULT_LINK) -> Figure | None:
+def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure | None:
     """Draw held-out metrics against local steps, bytes sent up, and modelled wall-clock."""
     groups = grouped(runs)
     metrics = [m for m in METRICS if any(heldout(run, m) for run in runs)]
     if not metrics:
         return None
     made, panels = figure(len(metrics), 3, 2.75 * len(metrics) + 0.3, sharey="row")
-    seconds, unit = _unit(runs, link)
+    times = {run.path: _time(run, link) for run in runs}
+    longest = max(float(time.y[-1]) for time in times.values())
+    seconds, unit = next((u for u in _UNITS if longest >= 2 * u[0]), _UNITS[-1])
     for row, metric in enumerate(metrics):
         steps, sent_up, time = panels[3 * row : 3 * row + 3]
-        _fill(steps, groups, metric, lambda _, x: x)
-        _fill(sent_up, groups, metric, _spent)
-        _fill(time, groups, metric, lambda run, x: _clock(run, x, link) / seconds)
+        _draw(steps, groups, metric, lambda _, x: x)
+        _draw(sent_up, groups, metric, _bytes_sent)
+        _draw(time, groups, metric, lambda run, x: at(times[run.path], x) / seconds)
         title(steps, METRICS[metric], "against local steps")
         title(sent_up, "", "against bytes sent by all clients")
         title(time, "", "against modelled wall-clock")
         steps_axis(steps, runs)
-        _bytes(sent_up, runs)
+        _bytes_axis(sent_up, runs)
         time.set_xlim(left=0)
-        time.set_xlabel(unit, fontsize=9, color=INK)
+        time.set_xlabel(unit, fontsize=TEXT_SIZE, color=INK)
         if metric == "accuracy":
             percent_axis(steps.yaxis)
         if metric == "perplexity":
@@ -65,44 +69,41 @@ def held_out(runs: Sequence[Run], link: Link = DEFAULT_LINK) -> Figure | None:
     return made
 
 
-def _fill(panel: Axes, groups: Sequence[Group], metric: str, cost: _Cost) -> None:
+def _draw(panel: Axes, groups: Sequence[SeedGroup], metric: str, cost: Cost) -> None:
     if len(groups) == 1 and len(groups[0].runs) == 1:
         run = groups[0].runs[0]
-        if run.where == "central" and (there := heldout(run, metric, "federated")):
-            plot(panel, there.against(cost(run, there.x)), GREY, lw=1.2, ls=(0, (4, 2)))
-        if here := heldout(run, metric):
-            plot(panel, here.against(cost(run, here.x)), INK, lw=2, **dots(here))
+        if run.where == "central" and (on_clients := heldout(run, metric, "federated")):
+            on_clients = on_clients.against(cost(run, on_clients.x))
+            plot(panel, on_clients, GREY, lw=1.2, ls=(0, (4, 2)))
+        if curve := heldout(run, metric):
+            plot(panel, curve.against(cost(run, curve.x)), INK, lw=2, **dots(curve))
         return
     for group in groups:
-        runs = [run for run in group.runs if heldout(run, metric)]
-        curves = [heldout(run, metric) for run in runs]
-        if runs:
+        if runs := [run for run in group.runs if heldout(run, metric)]:
+            curves = [heldout(run, metric) for run in runs]
             by_group(panel, group, curves, partial(_mean_cost, cost, runs), **dots(curves[0]))
 
 
-def _mean_cost(cost: _Cost, runs: Sequence[Run], steps: Array) -> Array:
+def _mean_cost(cost: Cost, runs: Sequence[RunRecord], steps: Array) -> Array:
     return np.asarray(np.mean([cost(run, steps) for run in runs], axis=0))
 
 
-def _spent(run: Run, steps: Array) -> Array:
-    """Return the bytes sent up by ``steps``; NaN for none, which has no place on a log axis."""
+def _bytes_sent(run: RunRecord, steps: Array) -> Array:
+    """Return the bytes sent up by ``steps``; NaN for zero, which has no place on a log axis."""
     count = at(sent(run), steps)
     return np.where(count > 0, count, np.nan)
 
 
-def _bytes(panel: Axes, runs: Sequence[Run]) -> None:
-    panel.set_xlabel("bytes", fontsize=9, color=INK)
-    counts = np.concatenate([_spent(run, heldout(run, "loss").x) for run in runs])
+def _bytes_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
+    panel.set_xlabel("bytes", fontsize=TEXT_SIZE, color=INK)
+    counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
     counts = counts[np.isfinite(counts)]
     if counts.size:
         log_axis(panel.xaxis, counts.min(), counts.max(), lambda count, _: short_bytes(count))
 
 
-def _clock(run: Run, steps: Array, link: Link) -> Array:
+def _time(run: RunRecord, link: Link) -> Curve:
     methods = modelled(run, link)
-    return at(methods["this run"].course, steps) if methods else np.zeros(len(steps))
-
-
-def _unit(runs: Sequence[Run], link: Link) -> tuple[int, str]:
-    longest = max(m["this run"].total if (m := modelled(run, link)) else 0.0 for run in runs)
-    return next(((s, name) for s, name in _UNITS if longest >= 2 * s), _UNITS[-1])
+    if not methods:
+        return Curve(np.zeros(1), np.zeros(1))
+    return Curve(np.array(methods["this run"].steps), np.array(methods["this run"].seconds))

@@ -1,13 +1,15 @@
-"""How the figures look: one width, quiet axes, names beside the lines, colours for everybody."""
+"""The style of all figures: colours, axes, titles, and labels beside the lines."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import (
@@ -20,23 +22,24 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from flower_desloc.runs.figures.labels import Label
-from flower_desloc.runs.figures.labels import beside as labels_beside
-from flower_desloc.runs.units import bytes_text
-from flower_desloc.runs.loaded import Group, Run
-from flower_desloc.runs.figures.series import Array, Band, Curve, mean
+from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.runs.figures.curves import Array, Band, Curve, mean
+from flower_desloc.runs.groups import SeedGroup
+from flower_desloc.runs.record import RunRecord
 
 INK: Final = "#222222"
 GREY: Final = "#7A7A7A"
 FAINT: Final = "#D9D9D9"
+GRID: Final = "#EDEDED"
 ALARM: Final = "#D55E00"
+BAR: Final = "#9DB7CC"
 
 PARTS: Final = (
     "#332288", "#CC6677", "#117733", "#4477AA", "#AA4499", "#999933",
     "#44AA99", "#882255", "#B8860B", "#88CCEE", "#DDCC77", "#661100",
 )  # fmt: skip
-"""Of clients, domains and labels: Paul Tol's muted palette, told apart with any colour vision."""
+"""Colours of clients, domains and labels: Paul Tol's muted palette, for any colour vision."""
 
 _STREAMS: Final = {
     "params": "#0072B2",
@@ -49,16 +52,17 @@ _STREAMS: Final = {
 }
 
 WIDTH: Final = 10.4
-"""Of every figure, in inches: a page's."""
-_TEXT: Final = 9
-_LINE: Final = 130
-"""Characters that fit beside each other."""
-_SUBS: Final = ((1.3, (1, 2, 3, 5)), (2.6, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
-"""Below how many decades which digits have a tick."""
-NAMED: Final = 30
-"""So many rows have all their names."""
-_MANY: Final = 12
+"""Width of every figure in inches."""
+HEAD: Final = 0.66
+"""Height of a headline in inches."""
+TEXT_SIZE: Final = 9
+MAX_NAMES: Final = 30
+"""With more rows, only some have their names."""
+MAX_LINES: Final = 12
 """More lines than this cannot be told apart."""
+_LEGEND_CHARACTERS: Final = 130
+_LOG_TICKS: Final = ((1.3, (1, 2, 3, 5)), (2.6, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
+"""Below how many decades which digits have a tick."""
 
 
 def stream_colours(streams: Iterable[str]) -> dict[str, str]:
@@ -77,37 +81,51 @@ def part_colours(parts: Sequence[str]) -> dict[str, str]:
 def figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure, list[Axes]]:
     """Return an empty figure ``height`` inches high, and its panels row by row."""
     made = Figure(figsize=(WIDTH, height), facecolor="white", layout="constrained")
+    FigureCanvasAgg(made)
     made.get_layout_engine().set(w_pad=0.06, h_pad=0.09, wspace=0.03, hspace=0.06)  # type: ignore[union-attr, call-arg]
     panels = list(made.subplots(rows, columns, squeeze=False, **grid).flat)
     for panel in panels:
-        _tidy(panel)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(GREY)
+        panel.tick_params(labelsize=TEXT_SIZE, color=GREY, labelcolor=INK, length=3)
+        panel.grid(visible=True, axis="y", color=GRID, lw=0.8)
+        panel.set_axisbelow(True)
+        panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     return made, panels
 
 
+def headline(made: Figure, name: str, text: str) -> None:
+    """Write a bold line and a plain one above the panels."""
+    made.get_layout_engine().set(rect=(0, 0, 1, 1 - HEAD / made.get_figheight()))  # type: ignore[union-attr, call-arg]
+    left, inch = 0.12 / made.get_figwidth(), 1 / made.get_figheight()
+    made.text(left, 1 - 0.13 * inch, name, va="top", fontsize=14, fontweight="bold", color=INK)
+    made.text(left, 1 - 0.45 * inch, text, va="top", fontsize=TEXT_SIZE, color=GREY)
+
+
 def title(panel: Axes, name: str, meaning: str = "") -> None:
-    """Write what a panel shows above it."""
+    """Write above a panel what it shows."""
     panel.set_title(
         name, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=19 if meaning else 8
     )
     if meaning:
         panel.annotate(
-            meaning,
-            (0, 1),
-            xytext=(0, 6),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            fontsize=_TEXT - 0.5,
-            color=GREY,
-        )
+            meaning, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points",
+            fontsize=TEXT_SIZE - 0.5, color=GREY,
+        ).set_in_layout(False)  # fmt: skip
 
 
-def steps_axis(panel: Axes, runs: Sequence[Run]) -> None:
-    """Make the horizontal axis that of local steps; ticks at averages of params where they fit."""
+def empty(panel: Axes, text: str) -> None:
+    """Write into a panel why it has no data."""
+    panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", fontsize=9, color=GREY)
+    panel.set_yticks([])
+
+
+def steps_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
+    """Make the horizontal axis that of local steps, with ticks at averages of params."""
     steps = max([1, *(run.num_steps for run in runs)])
-    panel.set_xlim(0, 1.02 * steps)  # what happens at the end is seen
-    panel.set_xlabel("local steps", fontsize=_TEXT, color=INK)
-    clocks = [run.summary["config"]["periods"] for run in runs]
-    periods = [clock.get(PARAMS, clock.get(GRADIENTS)) for clock in clocks]
+    panel.set_xlim(0, 1.02 * steps)  # marks at the end are visible
+    panel.set_xlabel("local steps", fontsize=TEXT_SIZE, color=INK)
+    periods = [run.periods.get(PARAMS, run.periods.get(GRADIENTS)) for run in runs]
     period = max((period for period in periods if isinstance(period, int)), default=0)
     rounds, rest = divmod(steps, period) if period else (0, 1)
     fits = [ticks for ticks in (6, 4, 5, 3) if not rest and rounds % ticks == 0]
@@ -118,15 +136,15 @@ def steps_axis(panel: Axes, runs: Sequence[Run]) -> None:
 def log_axis(
     axis: Axis, low: float, high: float, text: Any = lambda value, _: f"{value:g}"
 ) -> None:
-    """Make an axis logarithmic from ``low`` to ``high``, with ticks that are always labelled."""
+    """Make an axis logarithmic from ``low`` to ``high``, with every tick labelled."""
     panel = axis.axes
     vertical = axis is panel.yaxis
     (panel.set_yscale if vertical else panel.set_xscale)("log")
-    # Less than a decade may hold no tick at all.
-    room = max(1.12, (3.2 / (high / low)) ** 0.5 if high / low < 3.2 else 1.12)
-    (panel.set_ylim if vertical else panel.set_xlim)(low / room, high * room)
-    decades = math.log10(high / low * room**2)
-    subs = next(s for limit, s in _SUBS if decades * (1 if vertical else 1.8) < limit)
+    # Less than half a decade may have no tick at all.
+    margin = max(1.12, (3.2 * low / high) ** 0.5)
+    (panel.set_ylim if vertical else panel.set_xlim)(low / margin, high * margin)
+    decades = math.log10(high / low * margin**2)
+    subs = next(s for limit, s in _LOG_TICKS if decades * (1 if vertical else 1.8) < limit)
     axis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
@@ -134,7 +152,7 @@ def log_axis(
 
 
 def log_scale(panel: Axes, curves: Iterable[Curve]) -> None:
-    """Make the vertical axis logarithmic, to hold the curves."""
+    """Make the vertical axis logarithmic, with limits around the curves."""
     values = np.concatenate([curve.y for curve in curves])
     values = values[np.isfinite(values) & (values > 0)]
     if values.size:
@@ -142,49 +160,63 @@ def log_scale(panel: Axes, curves: Iterable[Curve]) -> None:
 
 
 def percent_axis(axis: Axis) -> None:
-    """Label an axis of shares by percent."""
+    """Label an axis of shares in percent."""
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
 
 
 def bytes_axis(axis: Axis) -> None:
-    """Label a linear axis by units of 1000 bytes."""
+    """Label a linear axis in units of 1000 bytes."""
     axis.set_major_formatter(FuncFormatter(lambda count, _: short_bytes(count)))
 
 
 def short_bytes(count: float) -> str:
-    """Return ``count`` bytes as a tick's label."""
+    """Return ``count`` bytes as the label of a tick."""
     return bytes_text(count).replace(".0 ", " ")
 
 
+def rows_axis(panel: Axes, names: Sequence[str]) -> None:
+    """Make the vertical axis one of named rows, the first on top."""
+    every = 1 if len(names) <= MAX_NAMES else -(-len(names) // 12)
+    panel.yaxis.set_major_locator(FixedLocator(list(range(0, len(names), every))))
+    panel.set_yticklabels(names[::every])
+    panel.set_ylim(len(names) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+    panel.spines["left"].set_visible(False)
+    panel.grid(visible=False, axis="y")
+
+
+def aside(panel: Axes, row: int, text: str, colour: str = INK) -> None:
+    """Write text to the right of a row."""
+    panel.annotate(
+        text, (1.015, row), xycoords=("axes fraction", "data"), va="center", fontsize=9,
+        color=colour, annotation_clip=False,
+    )  # fmt: skip
+
+
 def plot(panel: Axes, curve: Curve, colour: str, **style: Any) -> None:
-    """Draw a curve; points as well where they are few."""
+    """Draw a curve; a single point as a dot."""
     alone = np.isfinite(curve.y).sum() == 1
     style = {"lw": 1.6, "marker": "o" if alone else None, "ms": 4, **style}
-    # A mark at the edge of the panel is seen whole.
+    # Dots at the edge of the panel are not clipped.
     panel.plot(curve.x, curve.y, color=colour, clip_on=style["marker"] is None, **style)
 
 
 def dots(curve: Curve) -> dict[str, Any]:
-    """Return the style of a curve with a mark at each point, smaller where there are many."""
+    """Return the style of a curve with a dot at each point, smaller where there are many."""
     return {"marker": "o", "ms": 4.5 - len(curve.x) / 25} if len(curve.x) < 60 else {}
 
 
-def by_client(
-    panel: Axes, curves: Mapping[str, Curve], average: str = "mean", *, named: bool = True
-) -> None:
-    """Draw a curve for each client and their mean; bands in place of many curves."""
-    if not curves:
-        return
+def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -> None:
+    """Draw a curve for each client and their mean; bands instead of many curves."""
     labels = []
-    if len(curves) > _MANY:
+    if len(curves) > MAX_LINES:
         band = Band.of([curve.thinned() for curve in curves.values()])
-        low, tenth, ninetieth, high = band.quantiles(0, 0.1, 0.9, 1)
-        panel.fill_between(band.x, low, high, color=FAINT, alpha=0.5, lw=0)
-        panel.fill_between(band.x, tenth, ninetieth, color="#9DB7CC", alpha=0.8, lw=0)
-        labels += [Label((band.x[-1], high[-1]), "highest", GREY)]
-        labels += [Label((band.x[-1], ninetieth[-1]), "90 %", "#5B7C99")]
-        labels += [Label((band.x[-1], tenth[-1]), "10 %", "#5B7C99")]
-        labels += [Label((band.x[-1], low[-1]), "lowest", GREY)]
+        edges = band.quantiles(0, 0.1, 0.9, 1)
+        panel.fill_between(band.x, edges[0], edges[3], color=FAINT, alpha=0.5, lw=0)
+        panel.fill_between(band.x, edges[1], edges[2], color=BAR, alpha=0.8, lw=0)
+        for edge, name in zip(edges, ("lowest", "10 %", "90 %", "highest"), strict=True):
+            colour = "#5B7C99" if name.endswith("%") else GREY
+            labels.append(Label((band.x[-1], edge[-1]), name, colour))
     else:
         colours = part_colours(list(curves))
         for name, curve in curves.items():
@@ -193,21 +225,21 @@ def by_client(
     if len(curves) > 1:
         middle = mean(curves.values()).thinned()
         plot(panel, middle, INK, lw=1.8)
-        labels.append(Label(middle.last, average, INK, bold=True))
+        labels.append(Label(middle.last, "mean", INK, bold=True))
     if named:
         beside(panel, labels)
 
 
 def by_group(
     panel: Axes,
-    group: Group,
+    group: SeedGroup,
     curves: Sequence[Curve],
     cost: Callable[[Array], Array] = lambda steps: steps,
     **style: Any,
 ) -> None:
-    """Draw the mean over a group's runs, and a band of one standard deviation about it.
+    """Draw the mean over a group's runs, with a band of one standard deviation.
 
-    Against local steps, or what ``cost`` makes of them.
+    The x axis is ``cost`` of the local steps.
     """
     band = Band.of([curve.thinned() for curve in curves])
     if not band.x.size:
@@ -219,15 +251,15 @@ def by_group(
         panel.fill_between(x, low, high, color=group.colour, alpha=0.18, lw=0)
 
 
-def legend(made: Figure, groups: Sequence[Group]) -> None:
+def legend(made: Figure, groups: Sequence[SeedGroup]) -> None:
     """Name the groups above the panels."""
     widths = [len(group.label) + 7 for group in groups]
-    columns = len(groups) if sum(widths) <= _LINE else max(1, _LINE // max(widths))
+    one_line = sum(widths) <= _LEGEND_CHARACTERS
     made.legend(
         handles=[Line2D([], [], color=group.colour, lw=2.2, label=group.label) for group in groups],
         loc="outside upper left",
-        ncols=columns,
-        fontsize=_TEXT,
+        ncols=len(groups) if one_line else max(1, _LEGEND_CHARACTERS // max(widths)),
+        fontsize=TEXT_SIZE,
         labelcolor=INK,
         frameon=False,
         handlelength=1.6,
@@ -235,37 +267,58 @@ def legend(made: Figure, groups: Sequence[Group]) -> None:
     )
 
 
-def rows_axis(panel: Axes, names: Sequence[str]) -> None:
-    """Make the vertical axis one of named rows, the first on top."""
-    shown = range(len(names))
-    if len(names) > NAMED:
-        shown = range(0, len(names), -(-len(names) // 12))
-    panel.yaxis.set_major_locator(FixedLocator(list(shown)))
-    panel.set_yticklabels([names[row] for row in shown])
-    panel.set_ylim(len(names) - 0.4, -0.6)
-    panel.tick_params(axis="y", length=0)
-    panel.spines["left"].set_visible(False)
-    panel.grid(visible=False, axis="y")
+@dataclass(frozen=True)
+class Label:
+    """Text beside a panel for a line that ends at ``end``, in data coordinates."""
+
+    end: tuple[float, float]
+    text: str
+    colour: str
+    bold: bool = False
 
 
 def beside(panel: Axes, labels: Sequence[Label]) -> None:
-    """Write the labels beside the panel, a line apart where they would overlap."""
-    labels_beside(panel, labels, gap=_TEXT * 1.35 / 72 / _height(panel))
+    """Write the labels beside the panel, moved apart where they would overlap."""
+    if not labels:
+        return
+    panel.set_ylim(panel.get_ylim())  # fixes the scale before it is used
+    panel.set_xlim(panel.get_xlim())
+    to_axes = panel.transData + panel.transAxes.inverted()
+    labels = sorted(labels, key=lambda label: label.end[1])
+    heights = [float(to_axes.transform(label.end)[1]) for label in labels]
+    gap = TEXT_SIZE * 1.35 / 72 / _inches(panel)
+    for label, height in zip(labels, apart(heights, gap), strict=True):
+        panel.annotate(
+            label.text, label.end, xytext=(1.04, height), textcoords="axes fraction", va="center",
+            fontsize=TEXT_SIZE, fontweight="bold" if label.bold else "normal", color=label.colour,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.6, "shrinkA": 1,
+                        "shrinkB": 2, "relpos": (0, 0.5)},
+        )  # fmt: skip
 
 
-def _height(panel: Axes) -> float:
-    """Return a panel's height in inches, before it is laid out: what its titles leave."""
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Return rising ``heights`` at least a gap apart: each crowd around its middle, above 0.
+
+    >>> apart([0.5, 0.5, 0.9], 0.25)
+    [0.375, 0.625, 0.9]
+    """
+    crowds: list[list[float]] = []
+
+    def bottom(crowd: Sequence[float]) -> float:
+        return max(0.02, sum(crowd) / len(crowd) - gap * (len(crowd) - 1) / 2)
+
+    for height in heights:
+        crowds.append([height])
+        while len(crowds) > 1 and bottom(crowds[-2]) + gap * len(crowds[-2]) > bottom(crowds[-1]):
+            crowds[-2:] = [crowds[-2] + crowds[-1]]
+    return [bottom(crowd) + gap * i for crowd in crowds for i in range(len(crowd))]
+
+
+def _inches(panel: Axes) -> float:
+    """Return about how high a panel will be: the layout is computed later."""
     made = panel.get_figure()
     assert isinstance(made, Figure)
     spec = panel.get_subplotspec()
     rows = spec.get_gridspec().nrows if spec else 1
     return max(0.5, made.get_figheight() / rows - 0.95)
-
-
-def _tidy(panel: Axes) -> None:
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.spines[["left", "bottom"]].set_color(GREY)
-    panel.tick_params(labelsize=_TEXT, color=GREY, labelcolor=INK, length=3)
-    panel.grid(visible=True, axis="y", color="#EDEDED", lw=0.8)
-    panel.set_axisbelow(True)
-    panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))

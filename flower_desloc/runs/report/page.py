@@ -1,23 +1,24 @@
-"""From runs to files: the page, in one HTML file, and its figures as PNGs."""
+"""The HTML page of a report, and its figures as PNGs."""
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flower_desloc import __version__
+from flower_desloc.flower.atomic import atomic_write
+from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.groups import grouped
+from flower_desloc.runs.record import RunRecord, find, load
 from flower_desloc.runs.report import tables
-from flower_desloc.runs.loaded import Run, find, grouped, load
 from flower_desloc.runs.report.sections import Section, sections
 from flower_desloc.runs.report.template import PAGE, STYLE
-from flower_desloc.runs.report.time_model import DEFAULT_LINK
-from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.time_model import DEFAULT_LINK
 
 _DPI = 150
 
@@ -34,61 +35,58 @@ def write_report(
     Parameters
     ----------
     paths
-        Runs' folders, or folders of runs.
+        Folders of runs, at any depth.
     output
-        The HTML file; without it ``report.html`` in the run's folder, or, for several runs, here.
+        The HTML file; by default ``report.html`` in the run's folder or, for several runs, in the
+        current one.
     link
         The link of the modelled wall-clock.
     pngs
-        Write every figure as a PNG as well, into a folder beside the page that has its name.
+        Also write every figure as a PNG, into a folder beside the page with the same name.
 
     Raises
     ------
     NoRunError
-        Where there is no run, or its files cannot be read.
+        If there is no run, or its files cannot be read.
     OSError
-        When a file cannot be written.
+        If a file cannot be written.
 
     """
     runs = [load(path) for path in find(paths)]
     default = runs[0].path if len(runs) == 1 else Path.cwd()
     page = Path(output).expanduser() if output else default / "report.html"
-    parts = sections(runs, link)
-    # The same report is the same bytes: otherwise there is chance in the ids of an SVG.
-    with mpl.rc_context({"svg.hashsalt": "flower-desloc"}):
-        text = render(runs, parts)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    partial = page.with_name(f".{page.name}-partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(page)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    parts = write_page(runs, page, link)
     if pngs:
         folder = page.with_suffix("")
         folder.mkdir(exist_ok=True)
         for part in parts:
             if part.figure is not None:
-                FigureCanvasAgg(part.figure)
                 part.figure.savefig(folder / f"{part.key}.png", dpi=_DPI)
     return page
 
 
-def render(runs: Sequence[Run], parts: Sequence[Section]) -> str:
-    """Return the page as HTML that needs nothing else."""
+def write_page(
+    runs: Sequence[RunRecord], page: Path, link: Link = DEFAULT_LINK
+) -> Sequence[Section]:
+    """Write the page; return its sections."""
+    parts = sections(runs, link)
+    # Without a salt the ids in an SVG are random: the same runs should give the same page.
+    with mpl.rc_context({"svg.hashsalt": "flower-desloc"}), atomic_write(page) as partial:
+        partial.write_text(render(runs, parts), encoding="utf-8")
+    return parts
+
+
+def render(runs: Sequence[RunRecord], parts: Sequence[Section]) -> str:
+    """Return the page as self-contained HTML."""
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(PAGE)
-    return template.render(
-        **(_head_of_one(runs[0]) if len(runs) == 1 else _head_of_many(runs)),
-        sections=[_section(part) for part in parts],
-        style=STYLE,
-        version=__version__,
-    )
+    images = {part.key: _image(part.figure) for part in parts if part.figure is not None}
+    head = _head_of_one(runs[0]) if len(runs) == 1 else _head_of_many(runs)
+    return template.render(**head, sections=parts, images=images, style=STYLE, version=__version__)
 
 
-def _head_of_one(run: Run) -> dict[str, Any]:
+def _head_of_one(run: RunRecord) -> dict[str, Any]:
     return {
         "title": run.name,
         "badge": run.status,
@@ -98,7 +96,7 @@ def _head_of_one(run: Run) -> dict[str, Any]:
     }
 
 
-def _head_of_many(runs: Sequence[Run]) -> dict[str, Any]:
+def _head_of_many(runs: Sequence[RunRecord]) -> dict[str, Any]:
     groups = grouped(runs)
     labels = ", ".join(group.label for group in groups)
     return {
@@ -110,23 +108,14 @@ def _head_of_many(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _section(part: Section) -> Mapping[str, Any]:
-    made = part.figure
-    return {
-        "key": part.key,
-        "title": part.title,
-        "caption": part.caption,
-        "tables": part.tables,
-        "small": part.small,
-        "image": _image(made) if made is not None else "",
-        "width": round(96 * made.get_figwidth()) if made is not None else 0,
-        "height": round(96 * made.get_figheight()) if made is not None else 0,
-    }
-
-
-def _image(made: Figure) -> str:
-    """Return the figure as a data URI: an SVG of its own, its ids cannot meet another's."""
+def _image(made: Figure) -> dict[str, Any]:
+    """Return the figure as a data URI, so that its ids are separate from those of the others."""
     file = io.BytesIO()
     made.savefig(file, format="svg", metadata={"Date": None})
-    made.set_layout_engine("none")  # laid out; a PNG takes it as it is
-    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+    made.set_layout_engine("none")  # a PNG keeps this layout
+    data = base64.b64encode(file.getvalue()).decode()
+    return {
+        "uri": f"data:image/svg+xml;base64,{data}",
+        "width": round(96 * made.get_figwidth()),
+        "height": round(96 * made.get_figheight()),
+    }

@@ -1,14 +1,13 @@
-"""What the report says in words and numbers: headline, comparison, events, settings."""
+"""The words and numbers of a report: headline, comparison, events, settings."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import get_args
 
 from flower_desloc.config import Config, dump
-from flower_desloc.runs.metrics import Line
-from flower_desloc.runs.units import (
+from flower_desloc.config.units import (
     bytes_text,
     duration_text,
     figures,
@@ -17,24 +16,29 @@ from flower_desloc.runs.units import (
     period_text,
 )
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.runs.loaded import Group, Run, Spread, flat, natural
-from flower_desloc.runs.figures.series import Curve, heldout_parts, measure, told
-from flower_desloc.runs.report.time_model import modelled
 from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.figures.curves import common_metric, metric_text
+from flower_desloc.runs.figures.losses import final_values
+from flower_desloc.runs.folder import Line
+from flower_desloc.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
+from flower_desloc.runs.record import RunRecord, natural, plain
+from flower_desloc.runs.time_model import modelled
 
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+_LEFT_OUT = "left out"
+_MAX_ROWS = 60
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text below a head; ``words`` are the columns that are not numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: frozenset[int] = frozenset({0})
-    marked: frozenset[int] = field(default_factory=frozenset)
-    """Rows to be seen first."""
+    words: Collection[int] = (0,)
+    marked: Collection[int] = field(default=())
+    """Rows that are highlighted."""
     title: str = ""
 
 
@@ -47,10 +51,10 @@ class Tile:
     note: str = ""
 
 
-def sentence(run: Run) -> str:
-    """Return what was run, as one says it."""
+def sentence(run: RunRecord) -> str:
+    """Return in one sentence what was run."""
     config, clients = run.summary["config"], run.summary["clients"]
-    streams = ", ".join(f"{s} {period_text(p)}" for s, p in config["periods"].items())
+    streams = ", ".join(f"{s} {period_text(p)}" for s, p in run.periods.items())
     coins = " on average" if config["coin_seed"] is not None else ""
     strategy = run.config.get("strategy", "desloc")
     by = f", Flower's own {strategy}," if strategy != "desloc" else ""
@@ -60,7 +64,7 @@ def sentence(run: Run) -> str:
     )
 
 
-def progress(run: Run) -> str:
+def progress(run: RunRecord) -> str:
     """Return how far the run came."""
     done, planned = run.num_steps, run.summary["config"]["steps"]
     steps = f"{done} steps" if done == planned else f"{done} of {planned} steps"
@@ -68,28 +72,27 @@ def progress(run: Run) -> str:
     return f"{run.status}, {steps}, {windows} window{'' if windows == 1 else 's'}"
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: RunRecord) -> list[Tile]:
     """Return the numbers of the headline."""
     summary, course = run.summary, run.summary["evaluation"].get(run.where, {})
     where = "on the server" if run.where == "central" else "on the clients"
     found = []
-    if "loss" in course:
-        first = loss_text(course["loss"]["first"])
-        found.append(
-            Tile("held-out loss", loss_text(course["loss"]["final"]), f"from {first}, {where}")
-        )
-    if "perplexity" in course:
-        first = figures(course["perplexity"]["first"])
-        found.append(Tile("perplexity", figures(course["perplexity"]["final"]), f"from {first}"))
-    accuracy = run.final("accuracy")
-    if accuracy is not None:
-        found.append(Tile("accuracy", percent_text(accuracy), where))
+    texts: dict[str, tuple[str, Callable[[float | None], str]]] = {
+        "loss": ("held-out loss", loss_text),
+        "perplexity": ("perplexity", figures),
+        "accuracy": ("accuracy", percent_text),
+    }
+    for metric, (name, text) in texts.items():
+        if metric in course:
+            note = f"from {text(course[metric]['first'])}, {where}"
+            found.append(Tile(name, text(course[metric]["final"]), note))
     up, down = (summary["bytes"]["measured"][way]["total"] for way in ("up", "down"))
     found.append(Tile("sent up", bytes_text(up), f"{bytes_text(down)} down"))
     for name, key in (("Local Adam", "local_adam"), ("DDP", "ddp")):
         if summary["ratio"][key] is not None:
-            sent, factor = summary["bytes"][key]["up"]["total"], figures(summary["ratio"][key])
-            found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{bytes_text(sent)} up"))
+            sent = bytes_text(summary["bytes"][key]["up"]["total"])
+            factor = figures(summary["ratio"][key])
+            found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "evaluation", "exchange")
@@ -98,55 +101,54 @@ def tiles(run: Run) -> list[Tile]:
     return found
 
 
-def comparison(groups: Sequence[Group], link: Link) -> Table:
-    """Return one row a group, the least loss first; those without one last."""
+def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
+    """Return one row for each group, lowest loss first; those without a loss last."""
     runs = [run for group in groups for run in group.runs]
-    accuracy = any(run.final("accuracy") is not None for run in runs)
-    perplexity = any(run.final("perplexity") is not None for run in runs)
-    head = ["", "runs", "status", "held-out loss"]
-    head += ["perplexity"] * perplexity + ["accuracy"] * accuracy
-    head += ["sent up", "Local Adam sends", "DDP sends", "modelled time", "worst domain"]
-    return Table(
-        head,
-        [_row(group, link, perplexity, accuracy) for group in by_loss(groups)],
-        frozenset({0, 1, 2, len(head) - 1}),
-    )
+    metrics = {"loss": 3} | {
+        metric: digits
+        for metric, digits in (("perplexity", 2), ("accuracy", 4))
+        if any(run.final(metric) is not None for run in runs)
+    }
+    head = ["", "runs", "status", *metrics, "sent up", "Local Adam sends", "DDP sends"]
+    head = ["held-out loss" if name == "loss" else name for name in head]
+    head += ["modelled time", "worst domain"]
+    rows = [_row(group, link, metrics) for group in by_loss(groups)]
+    return TextTable(head, rows, {0, 1, 2, len(head) - 1})
 
 
-def by_loss(groups: Iterable[Group]) -> list[Group]:
-    """Return the groups, the least final loss first; those without one last."""
+def by_loss(groups: Iterable[SeedGroup]) -> list[SeedGroup]:
+    """Return the groups, lowest final loss first; those without a loss last."""
 
-    def key(group: Group) -> tuple[bool, float]:
+    def key(group: SeedGroup) -> tuple[bool, float]:
         loss = group.final("loss").mean
         return loss is None, loss or 0.0
 
     return sorted(groups, key=key)
 
 
-def _row(group: Group, link: Link, perplexity: bool, accuracy: bool) -> list[str]:
+def _row(group: SeedGroup, link: Link, metrics: Mapping[str, int]) -> list[str]:
     runs = group.counted
     seeds = sorted({run.seed for run in group.runs})
-    named = f"{len(group.runs)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-    states = [run.status for run in group.runs]
-    status = ", ".join(
-        state if len(set(states)) == 1 else f"{states.count(state)} {state}"
-        for state in dict.fromkeys(states)
-    )
-    row = [group.label, named, status, plus_minus(group.final("loss"), 3)]
-    row += [plus_minus(group.final("perplexity"), 2)] * perplexity
-    if accuracy:
-        row.append(plus_minus(group.final("accuracy"), 4))
-    row.append(bytes_text(fmean(run.summary["bytes"]["measured"]["up"]["total"] for run in runs)))
-    for key in ("local_adam", "ddp"):
-        ratios = Spread.of(run.summary["ratio"][key] for run in runs)
-        row.append(NONE if ratios.mean is None else f"{figures(ratios.mean)} {TIMES}")
-    times = [m["this run"].total for run in runs if (m := modelled(run, link))]
-    row.append(duration_text(fmean(times)) if times else NONE)
-    return [*row, _worst(runs)]
+    states = Counter(run.status for run in group.runs)
+    ratios = [Spread.of(run.summary["ratio"][key] for run in runs) for key in ("local_adam", "ddp")]
+    seconds = [m["this run"].total for run in runs if (m := modelled(run, link))]
+    metric = common_metric(runs)
+    parts = final_values(runs, "central", metric)
+    worst = (max if metric == "loss" else min)(parts, key=parts.__getitem__) if parts else NONE
+    return [
+        group.label,
+        f"{len(group.runs)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+        ", ".join(s if len(states) == 1 else f"{count} {s}" for s, count in states.items()),
+        *(plus_minus(group.final(metric), digits) for metric, digits in metrics.items()),
+        bytes_text(fmean(run.summary["bytes"]["measured"]["up"]["total"] for run in runs)),
+        *(NONE if r.mean is None else f"{figures(r.mean)} {TIMES}" for r in ratios),
+        duration_text(fmean(seconds)) if seconds else NONE,
+        f"{worst} {metric_text(parts[worst], metric)}" if parts else NONE,
+    ]
 
 
 def plus_minus(spread: Spread, digits: int) -> str:
-    """Return mean ± standard deviation, and of how many values where some are not finite.
+    """Return mean ± standard deviation, and of how many values if some are not finite.
 
     >>> plus_minus(Spread.of([1.0, 3.0]), 2), plus_minus(Spread.of([1.0, None]), 1)
     ('2.00 ± 1.41', '1.0 (1 of 2)')
@@ -156,130 +158,98 @@ def plus_minus(spread: Spread, digits: int) -> str:
     text = f"{spread.mean:.{digits}f}"
     if spread.std is not None:
         text += f" ± {spread.std:.{digits}f}"
-    return (
-        text if spread.numbers == spread.count else f"{text} ({spread.numbers} of {spread.count})"
-    )
+    partly = spread.numbers < spread.count
+    return f"{text} ({spread.numbers} of {spread.count})" if partly else text
 
 
-def fairness(run: Run, kind: str) -> tuple[str, float, str, float] | None:
-    """Return the worst domain (or client) and its final loss or accuracy, the best and its."""
-    metric = measure([run])
-    finals = {n: c.last[1] for n, c in heldout_parts(run, metric, kind).items()}
-    if not finals:
-        return None
-    ranked = sorted(finals, key=finals.__getitem__, reverse=metric == "loss")
-    return ranked[0], finals[ranked[0]], ranked[-1], finals[ranked[-1]]
-
-
-def _worst(runs: Sequence[Run]) -> str:
-    metric = measure(runs)
-    seen: dict[str, list[Curve]] = {}
-    for run in runs:
-        for name, curve in heldout_parts(run, metric, "central").items():
-            seen.setdefault(name, []).append(curve)
-    finals = {name: fmean(c.last[1] for c in curves) for name, curves in seen.items()}
-    if not finals:
-        return NONE
-    worst = (max if metric == "loss" else min)(finals, key=finals.__getitem__)
-    return f"{worst} {told(finals[worst], metric)}"
-
-
-def times(run: Run, link: Link) -> Table | None:
-    """Return the modelled time of the run beside Local Adam's and DDP's; None without steps."""
-    methods = modelled(run, link)
-    if not methods:
-        return None
-    return Table(
-        ["", "compute", "exchange", "together", "of it exchange"],
-        [
-            [
-                name,
-                *(duration_text(s) for s in (time.compute, time.exchange, time.total)),
-                f"{100 * time.exchange / time.total:.0f} %" if time.total else NONE,
-            ]
-            for name, time in methods.items()
-        ],
-    )
-
-
-def events(run: Run) -> Table | None:
-    """Return what happened to whom, how often and in which steps."""
-    seen: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
-    for line in run.lines:
-        for client, kind, what in _events(line):
-            seen.setdefault((client, kind, what), []).append((line["start"], line["step"]))
+def times(run: RunRecord, link: Link) -> TextTable | None:
+    """Return the modelled time of the run, of Local Adam and of DDP; None without steps."""
     rows = [
-        [_steps(spans), client or "all", kind, str(len(spans)), what]
-        for (client, kind, what), spans in seen.items()
+        [
+            name,
+            *(duration_text(s) for s in (time.compute, time.communication, time.total)),
+            f"{100 * time.communication / time.total:.0f} %" if time.total else NONE,
+        ]
+        for name, time in modelled(run, link).items()
     ]
+    head = ["", "compute", "communication", "total", "share of communication"]
+    return TextTable(head, rows) if rows else None
+
+
+def events(run: RunRecord) -> TextTable | None:
+    """Return each event with its client, message, count and steps."""
+    seen: dict[tuple[str, str, str], list[Line]] = {}
+    for line in run.lines:
+        for event in _events(line):
+            seen.setdefault(event, []).append(line)
+    rows = []
+    for (client, kind, what), lines in seen.items():
+        start, stop = lines[0]["start"], lines[-1]["step"]
+        steps = f"{start} to {stop}" if stop > start else str(stop)
+        rows.append([steps, client or "all", kind, str(len(lines)), what])
     for resumed in run.summary.get("resumed", []):
         ended = resumed.get("ended") or "it had been stopped or killed"
-        rows.append([str(resumed["step"]), "server", "gone on with", "1", ended])
-    head = ["steps", "client", "event", "times", "what"]
-    return _capped(Table(head, rows, frozenset({0, 1, 2, 4})))
+        rows.append([str(resumed["step"]), "server", "resumed", "1", ended])
+    return _limited(TextTable(["steps", "client", "event", "times", "what"], rows, {0, 1, 2, 4}))
 
 
-def event_counts(run: Run) -> Table | None:
-    """Return how often which kind of event happened to each client; None where none did."""
+def event_counts(run: RunRecord) -> TextTable | None:
+    """Return the number of events by client and kind; None without events."""
     counts = Counter((client, kind) for line in run.lines for client, kind, _ in _events(line))
-    kinds = [
-        kind for kind in (*get_args(EventKind), _LEFT_OUT) if any(k == kind for _, k in counts)
-    ]
+    seen = {kind for _, kind in counts}
+    kinds = [kind for kind in (*get_args(EventKind), _LEFT_OUT) if kind in seen]
     names = sorted({client for client, _ in counts}, key=natural)
     rows = [[name or "all", *(str(counts[name, kind]) for kind in kinds)] for name in names]
-    return Table(["client", *kinds], rows) if rows else None
-
-
-_LEFT_OUT = "left out"
+    return TextTable(["client", *kinds], rows) if rows else None
 
 
 def _events(line: Line) -> list[tuple[str, str, str]]:
-    """Return client, kind and text of each; of runs that did not tell kinds, who was left out."""
+    """Return client, kind and message of each; older runs recorded only who was left out."""
     if "events" in line:
         return [(event["client"], event["kind"], event["what"]) for event in line["events"]]
     return [(client, _LEFT_OUT, reason) for client, reason in line.get("left_out", {}).items()]
 
 
-def attendance(run: Run) -> Table | None:
-    """Return who joined late, left early or was away between."""
-    windows = run.windows
-    if not windows:
+def attendance(run: RunRecord) -> TextTable | None:
+    """Return which clients joined late, left early or were absent in between.
+
+    None where the server draws the clients of each window, so that absence is normal.
+    """
+    if not run.windows or run.config.get("federation", {}).get("fraction_train", 1.0) != 1.0:
         return None
-    rows: list[list[str]] = []
-    # Where the server draws who trains, being away is nothing to tell of.
-    drawn = run.config.get("federation", {}).get("fraction_train", 1.0) != 1.0
-    for client in run.clients if not drawn else ():
-        there = [client in line["clients"] or client in line["left_out"] for line in windows]
-        if not any(there):
-            rows.append(["0", client, "never took part"])
-            continue
-        first, last = there.index(True), len(there) - 1 - there[::-1].index(True)
-        if first > 0:
-            rows.append([str(windows[first]["start"]), client, "joined"])
-        for index in range(first + 1, last + 1):
-            if there[index] != there[index - 1]:
-                step = str(windows[index]["start"])
-                rows.append([step, client, "came back" if there[index] else "left"])
-        if last < len(there) - 1:
-            rows.append([str(windows[last]["step"]), client, "left"])
+    rows = [row for client in run.clients for row in _attendance(client, run.windows)]
     rows.sort(key=lambda row: int(row[0]))
-    return _capped(Table(["after step", "client", "what"], rows, frozenset({1, 2})))
+    return _limited(TextTable(["after step", "client", "what"], rows, {1, 2}))
 
 
-def problems(runs: Sequence[Run]) -> Table | None:
-    """Return the runs that did not complete, and why, where it is known."""
+def _attendance(client: str, windows: Sequence[Line]) -> list[list[str]]:
+    present = [client in line["clients"] or client in line["left_out"] for line in windows]
+    if not any(present):
+        return [["0", client, "never took part"]]
+    first, last = present.index(True), len(present) - 1 - present[::-1].index(True)
+    rows = [[str(windows[first]["start"]), client, "joined"]] if first > 0 else []
+    for index in range(first + 1, last + 1):
+        if present[index] != present[index - 1]:
+            what = "came back" if present[index] else "left"
+            rows.append([str(windows[index]["start"]), client, what])
+    if last < len(present) - 1:
+        rows.append([str(windows[last]["step"]), client, "left"])
+    return rows
+
+
+def problems(runs: Sequence[RunRecord]) -> TextTable | None:
+    """Return the runs that did not complete, with the error if it is known."""
     rows = [
         [str(run.path), progress(run), run.summary.get("error") or NONE]
         for run in runs
         if run.status != "completed"
     ]
-    return Table(["run", "status", "error"], rows, frozenset({0, 1, 2})) if rows else None
+    return TextTable(["run", "status", "error"], rows, {0, 1, 2}) if rows else None
 
 
-def settings(run: Run) -> list[Table]:
-    """Return the settings by section; marked are those that differ from the defaults."""
-    default = flat(_plain(Config()))
-    own = flat(run.config)
+def settings(run: RunRecord) -> list[TextTable]:
+    """Return the settings by section; those that differ from the defaults are marked."""
+    default, own = flat(plain(dump(Config()))), flat(run.config)
     marked = {
         key
         for key, value in own.items()
@@ -288,36 +258,29 @@ def settings(run: Run) -> list[Table]:
     return _by_section({key: _text(value) for key, value in own.items()}, marked)
 
 
-def differences(groups: Sequence[Group]) -> tuple[Table, list[Table]]:
-    """Return the settings in which the groups differ, and by section those they share."""
+def differences(groups: Sequence[SeedGroup]) -> tuple[TextTable, list[TextTable]]:
+    """Return the settings in which the groups differ, and by section the common ones."""
     each = [flat(group.runs[0].config) for group in groups]
-    keys = [
-        k for k in dict.fromkeys(k for s in each for k in s) if k not in ("run.seed", "run.name")
-    ]
+    keys = [k for k in dict.fromkeys(k for s in each for k in s) if k not in NOT_COMPARED]
     rows = {key: [_text(settings.get(key, NONE)) for settings in each] for key in keys}
-    differ = {key: row for key, row in rows.items() if len(set(row)) > 1}
-    return (
-        Table(
-            ["setting", *(group.label for group in groups)],
-            [[key, *row] for key, row in differ.items()],
-            frozenset(range(len(groups) + 1)),
-        ),
-        _by_section({key: row[0] for key, row in rows.items() if key not in differ}, set()),
-    )
+    differ = [[key, *row] for key, row in rows.items() if len(set(row)) > 1]
+    same = {key: row[0] for key, row in rows.items() if len(set(row)) == 1}
+    head = ["setting", *(group.label for group in groups)]
+    return TextTable(head, differ, range(len(head))), _by_section(same, ())
 
 
-def provenance(run: Run) -> Table:
-    """Return where the run is, with which versions it was made, and the hash of its weights."""
+def provenance(run: RunRecord) -> TextTable:
+    """Return the run's folder, the versions it was made with, and the hash of its weights."""
     rows = [
         ["folder", str(run.path)],
         *([name, version] for name, version in run.summary.get("versions", {}).items()),
         ["weights (SHA-256)", run.summary.get("weights_sha256") or NONE],
     ]
-    return Table([], rows, frozenset({0, 1}))
+    return TextTable([], rows, {0, 1})
 
 
-def provenances(runs: Sequence[Run]) -> Table:
-    """Return the same of several runs."""
+def provenances(runs: Sequence[RunRecord]) -> TextTable:
+    """Return the same for several runs."""
     rows = [
         [
             str(run.path),
@@ -327,51 +290,34 @@ def provenances(runs: Sequence[Run]) -> Table:
         ]
         for run in runs
     ]
-    return Table(["folder", "seed", "versions", "weights (SHA-256)"], rows, frozenset({0, 2, 3}))
+    return TextTable(["folder", "seed", "versions", "weights (SHA-256)"], rows, {0, 2, 3})
 
 
-def _by_section(settings: Mapping[str, str], marked: Container[str]) -> list[Table]:
+def _by_section(settings: Mapping[str, str], marked: Collection[str]) -> list[TextTable]:
     sections: dict[str, list[str]] = {}
     for key in settings:
         section, dot, _ = key.partition(".")
         sections.setdefault(section if dot else "", []).append(key)
     return [
-        Table(
+        TextTable(
             [],
             [[key.removeprefix(f"{section}."), settings[key]] for key in keys],
-            frozenset({0, 1}),
-            frozenset(row for row, key in enumerate(keys) if key in marked),
+            {0, 1},
+            {row for row, key in enumerate(keys) if key in marked},
             title=section or "task and clock",
         )
         for section, keys in sorted(sections.items(), key=lambda item: item[0] == "")
     ]
 
 
-_MOST_ROWS = 60
-
-
-def _capped(table: Table) -> Table | None:
+def _limited(table: TextTable) -> TextTable | None:
     if not table.rows:
         return None
-    more = len(table.rows) - _MOST_ROWS
+    more = len(table.rows) - _MAX_ROWS
     if more <= 0:
         return table
-    rest = ["" for _ in table.head]
-    rest[-1] = f"and {more} more, in metrics.jsonl"
-    return Table(table.head, [*table.rows[:_MOST_ROWS], rest], table.words)
-
-
-def _steps(spans: Sequence[tuple[int, int]]) -> str:
-    start, stop = spans[0][0], spans[-1][1]
-    return f"{start} to {stop}" if stop > start else str(stop)
-
-
-def _plain(config: Config) -> Mapping[str, object]:
-    from omegaconf import OmegaConf
-
-    plain = OmegaConf.to_container(OmegaConf.create(dump(config)))
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    rest = [*("" for _ in table.head[1:]), f"and {more} more, in metrics.jsonl"]
+    return TextTable(table.head, [*table.rows[:_MAX_ROWS], rest], table.words)
 
 
 def _text(value: object) -> str:

@@ -1,6 +1,6 @@
-"""The page, as a Jinja template: one file, no network, for the screen and for paper.
+"""The page as a Jinja template, for the screen and for printing.
 
-In Python source, because that is what a Flower app's bundle takes along.
+It is Python source because the bundle of a Flower app includes only that.
 """
 
 PAGE = """\
@@ -52,15 +52,16 @@ PAGE = """\
 {% for section in sections %}
 <section id="{{ section.key }}">
 <h2>{{ section.title }}</h2>
-{% if section.image %}
+{% if section.key in images %}
+{% set image = images[section.key] %}
 <figure>
-<img src="{{ section.image }}" alt="{{ section.title }}: {{ section.caption }}" \
-width="{{ section.width }}" height="{{ section.height }}">
+<img src="{{ image.uri }}" alt="{{ section.title }}: {{ section.caption }}" \
+width="{{ image.width }}" height="{{ image.height }}">
 <figcaption>{{ section.caption }}</figcaption>
 </figure>
 {% elif section.caption %}<p class="caption">{{ section.caption }}</p>
 {% endif %}
-{% for table in section.tables %}{{ show(table) }}{% endfor %}
+{% for table in section.tables if table %}{{ show(table) }}{% endfor %}
 {% if section.small %}
 <div class="columns">
 {% for table in section.small %}{{ show(table) }}{% endfor %}

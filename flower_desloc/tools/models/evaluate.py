@@ -131,7 +131,7 @@ def evaluate(
 
 def to_json(scores: Mapping[str, TaskScore], source: str) -> str:
     """Return the scores as JSON, with the model's name and the versions of the libraries."""
-    from flower_desloc.runs.versions import versions
+    from flower_desloc.runs.summary import versions
 
     with_what = versions() | {"lm_eval": require_lm_eval().__version__}
     tasks = {name: asdict(score) for name, score in scores.items()}

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from flower_desloc.runs.folder import readable
+from flower_desloc.runs.folder import make_readable
 from flower_desloc.tools.models.card import card, is_card
 from flower_desloc.tools.models.model import TrainedModel
 
@@ -30,7 +30,7 @@ def export(source: Path, folder: Path | None = None, *, overwrite: bool = False)
         if summary["steps"] == 0:
             raise ValueError(f"{source}: has not completed a window; there is nothing to export")
         (partial / "README.md").write_text(card(config, summary), encoding="utf-8")
-        readable(partial)
+        make_readable(partial)
         if others := sorted(former_files - {path.name for path in partial.iterdir()}):
             raise ValueError(
                 f"{folder}: holds {', '.join(others)}, which this export does not write; remove "

@@ -15,10 +15,10 @@ import torch
 from flower_desloc.config import Config, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, digest
-from flower_desloc.flower.checkpoint import Checkpoint
+from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 from flower_desloc.runs import RunFolder
-from flower_desloc.runs.metrics import read_lines
-from flower_desloc.runs.resume import completed, last_checkpoint
+from flower_desloc.runs.folder import read_lines
+from flower_desloc.runs.resume import completed
 from flower_desloc.runs.summary import build
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.initial import is_pretrained
@@ -43,7 +43,8 @@ class TrainedModel:
         folder = RunFolder(path.expanduser().resolve())
         if completed(folder) and folder.final.is_dir():
             return cls(folder, None)
-        return cls(*last_checkpoint(path.expanduser()))
+        file = last_checkpoint(path.expanduser())
+        return cls(RunFolder(file.parent.parent), file)
 
     def write(self, folder: Path) -> None:
         """Write the model into an existing folder, as the run itself does."""

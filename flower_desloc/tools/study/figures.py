@@ -13,25 +13,26 @@ from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from flower_desloc.runs.figures.labels import Label
-from flower_desloc.runs.figures.series import Array, Band, Curve, at, heldout, sent
+from flower_desloc.runs.figures.curves import Array, Band, Curve, at, heldout, sent
 from flower_desloc.runs.figures.style import (
     GREY,
+    HEAD,
     INK,
     PARTS,
+    Label,
     beside,
     bytes_axis,
     figure,
+    headline,
     log_axis,
     rows_axis,
     short_bytes,
     title,
 )
-from flower_desloc.runs.report import Run, load
+from flower_desloc.runs.record import RunRecord, load
 from flower_desloc.tools.study.grid import ScoreSpec
 from flower_desloc.tools.study.results import CellResult
 
@@ -110,24 +111,14 @@ class _Layout:
         columns = min(3, len(panels)) if len(panels) != 4 else 2
         lines = math.ceil(len(panels) / columns)
         width = max(7.2, 0.3 + columns * (3.7 + 0.075 * max(map(len, self.styles))))
-        head = 0.66
-        made, axes = figure(lines, columns, head + lines * (height + 0.8))
+        made, axes = figure(lines, columns, HEAD + lines * (height + 0.8))
         made.set_figwidth(width)
-        made.get_layout_engine().set(rect=(0, 0, 1, 1 - head / made.get_figheight()))  # type: ignore[union-attr, call-arg]
-        FigureCanvasAgg(made)
-        _write(made, 0.13, self.results[0].study.name, fontsize=14, fontweight="bold", color=INK)
-        _write(made, 0.45, what, fontsize=_TEXT, color=GREY)
+        headline(made, self.results[0].study.name, what)
         for panel in axes[len(panels) :]:
             panel.set_visible(False)
         for panel, panel_name in zip(axes, panels, strict=False):
             title(panel, panel_name)
         return made, list(zip(axes, panels.values(), strict=False))
-
-
-def _write(made: Figure, down: float, text: str, **style: Any) -> None:
-    """Write a line into the figure's head, ``down`` inches below the top."""
-    place = (0.12 / made.get_figwidth(), 1 - down / made.get_figheight())
-    made.text(*place, text, va="top", **style)
 
 
 def _scores(layout: _Layout) -> Figure:
@@ -248,7 +239,7 @@ def _band(cell: CellResult, against: str) -> tuple[Array, Array, Array] | None:
     return x, band.mean().y, band.std()
 
 
-def _loss(run: Run, score: ScoreSpec) -> Curve:
+def _loss(run: RunRecord, score: ScoreSpec) -> Curve:
     """Return a run's loss by step, from the first window on."""
     if score.where == "train":
         return Curve.of((line["step"], line["train_loss"]) for line in run.windows)

@@ -1,4 +1,4 @@
-"""From the lines of a run to curves: what every figure draws, as plain arrays."""
+"""Curves from the lines of a run: the data of every figure, as plain arrays."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_desloc.runs.metrics import Line
-from flower_desloc.runs.units import loss_text, percent_text
-from flower_desloc.runs.loaded import Run
+from flower_desloc.config.units import loss_text, percent_text
+from flower_desloc.runs.folder import Line
+from flower_desloc.runs.record import RunRecord
 
 Array = NDArray[np.float64]
 
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values against local steps, or against what else ``x`` counts; NaN where not finite."""
+    """Values against local steps or another quantity; NaN where not finite."""
 
     x: Array
     y: Array
@@ -38,7 +38,7 @@ class Curve:
 
     @property
     def last(self) -> tuple[float, float]:
-        """The last point that is finite."""
+        """The last finite point."""
         index = np.flatnonzero(np.isfinite(self.y))[-1]
         return float(self.x[index]), float(self.y[index])
 
@@ -47,13 +47,16 @@ class Curve:
         return Curve(x, self.y)
 
     def thinned(self) -> "Curve":
-        """Return the curve by means of blocks, where it has more points than one can see."""
-        size = -(-len(self.x) // _MOST_POINTS)
+        """Return the means of blocks, if the curve has more points than can be seen."""
+        size = -(-len(self.x) // _MAX_POINTS)
         if size <= 1:
             return self
         ends = range(0, len(self.x), size)
         blocks = [(self.x[i : i + size], self.y[i : i + size]) for i in ends]
-        return Curve.of([(float(x.mean()), _mean(y)) for x, y in blocks])
+        return Curve.of(
+            (float(x.mean()), float(np.nanmean(y)) if np.isfinite(y).any() else None)
+            for x, y in blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -71,30 +74,28 @@ class Band:
         rows = np.full((len(curves), len(x)), np.nan)
         for row, curve in zip(rows, curves, strict=True):
             row[np.searchsorted(x, curve.x)] = curve.y
-        there = np.isfinite(rows).any(axis=0)
-        return cls(x[there], rows[:, there])
+        some = np.isfinite(rows).any(axis=0)
+        return cls(x[some], rows[:, some])
 
     def between(self) -> "Band":
-        """Return the steps that all curves span, with straight lines between their own points.
+        """Return the steps that all curves span, interpolated linearly.
 
-        With coins no two seeds are evaluated after the same steps.
+        With coins, no two seeds are evaluated after the same steps.
         """
         own = [np.isfinite(row) for row in self.rows]
-        begin = max((self.x[there][0] for there in own), default=0.0)
-        end = min((self.x[there][-1] for there in own), default=0.0)
+        begin = max((self.x[some][0] for some in own), default=0.0)
+        end = min((self.x[some][-1] for some in own), default=0.0)
         x = self.x[(self.x >= begin) & (self.x <= end)]
-        rows = [
-            np.interp(x, self.x[there], row[there])
-            for row, there in zip(self.rows, own, strict=True)
-        ]
+        pairs = zip(self.rows, own, strict=True)
+        rows = [np.interp(x, self.x[some], row[some]) for row, some in pairs]
         return Band(x, np.array(rows).reshape(len(rows), len(x)))
 
     def mean(self) -> Curve:
         """Return the mean over the curves that have a value."""
-        return Curve(self.x, np.nanmean(self.rows, axis=0)) if self.x.size else _NOTHING
+        return Curve(self.x, np.nanmean(self.rows, axis=0) if self.x.size else np.empty(0))
 
     def std(self) -> Array:
-        """Return the sample standard deviation at each step; 0 where there is one value."""
+        """Return the sample standard deviation at each step; 0 for a single value."""
         count = np.isfinite(self.rows).sum(axis=0)
         squares = np.nansum((self.rows - np.nanmean(self.rows, axis=0)) ** 2, axis=0)
         return np.asarray(np.sqrt(squares / np.maximum(count - 1, 1)))
@@ -104,16 +105,13 @@ class Band:
         return [np.asarray(q) for q in np.nanquantile(self.rows, shares, axis=0)]
 
 
-_NOTHING = Curve(np.empty(0), np.empty(0))
-
-
 def mean(curves: Iterable[Curve]) -> Curve:
     """Return the mean of the curves at each step that any of them has."""
     return Band.of(list(curves)).mean()
 
 
-def evaluations(run: Run, where: str) -> list[tuple[Line, Mapping[str, Any]]]:
-    """Return the lines with an evaluation, and the evaluation."""
+def evaluations(run: RunRecord, where: str) -> list[tuple[Line, Mapping[str, Any]]]:
+    """Return the lines with an evaluation, each with the evaluation."""
     return [
         (line, line["evaluation"][where])
         for line in run.lines
@@ -121,42 +119,36 @@ def evaluations(run: Run, where: str) -> list[tuple[Line, Mapping[str, Any]]]:
     ]
 
 
-def heldout(run: Run, metric: str, where: str | None = None) -> Curve:
-    """Return a held-out metric of the averaged model, by step."""
+def heldout(run: RunRecord, metric: str, where: str | None = None) -> Curve:
+    """Return a held-out metric of the averaged model by step."""
     return Curve.of(
         (line["step"], evaluation["overall"].get(metric))
         for line, evaluation in evaluations(run, where or run.where)
     )
 
 
-def heldout_parts(run: Run, metric: str, where: str) -> dict[str, Curve]:
-    """Return the same by domain (``central``) or client (``federated``)."""
-    seen = evaluations(run, where)
-    names = dict.fromkeys(name for _, evaluation in seen for name in evaluation["parts"])
-    curves = {
-        name: Curve.of(
-            (line["step"], evaluation["parts"][name].get(metric))
-            for line, evaluation in seen
-            if name in evaluation["parts"]
-        )
-        for name in names
-    }
-    return {name: curve for name, curve in curves.items() if curve}
+def heldout_parts(run: RunRecord, metric: str, where: str) -> dict[str, Curve]:
+    """Return the same for each domain (``central``) or client (``federated``)."""
+    points: dict[str, list[tuple[float, float | None]]] = {}
+    for line, evaluation in evaluations(run, where):
+        for name, metrics in evaluation["parts"].items():
+            points.setdefault(name, []).append((line["step"], metrics.get(metric)))
+    return {name: curve for name, each in points.items() if (curve := Curve.of(each))}
 
 
-def measure(runs: Sequence[Run]) -> str:
-    """Return by what clients and domains are compared: ``accuracy`` where there is one."""
+def common_metric(runs: Sequence[RunRecord]) -> str:
+    """Return what clients and domains are compared by: ``accuracy`` if all runs have it."""
     accuracies = [run.final("accuracy") is not None for run in runs]
     return "accuracy" if accuracies and all(accuracies) else "loss"
 
 
-def told(value: float, metric: str) -> str:
+def metric_text(value: float, metric: str) -> str:
     """Return a metric's value as text."""
     return percent_text(value) if metric == "accuracy" else loss_text(value)
 
 
-def by_step(run: Run, what: str) -> dict[str, Curve]:
-    """Return what each client reported of every step: ``losses``, ``grad_norms``, ..."""
+def by_step(run: RunRecord, what: str) -> dict[str, Curve]:
+    """Return what each client reported for every step: ``losses``, ``grad_norms``, ..."""
     points: dict[str, list[tuple[float, float | None]]] = {}
     for line in run.windows:
         for name, client in line["clients"].items():
@@ -164,8 +156,8 @@ def by_step(run: Run, what: str) -> dict[str, Curve]:
     return {name: curve for name in run.clients if (curve := Curve.of(points.get(name, ())))}
 
 
-def by_window(run: Run, what: str) -> dict[str, Curve]:
-    """Return what each client reported of every window: ``update_norm``, ``param_norm``."""
+def by_window(run: RunRecord, what: str) -> dict[str, Curve]:
+    """Return what each client reported for every window: ``update_norm``, ``param_norm``."""
     points: dict[str, list[tuple[float, float | None]]] = {}
     for line in run.windows:
         for name, client in line["clients"].items():
@@ -173,37 +165,28 @@ def by_window(run: Run, what: str) -> dict[str, Curve]:
     return {name: curve for name in run.clients if (curve := Curve.of(points.get(name, ())))}
 
 
-def drift(run: Run, stream: str) -> Curve:
+def drift(run: RunRecord, stream: str) -> Curve:
     """Return a stream's relative drift at each of its averages: spread / norm.
 
     The spread is the root mean square over clients of the distance to their mean.
     """
-    return Curve.of(
-        (line["step"], _ratio(drift["spread"], drift["norm"]))
-        for line in run.windows
-        if (drift := line.get("drift", {}).get(stream))
-    )
+    return Curve.of((step, _ratio(d["spread"], d["norm"])) for step, d in _drifts(run, stream))
 
 
-def rate_of_change(run: Run, stream: str) -> Curve:
+def rate_of_change(run: RunRecord, stream: str) -> Curve:
     """Return a stream's relative rate of change, |mean - last mean| / |last mean|.
 
     The paper's measure (section 4.1), from the second average on: before the first, states are
     zero.
     """
-    seen = [
-        (line["step"], drift)
-        for line in run.windows
-        if (drift := line.get("drift", {}).get(stream))
-    ]
     return Curve.of(
         (step, _ratio(after["moved"], before["norm"]))
-        for (_, before), (step, after) in pairwise(seen)
+        for (_, before), (step, after) in pairwise(_drifts(run, stream))
     )
 
 
-def sent(run: Run) -> Curve:
-    """Return the bytes all clients together have sent up, by step."""
+def sent(run: RunRecord) -> Curve:
+    """Return the bytes that all clients together have sent up, by step."""
     up = [sum(line["bytes_up"].values()) for line in run.lines]
     return Curve.of(zip([line["step"] for line in run.lines], np.cumsum(up), strict=True))
 
@@ -214,10 +197,13 @@ def at(curve: Curve, steps: Array) -> Array:
     return curve.y[np.maximum(index, 0)] if curve.x.size else np.zeros(len(steps))
 
 
+def _drifts(run: RunRecord, stream: str) -> list[tuple[int, Mapping[str, Any]]]:
+    return [
+        (line["step"], line["drift"][stream])
+        for line in run.windows
+        if line.get("drift", {}).get(stream)
+    ]
+
+
 def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above and below else None  # zero has no logarithm
-
-
-def _mean(values: Array) -> float | None:
-    numbers = values[np.isfinite(values)]
-    return float(numbers.mean()) if numbers.size else None

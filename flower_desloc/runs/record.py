@@ -1,0 +1,212 @@
+"""The record of a run: its configuration, windows and summary, read from its folder."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flower_desloc.config import ConfigError, parse
+from flower_desloc.core.schedule import PARAMS, SyncSchedule
+from flower_desloc.core.traffic import Uploads
+from flower_desloc.flower.observer import Plan
+from flower_desloc.runs.folder import Line, RunFolder, read_lines
+from flower_desloc.runs.summary import build
+from flower_desloc.setup.build import build_schedule
+
+
+class NoRunError(ValueError):
+    """A path without a run, or a run whose files cannot be read."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that figures, report and terminal show of a run."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """``config.yaml``, as plain values."""
+    lines: Sequence[Line]
+    """``metrics.jsonl``."""
+    summary: Mapping[str, Any]
+    """``summary.json``; of an unfinished run, its summary up to the last complete line."""
+
+    @property
+    def name(self) -> str:
+        """The run's name; two runs may have the same."""
+        return str(self.summary["config"]["name"])
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.summary["config"]["seed"])
+
+    @property
+    def status(self) -> str:
+        """``completed``, ``failed``, or ``unfinished``: still running, or killed."""
+        return str(self.summary["status"])
+
+    @property
+    def task(self) -> str:
+        """The task."""
+        return str(self.summary["config"]["task"])
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps completed."""
+        return int(self.summary["steps"])
+
+    @property
+    def periods(self) -> Mapping[str, Any]:
+        """The sync period of each stream."""
+        periods: Mapping[str, Any] = self.summary["config"]["periods"]
+        return periods
+
+    @cached_property
+    def windows(self) -> list[Line]:
+        """The lines of training; round 0 is before it."""
+        return [line for line in self.lines if line["round"] > 0]
+
+    @cached_property
+    def streams(self) -> list[str]:
+        """Every stream, also those never sent, in the order of the configuration."""
+        seen = (stream for line in self.lines for stream in line["streams"])
+        return list(dict.fromkeys([*self.periods, *seen]))
+
+    @cached_property
+    def clients(self) -> list[str]:
+        """Every client that took part in a window or was left out of one, in natural order."""
+        seen = {name for line in self.windows for name in (*line["clients"], *line["left_out"])}
+        return sorted(seen | set(self.client_data), key=natural)
+
+    @property
+    def client_data(self) -> Mapping[str, Mapping[str, int]]:
+        """Client -> domain or label -> size, for the clients that reported it."""
+        data: Mapping[str, Mapping[str, int]] = self.summary.get("client_data") or {}
+        return {name: data[name] for name in sorted(data, key=natural)}
+
+    @cached_property
+    def where(self) -> str:
+        """Where the averaged model was evaluated: ``central``, else ``federated``."""
+        places = {where for line in self.lines for where in line.get("evaluation", {})}
+        return "federated" if places == {"federated"} else "central"
+
+    def final(self, metric: str) -> float | None:
+        """Return a held-out metric of the last evaluation; None without one, or not finite."""
+        for line in reversed(self.lines):
+            if self.where in line.get("evaluation", {}):
+                value = line["evaluation"][self.where]["overall"].get(metric)
+                return None if value is None else float(value)
+        return None
+
+    def uploads(self) -> Uploads:
+        """Return a counter of what other methods would have sent in the same windows."""
+        config, sizes = self.summary["config"], self.summary["stream_bytes"]
+        once_at = frozenset(config.get("once_at", ()))
+        schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at)
+        return Uploads(schedule, sizes, self.summary.get("wire_bytes", sizes), config["steps"])
+
+
+def find(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the folders of the runs at and below ``paths``, each once, in natural order.
+
+    Raises :class:`NoRunError` for a path without a run.
+    """
+    found: dict[Path, None] = {}
+    for given in paths:
+        path = Path(given).expanduser().resolve()
+        if not path.exists():
+            raise NoRunError(f"{given}: no such folder; name a run's folder, or a folder of runs")
+        config = RunFolder(path).config
+        runs = [path] if config.is_file() else {file.parent for file in path.rglob(config.name)}
+        if not runs:
+            raise NoRunError(
+                f"{given}: neither a run's folder (it has no config.yaml) nor a folder of runs"
+            )
+        found |= dict.fromkeys(sorted(runs, key=lambda run: natural(str(run))))
+    return list(found)
+
+
+def load(path: Path) -> RunRecord:
+    """Return the record of a run, finished or not.
+
+    Raises :class:`NoRunError`, naming the file, when one of its files cannot be read.
+    """
+    folder = RunFolder(path)
+    text = _text(folder.config)
+    try:
+        config = plain(text)
+    except (OmegaConfBaseException, YAMLError, TypeError) as error:
+        raise NoRunError(f"{folder.config}: not a configuration: {error}") from error
+    try:
+        lines = list(read_lines(folder.metrics))
+    except (OSError, ValueError) as error:
+        raise NoRunError(f"{folder.metrics}: not one JSON object a line: {error}") from error
+    summary = _summary(folder) if folder.summary.exists() else _unfinished(folder, text, lines)
+    return RunRecord(path, config, lines, summary)
+
+
+def plain(text: str) -> dict[str, Any]:
+    """Return a configuration's YAML as plain values.
+
+    Raises ``TypeError`` when it is not a mapping.
+    """
+    config = OmegaConf.to_container(OmegaConf.create(text))
+    if not isinstance(config, dict):
+        raise TypeError(f"expected a mapping, got a {type(config).__name__}")
+    return {str(key): value for key, value in config.items()}
+
+
+def natural(text: str) -> list[Any]:
+    """Return a sort key that compares numbers in names by value.
+
+    >>> sorted(["client-10", "client-9"], key=natural)
+    ['client-9', 'client-10']
+    """
+    parts = re.split(r"(\d+)", text)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NoRunError(f"{path}: cannot be read: {error}") from error
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    try:
+        summary = json.loads(_text(folder.summary))
+    except ValueError as error:
+        raise NoRunError(f"{folder.summary}: not JSON: {error}") from error
+    if not isinstance(summary, dict) or not {"status", "config", "bytes"} <= summary.keys():
+        raise NoRunError(f"{folder.summary}: not the summary of a run")
+    return summary
+
+
+def _unfinished(folder: RunFolder, text: str, lines: Sequence[Line]) -> dict[str, Any]:
+    try:
+        config = parse(text)
+    except ConfigError as error:
+        raise NoRunError(f"{folder.config}: {error}") from error
+    sizes = _stream_sizes(lines)
+    plan = Plan(num_steps=config.run.steps, num_windows=0, stream_bytes=sizes, clients={})
+    schedule = build_schedule(config)
+    return build(lines, config=config, schedule=schedule, plan=plan, status="unfinished")
+
+
+def _stream_sizes(lines: Iterable[Line]) -> dict[str, int]:
+    """Return the size of each stream that was sent."""
+    sizes: dict[str, int] = {}
+    for line in lines:
+        for stream, count in line["bytes_up"].items():
+            # Bytes of clients that were left out are counted too, so the smallest quotient is it.
+            size = count // max(1, len(line["clients"]))
+            sizes[stream] = min(size, sizes.get(stream, size))
+    return {PARAMS: sizes.get("gradients", 0), **sizes}

@@ -1,0 +1,268 @@
+"""A run in the terminal: a progress bar on a terminal, one line per window everywhere else.
+
+Most users see the lines: under Flower the output of the server app goes to a log.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from flower_desloc.config import Config
+from flower_desloc.config.units import (
+    bytes_text,
+    duration_text,
+    figures,
+    loss_text,
+    percent_text,
+    period_text,
+)
+from flower_desloc.core.formats import EXACT
+from flower_desloc.core.schedule import SyncSchedule
+from flower_desloc.core.traffic import Uploads
+from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
+from flower_desloc.runs.folder import Line
+from flower_desloc.runs.record import RunRecord
+
+_MAX_WINDOW_LINES = 200
+_MAX_NAMED_CLIENTS = 16
+
+
+class TerminalView:
+    """View that prints to ``stream``, by default the standard output."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: SyncSchedule,
+        folder: Path,
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._schedule = schedule
+        self._folder = folder
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._bar: Progress | None = None
+
+    def started(self, plan: Plan) -> None:
+        """Print what will run, and show the progress bar if there can be one."""
+        self._plan = plan
+        wire = plan.wire_bytes or plan.stream_bytes
+        self._uploads = Uploads(self._schedule, plan.stream_bytes, wire, plan.num_steps)
+        self._sent_up = 0
+        self._begin = self._clock()
+        self._steps, self._seconds = 0, 0.0  # of the windows so far
+        for text in self._opening():
+            self._print(text)
+        if _is_terminal(self._stream):
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed}/{task.total}  {task.fields[state]}", markup=False),
+                console=Console(file=self._stream),
+                refresh_per_second=4,
+            )
+            self._bar.add_task(self._config.run.name, total=plan.num_steps, state="")
+            self._bar.start()
+
+    def joined(self, client: str, about: Mapping[str, str]) -> None:
+        """Print who joined."""
+        self._print(f"joined: {client}{_about(about)}")
+
+    def replay(self, line: Line) -> None:
+        """Count a window that was printed before the run was resumed."""
+        self._sent_up += sum(line["bytes_up"].values())
+        if line["round"] > 0:
+            self._uploads.add(line["start"], line["step"], len(line["clients"]))
+            self._steps += line["step"] - line["start"]
+            self._seconds += line["seconds"]
+
+    def window(self, line: Line) -> None:
+        """Print the window, the clients left out of it, and its evaluation."""
+        self.replay(line)
+        step = f"step {line['step']:{len(str(self._plan.num_steps))}}/{self._plan.num_steps}"
+        for client, reason in line["left_out"].items():
+            one_line = " ".join(reason.split())  # a client's error may contain its traceback
+            self._print(f"{step}  left out: {client}: {one_line}")
+        loss, left = loss_text(line["train_loss"]), self._times(line["step"])
+        if self._bar:
+            state = f"loss {loss}  up {self._traffic()}  {left}"
+            self._bar.update(self._bar.task_ids[0], completed=line["step"], state=state)
+        # Data parallelism has a window per step, too many to print.
+        elif line["round"] and line["round"] % -(-self._plan.num_windows // _MAX_WINDOW_LINES) == 0:
+            number = f"{line['round']:{len(str(self._plan.num_windows))}}/{self._plan.num_windows}"
+            synced = f"{' '.join(line['streams']):{len(' '.join(self._schedule.periods))}}"
+            self._print(
+                f"{step}  window {number}  synced {synced}  loss {loss:>6}"
+                f"  up {self._traffic()}  {left}"
+            )
+        if held_out := _held_out(line.get("evaluation", {})):
+            self._print(f"{step}  held-out loss {held_out}")
+
+    def finish(self, record: RunRecord) -> None:
+        """Remove the progress bar and print the closing table."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+        self._print("\n" + closing(record.summary, self._folder))
+
+    def _opening(self) -> Iterator[str]:
+        plan, run = self._plan, self._config.run
+        periods = ", ".join(f"{s} {period_text(p)}" for s, p in self._schedule.periods.items())
+        average = "" if self._schedule.coin_seed is None else " on average, by coin"
+        sizes = ", ".join(f"{s} {bytes_text(size)}" for s, size in plan.stream_bytes.items())
+        yield (
+            f"run {run.name}: {plan.num_steps} steps in {plan.num_windows} windows, "
+            f"{len(plan.clients)} clients, {self._config.optimizer.name}"
+        )
+        yield f"averaged: {periods} steps{average}"
+        yield f"size: {sizes}"
+        if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
+            sizes = ", ".join(f"{s} {f} {bytes_text(plan.wire_bytes[s])}" for s, f in wire.items())
+            yield f"compressed: {sizes}"
+        for client, about in [*plan.clients.items()][:_MAX_NAMED_CLIENTS]:
+            yield f"client {client}{_about(about)}"
+        if len(plan.clients) > _MAX_NAMED_CLIENTS:
+            yield f"and {len(plan.clients) - _MAX_NAMED_CLIENTS} more clients"
+        yield f"folder: {self._folder}"
+
+    def _traffic(self) -> str:
+        others = {"Local Adam": sum(self._uploads.local_adam.values()), "DDP": self._uploads.ddp}
+        listed = ", ".join(f"{name} {bytes_text(count)}" for name, count in others.items() if count)
+        return f"{bytes_text(self._sent_up):>7} ({listed})"
+
+    def _times(self, step: int) -> str:
+        elapsed = duration_text(self._clock() - self._begin)
+        if not self._steps:
+            return elapsed
+        left = self._seconds / self._steps * (self._plan.num_steps - step)
+        return f"{elapsed}, {duration_text(left)} left"
+
+    def _print(self, text: str) -> None:
+        if self._bar:
+            # Names and reasons come from clients and may contain rich's [markup].
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._stream.write(text + "\n")  # in one call, as others write to the same log
+            self._stream.flush()
+
+
+def closing(summary: Mapping[str, Any], folder: Path) -> str:
+    """Return what is printed at the end of a run: bytes by stream, results, and the folder."""
+    counts = summary["bytes"]
+    columns = {
+        "sent up": counts["measured"]["up"],
+        "by formula": counts["analytic"]["up"],
+        "Local Adam": counts["local_adam"]["up"],
+    }
+    if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
+        del columns["Local Adam"]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("stream")
+    for heading in ("averaged", "times", *columns):
+        table.add_column(heading, justify="right")
+    for stream, period in summary["config"]["periods"].items():
+        sent = (bytes_text(column.get(stream, 0)) for column in columns.values())
+        table.add_row(stream, period_text(period), str(summary["syncs"][stream]), *sent)
+    table.add_row("total", "", "", *(bytes_text(column["total"]) for column in columns.values()))
+    page = StringIO()
+    Console(file=page, width=100, color_system=None, force_terminal=False).print(table)
+    return "\n".join([page.getvalue().rstrip(), *_results(summary), f"folder: {folder}"])
+
+
+def _results(summary: Mapping[str, Any]) -> Iterator[str]:
+    counts, ratio = summary["bytes"], summary["ratio"]
+    others = [
+        f"{name} {bytes_text(counts[method]['up']['total'])}, "
+        f"{figures(ratio[method])} times as much"
+        for method, name in (("local_adam", "Local Adam"), ("ddp", "DDP"))
+        if ratio[method] is not None
+    ]
+    if others:
+        yield f"sent up {bytes_text(counts['measured']['up']['total'])}; {'; '.join(others)}"
+    for where, name in (("central", "held-out loss"), ("federated", "held-out loss on clients")):
+        course = summary["evaluation"].get(where, {})
+        if "loss" in course:
+            metrics = {"perplexity": figures, "accuracy": percent_text}
+            more = [
+                f"{m} {_from_to(course[m], text)}" for m, text in metrics.items() if m in course
+            ]
+            yield "; ".join([f"{name}: {_from_to(course['loss'], loss_text)}", *more])
+    yield from _by_client(summary.get("fairness"))
+    for resumed in summary.get("resumed", []):
+        again = resumed["windows_again"]
+        ended = f"; before, {resumed['ended']}" if resumed.get("ended") else ""
+        yield (
+            f"resumed after step {resumed['step']} at {resumed['time']}, "
+            f"{again} window{'' if again == 1 else 's'} repeated{ended}"
+        )
+    error = f": {summary['error']}" if summary["error"] else ""
+    took = duration_text(summary["seconds"].get("total", 0.0))
+    yield f"{summary['status']} after {summary['steps']} steps in {took}{error}"
+
+
+def _by_client(fairness: Mapping[str, Any] | None) -> Iterator[str]:
+    if fairness is None or fairness["clients"] < 2:
+        return
+    accuracy = "accuracy" in fairness["std"]
+    name, text = ("accuracy", percent_text) if accuracy else ("loss", loss_text)
+    ends = (f"{fairness[end]['client']} {text(fairness[end][name])}" for end in ("best", "worst"))
+    spread = text(fairness["std"][name])
+    yield f"{name} by client: {' to '.join(ends)}; standard deviation {spread}"
+
+
+def _from_to(course: Mapping[str, Any], text: Callable[[float | None], str]) -> str:
+    best = course["best"]
+    note = f" (best {text(best)} at step {course['best_step']})"
+    if course.get("final_step") == 0:
+        return f"{text(course['first'])} before training"
+    return f"{text(course['first'])} to {text(course['final'])}" + (
+        note if best not in (None, course["final"]) else ""
+    )
+
+
+def _held_out(evaluation: Mapping[str, Any]) -> str:
+    places = {"central": "", "federated": "on clients "}
+    return ", ".join(
+        f"{name}{_metrics(evaluation[where]['overall'])}"
+        for where, name in places.items()
+        if where in evaluation
+    )
+
+
+def _metrics(overall: Mapping[str, float | None]) -> str:
+    text = loss_text(overall.get("loss"))
+    if "perplexity" in overall:
+        text += f" (ppl {figures(overall['perplexity'])})"
+    if "accuracy" in overall:
+        text += f" ({percent_text(overall['accuracy'])} right)"
+    return text
+
+
+def _about(about: Mapping[str, str]) -> str:
+    data = ", ".join(f"{name} {size}" for name, size in holdings(about).items())
+    shown: dict[str, str] = {}
+    for key, value in about.items():
+        if key.startswith(DATA) and data:
+            shown["data"] = data
+        elif key in (MEMORY_TOTAL, MEMORY_FREE) and (size := count(value)) is not None:
+            shown[key] = bytes_text(size)
+        else:
+            shown[key] = value
+    return f": {', '.join(f'{key} {value}' for key, value in shown.items())}" if shown else ""
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    # Flower copies what is printed into the run's log by replacing `write` on the stream itself;
+    # a progress bar would fill that log with every redraw.
+    return stream.isatty() and "write" not in getattr(stream, "__dict__", {})
