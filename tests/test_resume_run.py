@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,7 @@ def test_a_failed_run_is_resumed_in_its_folder(how, cut_off, whole):
         run(cut_off.parent, f"run.resume={cut_off}")
 
 
-def test_resuming_with_other_settings_beside_another_process_or_without_a_checkpoint_is_refused(
-    cut_off, tmp_path
-):
+def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(cut_off, tmp_path):
     with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.0021 \(now 0\.5\)"):
         run(cut_off.parent, "run.resume=auto", "optimizer.lr=0.5")
     with pytest.raises(ConfigError, match="has no checkpoint"):
@@ -166,7 +165,8 @@ def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
             )
             assert process.poll() is None, log.read_text()
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert not (metrics.parent / "summary.json").exists()
     done = subprocess.run(
         [*command, "run.resume=auto"],
