@@ -197,7 +197,7 @@ def test_adapters_begin_with_those_of_another_run_and_not_with_another_model(who
     second = run("lora", tmp_path, f"run.init_from={whole('lora')}", "run.steps=1")
     losses = [s["evaluation"]["central"]["loss"] for s in (summary(whole("lora")), second)]
     assert losses[1]["first"] == losses[0]["final"]
-    with pytest.raises(ConfigError, match=r"run\.init_from: it is of another model"):
+    with pytest.raises(ConfigError, match=r"run\.init_from: its model differs from this one"):
         run("lora", tmp_path, f"run.init_from={whole('cnn')}")
 
 
