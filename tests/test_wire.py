@@ -14,7 +14,14 @@ from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.averaging import Mean
-from flower_desloc.core.compression import coded_bytes, decode, encode, receive, send, wire_bytes
+from flower_desloc.core.compression import (
+    coded_bytes,
+    decode,
+    decode_stream,
+    encode,
+    encode_stream,
+    wire_bytes,
+)
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import put, take
 from flower_desloc.flower.policy import Policy
@@ -113,7 +120,7 @@ def test_what_a_code_loses_is_said_later(seed, shape, format_, rounds):
     meant, heard = torch.zeros(shape).double(), torch.zeros(shape).double()
     for n in range(rounds):
         x = values(seed + n, shape, spread=1.0)
-        sent = send("exp_avg", {"x": x}, format_, residual=residual)
+        sent = encode_stream("exp_avg", {"x": x}, format_, residual=residual)
         residual = sent.residual
         meant += x
         heard += sent.received["x"]
@@ -124,8 +131,8 @@ def test_what_a_code_loses_is_said_later(seed, shape, format_, rounds):
 def test_what_is_received_is_what_the_sender_says(seed, shape, format_, name):
     stream = {"x": values(seed, shape).abs()}
     reference = {"x": values(seed + 1, shape)} if name == PARAMS else None
-    sent = send(name, stream, format_, reference=reference)
-    got = receive(name, sent.coded, format_, stream, reference=reference)
+    sent = encode_stream(name, stream, format_, reference=reference)
+    got = decode_stream(name, sent.coded, format_, stream, reference=reference)
     assert torch.equal(got["x"], sent.received["x"])
     assert bool(sent.residual) == (name != "exp_avg_sq")
 

@@ -98,9 +98,6 @@ def decode_stream(
     return stream
 
 
-send, receive = encode_stream, decode_stream  # until no caller is left
-
-
 def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
     """Return the bytes of a tensor in a message."""
     if format_ == EXACT:
