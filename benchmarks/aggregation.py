@@ -2,12 +2,12 @@
 
     python benchmarks/aggregation.py [--replies 8] [--repeats 15] [--json FILE]
 
-From the received records to the averaged ArrayRecord. Ours is all that the strategy does with a
-reply: read it, check names, shapes, types, finiteness and range, add it to the running mean,
-measure the drift between clients, and write the average. Flower's is `aggregate_arrayrecords`,
-which checks nothing. The model has 30 million parameters in 142 tensors, fp32, 120 MB a reply.
-The two alternate, and so does which one is first. On a machine that is busy with other work, CPU
-seconds tell more than wall-clock seconds.
+Both start from the received records and end with the averaged ArrayRecord. Ours does all that the
+strategy does with a reply: read it, check names, shapes, types, finiteness and range, add it to the
+running mean, measure the drift between clients, and write the average. Flower's is
+`aggregate_arrayrecords`, which checks nothing. The model has 30 million parameters in 142 tensors,
+fp32, 120 MB per reply. The two alternate, and so does which one is first. On a busy machine, CPU
+time is more reliable than wall-clock time.
 
 Memory is the peak of a process that receives 8 replies, and of one that receives 64, one at a time.
 """
@@ -43,7 +43,7 @@ FEW, MANY = 8, 64
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """A small Llama's tensors, with the biases of its norms."""
+    """Return the shapes of a small Llama's tensors, with biases in its norms."""
     found: dict[str, tuple[int, ...]] = {"embed": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
     for layer in range(LAYERS):
         found |= {f"{layer}.{name}": (WIDTH, WIDTH) for name in ("q", "k", "v", "o")}
@@ -54,7 +54,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def reply(m: int) -> RecordDict:
-    """Make what client m answers, one tensor at a time."""
+    """Return the reply of client m, made one tensor at a time."""
     noise = torch.Generator().manual_seed(m)
     record = ArrayRecord()
     for name, shape in shapes().items():
@@ -64,7 +64,7 @@ def reply(m: int) -> RecordDict:
 
 
 def ours(replies: Iterable[RecordDict], last: ArrayRecord, like: Stream) -> ArrayRecord:
-    """Do what the strategy does."""
+    """Average the replies as the strategy does."""
     mean = Mean({PARAMS: from_record(last)})
     for content in replies:
         reply = WindowReply.from_content(content)
@@ -89,7 +89,7 @@ Seconds = dict[str, list[float]]
 
 
 def take_turns(arms: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Seconds]:
-    """Return wall-clock and CPU seconds by arm, ``repeats`` each, after a turn not counted."""
+    """Return wall-clock and CPU seconds of each arm, ``repeats`` times after one warm-up turn."""
     wall: Seconds = {name: [] for name in arms}
     cpu: Seconds = {name: [] for name in arms}
     order = list(arms)
@@ -116,7 +116,7 @@ def spreads(seconds: Seconds) -> dict[str, dict[str, float]]:
 
 
 def ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
-    """Return how many times faster, turn by turn: its median and spread."""
+    """Return the median and spread of how many times faster ``fast`` is, turn by turn."""
     return spread([a / b for a, b in zip(slow, fast, strict=True)])
 
 
@@ -135,7 +135,7 @@ def one_by_one(number: int) -> Iterator[RecordDict]:
 
 
 def peak(number: int) -> float:
-    """Return the peak memory, in MB, of a process that averages so many replies."""
+    """Return the peak memory, in MB, of a process that averages ``number`` replies."""
     command = [sys.executable, __file__, "--peak-of", str(number)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)

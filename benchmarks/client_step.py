@@ -1,19 +1,19 @@
-"""A client's local steps beside a PyTorch loop tuned by hand, on the same model and batches.
+"""A client's local steps, compared with a hand-written PyTorch loop on the same model and batches.
 
     python benchmarks/client_step.py [--device cuda] [--compile] [--windows 20] [--json FILE]
 
-`desloc` is a client's worker as the app builds it, ADOPT included. `loop` is what one writes by
-hand: batches that lie on the device, clipping, PyTorch's fused Adam, and no number read before the
-end. With --compile both are also measured with the loss compiled. They take turns, a window each,
-in one process; a ratio is the median over the windows of the throughput to that of the plain loop.
+`desloc` is a client's worker as the app builds it, including ADOPT. `loop` is written by hand:
+batches in the device's memory, clipping, PyTorch's fused Adam, and no value read before the end.
+With --compile both are also measured with a compiled loss. They alternate window by window in one
+process; a ratio is the median over the windows of the throughput relative to the plain loop's.
 
 With --device cuda the model has 132 million parameters, in bf16 with sequences of 2048. A profiler
-then counts how often the host waits for the device in a window of so many steps, and in one of
-twice as many: as often, if it does so at the window's end alone. Four clients are built on the
-device, and the memory that three of them add is told: they share one model.
+counts how often the host synchronises with the device in a window, and in one with twice as many
+steps; the counts are equal if it does so only at the end of a window. Four clients are built on the
+device, and the memory that the last three add is measured: all share one model.
 
-The FLOPs utilization is that of 6 FLOPs a parameter and token, and 12 a layer, position and unit of
-width for attention, against the dense bf16 peak of the device; null where that is not known.
+FLOPs utilization counts 6 FLOPs per parameter and token, and 12 per layer, position and unit of
+width for attention, relative to the device's dense bf16 peak; null if that is unknown.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import autocast
 
 BF16_PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits."""
+"""Dense FLOP/s by part of the device's name, from NVIDIA's data sheets; the first match counts."""
 
 ON_CUDA = (
     "model.hidden_size=768 model.intermediate_size=3072 model.num_hidden_layers=14 "
@@ -56,7 +56,7 @@ ON_CUDA = (
 CLIENTS = 4
 
 Window = Callable[[int, int], object]
-"""Takes the steps from the first to the second number."""
+"""Called with ``start`` and ``stop``; takes these steps."""
 
 
 def client(config: Config, device: torch.device, number: int) -> Worker:
@@ -112,13 +112,13 @@ def loop(config: Config, device: torch.device, batches: list[Tensor]) -> Window:
 def measure(
     contenders: dict[str, Window], steps: int, windows: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the seconds of each window, and those of the first, which compiles."""
+    """Return the seconds of each window, and of each first window, which includes compilation."""
     first: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(windows + 2):
         for name, window in contenders.items():
             began = time.perf_counter()
-            window(number * steps, (number + 1) * steps)  # ends by reading numbers
+            window(number * steps, (number + 1) * steps)  # ends by reading values
             taken = time.perf_counter() - began
             first.setdefault(name, taken)
             if number >= 2:
@@ -127,14 +127,14 @@ def measure(
 
 
 def waits(window: Window, steps: int) -> int:
-    """Return how often the host waits for the device in a window of so many steps."""
+    """Return how often the host synchronises with the device in a window of ``steps``."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         window(0, steps)
     return sum(event.count for event in seen.key_averages() if "Synchronize" in event.key)
 
 
 def shared(config: Config, device: torch.device) -> dict[str, float]:
-    """Return how many models four clients have, and the memory that three more than one take."""
+    """Return how many models four clients have, and the memory that the last three add."""
     first = client(config, device, 0)
     before = torch.cuda.memory_allocated(device)
     others = [client(config, device, number) for number in range(1, CLIENTS)]
@@ -161,9 +161,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--windows", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=8, help="local steps a window")
+    parser.add_argument("--steps", type=int, default=8, help="local steps per window")
     parser.add_argument("--json", type=Path, help="write the result here as well")
-    parser.add_argument("overrides", nargs="*", help="of the preset quickstart, KEY=VALUE")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE, for the preset quickstart")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)

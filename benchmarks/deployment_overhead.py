@@ -45,7 +45,7 @@ SMALL = (
     "model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=2 data.batch_size=1 "
     "evaluation.federated=false evaluation.central=false"
 )
-# (from, to, name), in order; a part that a process does not do takes no time.
+# (from, to, name), in order; a part that does not apply takes no time.
 PARTS = [
     ("sent", "received", "SuperNode polls the SuperLink"),
     ("received", "process", "SuperExec polls, downloads the message's objects"),
@@ -62,7 +62,7 @@ PARTS = [
 
 
 class Mark(NamedTuple):
-    """A line of a SuperNode's log that says Receiving, Sending or Sent of a message."""
+    """A line of a SuperNode's log about a message: Receiving, Sending or Sent."""
 
     time: float
     node: str

@@ -1,17 +1,16 @@
-"""Whole runs: bytes, time and held-out loss beside Flower's FedAvg with a local Adam.
+"""Bytes, time and held-out loss of whole runs, compared with Flower's FedAvg with a local Adam.
 
     python benchmarks/end_to_end.py [--seeds 3] [--set KEY=VALUE ...] [--json FILE]
 
-Every arm is `desloc run PRESET` in Flower's simulation, from the command to its end, on the text
-that every Python installation holds: the same model, clients, data, steps and seed. In turns, the
-first arm of a seed last in the next.
+Every arm is `desloc run PRESET` in Flower's simulation, on the builtin text, with the same model,
+clients, data, steps and seed. The order of the arms is reversed with each seed.
 
-- fedavg: Flower's own strategy; every client's Adam is new in every round.
-- local_adam: parameters and both moments averaged at the same time.
-- desloc_adam: DES-LOC, moments averaged three and six times more rarely.
+- fedavg: Flower's own strategy; every client creates a new Adam in every round.
+- local_adam: parameters and both moments are averaged at the same time.
+- desloc_adam: DES-LOC; the moments are averaged a third and a sixth as often.
 
-Bytes are those of all messages, framing and both directions included, as they were measured; time
-is that of the windows, and of the whole command. Ratios are to FedAvg of the same seed.
+Bytes are measured over all messages in both directions, including framing. Time is that of the
+windows, and of the whole command. Ratios are relative to FedAvg with the same seed.
 """
 
 import argparse
@@ -28,11 +27,11 @@ from aggregation import about
 PEER = "fedavg"
 ARMS = [PEER, "local_adam", "desloc_adam"]
 Columns = dict[str, list[float]]
-SAME = ["optimizer.betas=[0.95,0.95]"]  # those of the paper's DES-LOC-Adam, for all
+SAME = ["optimizer.betas=[0.95,0.95]"]  # the paper's for DES-LOC-Adam, in all arms
 
 
 def run(preset: str, seed: int, overrides: list[str], folder: Path) -> dict[str, float]:
-    """Return what one run took, and where it came to."""
+    """Return the bytes, seconds and final loss of one run."""
     desloc = str(Path(sys.executable).with_name("desloc"))
     settings = [*SAME, *overrides, f"run.seed={seed}", f"run.name={preset}-{seed}"]
     began = time.perf_counter()
@@ -56,7 +55,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def ratios(found: Columns, peer: Columns) -> dict[str, dict[str, float]]:
-    """Return how many times the peer's each measure is, seed by seed."""
+    """Return each measure as a multiple of the peer's, seed by seed."""
     return {
         what: spread([a / b for a, b in zip(values, peer[what], strict=True)])
         for what, values in found.items()
@@ -90,7 +89,7 @@ def main() -> None:
             arm: ratios(found, columns[PEER]) for arm, found in columns.items() if arm != PEER
         },
     }
-    print(f"{'beside ' + PEER:14}", *(f"{what:>18}" for what in measures))
+    print(f"{'vs ' + PEER:14}", *(f"{what:>18}" for what in measures))
     for arm, times in result["to_fedavg"].items():
         print(f"{arm:14}", *(f"{times[what]['median']:18.3f}" for what in measures))
     if args.json:

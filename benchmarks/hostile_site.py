@@ -1,17 +1,17 @@
-"""What one hostile site of eight does to a model, with each of the guards and without.
+"""Held-out loss with one hostile site of eight, under the mean and under each robust guard.
 
     python benchmarks/hostile_site.py [--seeds 3] [--json FILE]
 
-Eight clients with unlike parts of scikit-learn's digits train a small network by DES-LOC-ADOPT, the
-real strategy and the real client in one process. The last client trains as the others do and sends
-something else:
+Eight clients with heterogeneous parts of scikit-learn's digits train a small network by
+DES-LOC-ADOPT, with the real strategy and client in one process. The last client trains like the
+others, but replaces its update of params and its first moment:
 
-- flipped: its update of params, and its first moment, ten times in the other direction;
-- noise: normal noise of ten times their norm in their place.
+- flipped: multiplied by -10;
+- noise: normal noise with ten times their norm.
 
-Its second moments are its own. Printed is the held-out loss of the final averaged model, mean and
-standard deviation over seeds, in nats an image; a model that knows nothing has 2.30; and how often
-the last client and, together, the others were left out, over all seeds.
+Its second moment is unchanged. The table shows the held-out loss of the final averaged model in
+nats per image (2.30 for guessing), as mean and standard deviation over the seeds, and how often the
+last client + all the others together were left out, over all seeds.
 """
 
 import argparse
@@ -70,7 +70,7 @@ ATTACKS: dict[str, Attack | None] = {"nobody": None, "flipped": flipped, "noise"
 
 
 class Data:
-    """The digits: every label dealt in shares from Dirichlet(1), a fifth of them held out."""
+    """The digits, partitioned label by label with shares from Dirichlet(1); a fifth is held out."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -154,7 +154,7 @@ def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
         params = to_record(dict(module.named_parameters()))
         try:
             result = strategy.start(InProcessGrid(app, nodes), params, observer=Count())
-        except FederationError:  # nobody's training is finite any more
+        except FederationError:  # every client's training diverged
             return float("inf"), last, others
     module.load_state_dict(from_record(result.arrays))
     with torch.no_grad():

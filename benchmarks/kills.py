@@ -1,17 +1,17 @@
-"""Kill anything at any moment: does training come to the same place all the same.
+"""Kill clients, SuperNodes and servers at random moments, and compare the results of training.
 
     python benchmarks/kills.py [--trials 50] [--federations 6] [--seed 0] [--json FILE]
 
-Each of the ``trials`` is a run in one process, of a small language model on four clients, in which
-one thing drawn by the seed is killed with SIGKILL, at a moment drawn too: a client in some window,
-with or without its files, or the server with all clients. Each of the ``federations`` is `desloc
-federate`, a SuperLink and three SuperNodes over TLS, where in turn the ServerApp, the SuperLink,
-everything, a SuperNode, or a SuperNode with its files is killed.
+Each of the ``trials`` trains a small language model on four clients in one process. A random victim
+is killed with SIGKILL at a random moment, both drawn from the seed: a client in some window, with
+or without the loss of its files, or the server with all clients. Each of the ``federations`` is
+`desloc federate`, a SuperLink and three SuperNodes over TLS. The victims in turn are the ServerApp,
+the SuperLink, a SuperNode, a SuperNode that also loses its files, and everything.
 
-A run that loses a client must complete by itself, and its held-out loss is compared with that of a
-run in peace, beside what another seed makes of it. One that loses its server is gone on with by one
-command, the one that the error message names, and its weights must be the same bits. What was
-killed must be told in the run's folder.
+A run that loses a client must complete by itself; its held-out loss is compared with that of an
+undisturbed run, and with the spread between seeds. A run that loses its server is resumed by the
+command that the error message names; whether its weights are bit-identical is recorded. The run's
+folder must record the failure of a client.
 """
 
 import argparse
@@ -73,7 +73,7 @@ FEDERATED = [*PROGRAMS, NODE, LOST_NODE, ALL]
 
 
 def newest(folder: Path) -> Path:
-    """Return the run's folder: a second one if the first had nothing yet to go on from."""
+    """Return the newest folder of the run: there is a second if the first had no checkpoint."""
     found = [path for path in folder.glob(f"{NAME}*") if path.is_dir()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=folder / NAME)
 
@@ -92,12 +92,12 @@ def loss(folder: Path) -> float:
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     path = newest(folder) / name
-    # A reader may come while a line is being written.
+    # The last line may be incomplete while it is being written.
     return [json.loads(x) for x in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def told(folder: Path) -> list[str]:
-    """Return what the run's folder says has happened."""
+    """Return the events that the run's folder records."""
     events = [f"{e['client']} {e['kind']}" for line in lines(folder) for e in line["events"]]
     return events + [f"resumed at step {line['step']}" for line in lines(folder, "resumes.jsonl")]
 
@@ -106,7 +106,7 @@ def told(folder: Path) -> list[str]:
 
 
 class KillingGrid(in_process.InProcessGrid):
-    """Once, a client is a process of its own that is killed after part of a window's time."""
+    """Runs one client of one window in a child process, and kills it after part of its time."""
 
     victim, window, part, lost = -1, -1, 0.0, False
     state_dir = Path()
@@ -146,7 +146,7 @@ def run(folder: Path, *words: str) -> None:
 
 @contextmanager
 def forked(folder: Path, *words: str) -> Iterator[int]:
-    """Run in a child process, which writes to ``folder/log``; wait for its end."""
+    """Run in a child process that logs to ``folder/log``; yield its pid, then wait for its end."""
     folder.mkdir(exist_ok=True)
     child = os.fork()
     if child == 0:
@@ -167,7 +167,7 @@ def trial(draw: random.Random, folder: Path, usual: float) -> dict[str, Any]:
     if victim == SERVER:
         after = draw.uniform(0, usual)
         with forked(folder) as child:
-            while not lines(folder):  # it has begun
+            while not lines(folder):  # until it has begun
                 time.sleep(0.01)
             time.sleep(after)
             os.kill(child, signal.SIGKILL)
@@ -240,7 +240,7 @@ def _is_victim(victim: str, node: int, words: list[str]) -> bool:
     return victim == ALL or any(PROGRAMS[victim] in word for word in words)
 
 
-# --- All
+# --- Results
 
 
 def judged(one: dict[str, Any], folder: Path, peace: Path) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def judged(one: dict[str, Any], folder: Path, peace: Path) -> dict[str, Any]:
 
 
 def tally(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, of every kind of victim, how many weights were the same and how far losses went."""
+    """Return by kind of victim how often weights were equal, and the largest change of loss."""
     result = {}
     for victim in dict.fromkeys(one["killed"] for one in found):
         of_it = [one for one in found if one["killed"] == victim]
@@ -288,7 +288,7 @@ def main() -> None:
             others.append(loss(root / f"seed{seed}"))
         result["losses of seeds in peace"] = others
         result["their spread"] = statistics.stdev(others) / statistics.mean(others)
-        print(f"in peace: {others}", flush=True)
+        print(f"undisturbed: {others}", flush=True)
         trials = []
         for number in range(args.trials):
             folder = root / f"trial{number}"

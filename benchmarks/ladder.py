@@ -1,16 +1,16 @@
-"""The ladder: the gap of each method to Local, against noise, size and horizon.
+"""The ladder: the gap of each method to Local by gradient noise, model size and horizon.
 
     python benchmarks/ladder.py collect runs/ladder_noise ...   # finished runs into results/
     python benchmarks/ladder.py missing studies/ladder_noise.yaml --seed 0 > rest.yaml
     python benchmarks/ladder.py draw                            # tables, and docs/ladder.png
 
-`collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps what
-is already there. `missing` prints a study of the cells that have no result for a seed yet; --only
-TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can be repeated.
-`draw` prints Markdown tables: the difference to Local with the same seed, partition, optimizer,
-size, batch and horizon, in per cent, its mean over the seeds and the 95 % t-interval. The last
-column is the smaller of two margins of the loss, 0.5 and 1 %, that the upper end of the interval
-stays below. Seeds from 100 on tune learning rates and do not count.
+`collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
+runs that are already there. `missing` prints a study of the cells that have no result for a seed
+yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
+be repeated. `draw` prints Markdown tables: the difference to Local with the same seed, partition,
+optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
+The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
+Seeds from 100 on tune learning rates and are not included.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Gap(NamedTuple):
 
 
 def method(config: Run) -> str:
-    """Return the method's name, from what is averaged when."""
+    """Return the method's name, derived from the periods."""
     sync = config["sync"]
     if "gradients" in sync:
         return "DDP"
@@ -103,7 +103,7 @@ def method(config: Run) -> str:
 
 
 def read_run(folder: Path) -> Run | None:
-    """Return the record of a finished run, None where the folder is not one."""
+    """Return the record of a finished run; None if the folder holds none."""
     try:
         outcome = json.loads((folder / "outcome.json").read_text())
     except OSError:
@@ -149,7 +149,7 @@ def slug(labels: str) -> str:
 
 
 def identity(run: Run) -> str:
-    """Return what makes a run another."""
+    """Return a key that is equal for repetitions of the same run."""
     keys = ("cell", "optimizer", "method", "partition", "tokens", "steps", "period", "rate", "seed")
     return json.dumps([run[key] for key in keys])
 

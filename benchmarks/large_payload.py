@@ -1,19 +1,19 @@
-"""How much memory a payload of several gigabytes takes on its way down and up, process by process.
+"""Memory of each process while a stream of several gigabytes is sent to a client and back.
 
     python benchmarks/large_payload.py [--gigabytes 3.2] [--tensors 16] [--json FILE]
 
-One window of DesLoc with one client, whose one stream goes down and, changed, up again: in
-Flower's simulation (`desloc run`'s private SuperLink, Ray) and in a deployment (`desloc federate`'s
-SuperLink and SuperNode, over TLS on loopback). The values are random, and checked in the end.
+One window of DesLoc with one client, which receives one stream and returns it changed: in Flower's
+simulation (`desloc run`'s private SuperLink, Ray) and in a deployment (`desloc federate`'s
+SuperLink and SuperNode, over TLS on loopback). The values are random, and checked at the end.
 
-Memory is anonymous memory, which only a process that ends or frees it gives back; taken five times
-a second from /proc. What is mapped from files, such as a client's state, the system takes back when
-it needs it. Ray's store in shared memory is counted by itself, once. ``payloads`` are peaks over
-the bytes of the stream, programs and libraries included: 1 is the least for who must hold it.
+Memory is anonymous memory, sampled five times a second from /proc. Memory mapped from files, such
+as a client's state, is not counted, because the kernel can evict it. Ray's object store in shared
+memory is counted once, separately. ``payloads`` are peaks divided by the bytes of the stream,
+including programs and libraries: a process that must hold the stream needs at least 1.
 
-It takes some 4 payloads of disk, and of memory 6 at the same time: 3.2 GB need a machine that is
-idle and has 24 GB. In the deployment glibc keeps much of what Flower frees, unless it is told
-otherwise: GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576 is set here where it is not.
+The benchmark needs about 4 payloads of disk and 6 of memory at the same time: for 3.2 GB, an idle
+machine with 24 GB. In the deployment glibc by default keeps much of the memory that Flower frees,
+so GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576 is set unless GLIBC_TUNABLES has a value.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 APP = Path(__file__).with_name("large_payload_app")
 ENGINES = ("simulation", "deployment")
 RAYLET = "raylet"
-ROLES = {  # words of a command line -> what it is
+ROLES = {  # part of a command line -> role of the process
     "warm.trainer": "trainer",
     "flower-superlink": "SuperLink",
     "flower-supernode": "SuperNode",
@@ -59,14 +59,14 @@ STORE = "Ray's store"
 
 @dataclass(eq=False)
 class Memory(threading.Thread):
-    """Takes the anonymous memory of all processes that inherited a variable's value from us."""
+    """Samples the anonymous memory of all processes that inherited ``mark`` in a variable."""
 
     mark: str
     peaks: dict[str, int] = field(default_factory=dict)
     together: int = 0
     """Peak of the sum, Ray's store included."""
     then: dict[str, int] = field(default_factory=dict)
-    """Who had how much then."""
+    """Memory by role at that peak."""
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
@@ -87,7 +87,7 @@ class Memory(threading.Thread):
                 self.together, self.then = sum(now.values()), now
 
     def _role(self, pid: int) -> str:
-        """Return what a process is; nothing if it is not ours, or a helper of a few megabytes."""
+        """Return the role of a process; empty for other processes and for small helpers."""
         if pid in self._others:
             return ""
         try:
@@ -102,7 +102,7 @@ class Memory(threading.Thread):
 
 
 def anonymous(pid: int) -> int:
-    """Return the bytes of a process that are its own, and of no file."""
+    """Return the bytes of a process's anonymous memory."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:  # it has just ended
@@ -124,7 +124,7 @@ def shared(pid: int) -> int:
 
 @contextmanager
 def engine(name: str, folder: Path) -> Iterator[tuple[SuperLink, list[str]]]:
-    """Yield a SuperLink with one client, and what `flwr run` is to be told of it."""
+    """Yield a SuperLink with one client, and further arguments for `flwr run`."""
     with ExitStack() as stack:
         if name == "simulation":
             yield (
@@ -176,12 +176,12 @@ def measure(name: str, values: int, tensors: int, *, bundles: bool = True) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.2, help="of the stream")
-    parser.add_argument("--tensors", type=int, default=16, help="that it is in")
+    parser.add_argument("--tensors", type=int, default=16, help="of which it consists")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--json", type=Path, help="write the result here as well")
     args = parser.parse_args()
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so in good order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends processes
     values = int(args.gigabytes * 1e9 / 4 / args.tensors)
     result: dict[str, Any] = {
         "date": date.today().isoformat(),

@@ -1,22 +1,22 @@
-"""What a window costs beyond the clients' own work when the model is large, in simulation.
+"""Overhead of a window with a large model in simulation, beyond the clients' own work.
 
     python benchmarks/large_window.py [--parameters 135000000] [--clients 2] [--json FILE]
 
-Three arms on the same nodes, a few rounds each, in turns. The first two of every turn do not count:
-in DesLoc a client's two files are new then, and written over from the third on.
+Three arms take turns on the same nodes, a few rounds each. The first two rounds of every turn are
+warm-up.
 
-- echo: Flower's transport alone. Every client is sent the parameters and sends them back.
-- fedavg: Flower's FedAvg, its clients written as in Flower's examples.
-- desloc: DesLoc with the same traffic; its clients keep parameters and both moments in a file.
+- echo: Flower's transport alone; every client returns the parameters that it receives.
+- fedavg: Flower's FedAvg, with clients as in Flower's examples.
+- desloc: DesLoc with the same traffic; its clients store parameters and both moments in a file.
 
-Overhead is a round's wall-clock less the slowest client's own time, of which neither making its
-reply's record nor, in DesLoc, writing its state file is part; reading that is its own, as taking
-what came into the model is. The writing's time is printed by itself: it is what a client pays to be
-able to go on after a crash, which FedAvg's cannot.
+Overhead is a round's wall-clock time minus the slowest client's own time. The own time includes
+reading the state file and copying received values into the model, but neither the serialisation of
+the reply nor the writing of the state file. The time to write the file is also printed separately:
+it lets a client resume after a crash, which FedAvg's clients cannot.
 
-In Flower's simulation a message is not hashed. It is pickled into Ray's store in shared memory and
-out again in the other process, and back. A stream of P parameters takes some 40 P bytes of memory
-in all for two clients, and 16 P bytes of disk each.
+In Flower's simulation a message is pickled into Ray's object store in shared memory and unpickled
+in the other process, and back; it is not hashed. A stream of P parameters takes about 40 P bytes of
+memory in total for two clients, and 16 P bytes of disk for each.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from flower_desloc.flower.records import to_record
 from flower_desloc.optim import ADOPT
 
 TENSORS = 16
-PARAMETERS = "BENCHMARK_PARAMETERS"  # Ray's processes are told by the environment
+PARAMETERS = "BENCHMARK_PARAMETERS"  # Ray's processes inherit the environment
 ROUNDS, WARM_UP = 5, 2
 
 
@@ -67,7 +67,7 @@ class Many(torch.nn.Module):
 
 @cache
 def module() -> Many:
-    """The model of this process; it is built once, in every arm."""
+    """Return the model of this process, built once for all arms."""
     return Many(int(os.environ[PARAMETERS]))
 
 
@@ -82,7 +82,7 @@ def worker() -> Worker:
 
 @cache
 def timed_file() -> None:
-    """Note how long it takes to write a client's state."""
+    """Record how long each write of a client's state takes."""
     write = StateFile.write
 
     def timed(self: StateFile, *args: Any) -> None:
@@ -126,7 +126,7 @@ def echo(message: Message, _context: Context) -> Message:
 
 @app.train("fedavg")
 def fedavg(message: Message, _context: Context) -> Message:
-    """A step, the way Flower's examples take it."""
+    """Take one step, as in Flower's examples."""
     began = time.perf_counter()
     model = module()
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
@@ -164,7 +164,7 @@ def echoes(grid: Grid) -> list[float]:
 
 def deslocs(_grid: Grid) -> list[float]:
     watch = Overheads()
-    # Params in every window, as FedAvg; the moments stay.
+    # Params in every window, as in FedAvg; the moments stay local.
     schedule = SyncSchedule({"params": 1, "exp_avg": "never", "exp_avg_sq": "never"})
     strategy = DesLoc(schedule, ROUNDS, evaluate_clients=False)
     strategy.start(_grid, to_record(dict(module().named_parameters())), observer=watch)
@@ -200,7 +200,7 @@ def measure(num_clients: int, turns: int) -> dict[str, list[float]]:
 
 
 def slowest(writes: list[float], clients: int) -> list[float]:
-    """Return the longest time of each window that counts; the clients write once in each."""
+    """Return the longest write of each window after the warm-up; each client writes once in it."""
     windows = [max(writes[i : i + clients]) for i in range(0, len(writes), clients)]
     return [took for i, took in enumerate(windows) if i % ROUNDS >= WARM_UP]
 
@@ -243,7 +243,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ray pickles what belongs to __main__ by value, and what is cached would be lost.
+    # Ray pickles objects of __main__ by value, which would lose the caches.
     sys.modules.pop("large_window", None)
     import large_window
 

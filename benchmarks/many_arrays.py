@@ -1,10 +1,10 @@
-"""What a window of many small arrays takes in a deployment, in bundles and one by one.
+"""Time of a window with many small arrays in a deployment, in bundles and one by one.
 
     python benchmarks/many_arrays.py [--megabytes 50] [--arrays 100 400] [--turns 3] [--json FILE]
 
-A stream of so many arrays goes from the server to one client and back, over TLS, through a
-SuperLink and a SuperNode on this machine, by the app of `large_payload.py`. A run each, in turns;
-a ratio is the median of those of the turns.
+A stream of ``--arrays`` arrays is sent from the server to one client and back, over TLS through a
+SuperLink and a SuperNode on this machine, with the app of `large_payload.py`. The two variants take
+turns, one run each; a ratio is the median over the turns.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Hundreds of virtual clients on one machine: time of a window, and memory, by their number.
+"""Time of a window and memory with hundreds of simulated clients on one machine.
 
     python benchmarks/many_clients.py [--clients 64,128,256] [--windows 12] [--json FILE]
 
-`desloc run` of a small language model in Flower's simulation, a window of two local steps, every
-client with a part of the text and a state file of its own. For each number of clients: the median
-window, also by client and beside the clients' own work; the memory of all processes (PSS, so that
-what they share counts once), and its slope over the second half of the windows.
+`desloc run` of a small language model in Flower's simulation, with windows of two local steps.
+Every client has a part of the text and a state file of its own. For each number of clients the
+output has the median time of a window, also divided by the number of clients; the clients' own
+seconds; the peak memory of all processes (PSS, which counts shared memory once); and its slope over
+the second half of the windows.
 """
 
 import argparse
@@ -41,11 +42,11 @@ SETTINGS = [
     "evaluation.federated=false",
     "evaluation.sequences=8",
 ]
-WARM_UP = 3  # windows: processes start, parts of the text are cut
+WARM_UP = 3  # windows in which processes start and the text is partitioned
 
 
 class Memory(threading.Thread):
-    """Takes the memory of a process and its descendants once a second, and the window it is in."""
+    """Samples the memory of a process and its descendants, and the window, once a second."""
 
     def __init__(self, process: psutil.Process, metrics: Path) -> None:
         super().__init__(daemon=True)
@@ -79,7 +80,7 @@ def measure(clients: int, windows: int, folder: Path) -> dict[str, Any]:
     lines = [json.loads(x) for x in (folder / "quickstart/metrics.jsonl").read_text().splitlines()]
     later = lines[1 + WARM_UP :]
     seconds = [line["seconds"] for line in later]
-    # A client's own seconds: two at a time share the machine.
+    # The clients' own seconds: two at a time share the machine.
     own = [sum(client["seconds"] for client in line["clients"].values()) for line in later]
     half = [(w, m) for w, m in memory.samples if 1 + windows // 2 <= w <= windows]
     slope = np.polyfit(*np.array(half).T, 1)[0]
@@ -107,7 +108,7 @@ def main() -> None:
         found.append(one)
         print(json.dumps(one), flush=True)
     per_client = [one["window_seconds_per_client"] for one in found]
-    print(f"seconds a client and window, most over least: {max(per_client) / min(per_client):.2f}")
+    print(f"seconds per client and window, max over min: {max(per_client) / min(per_client):.2f}")
     if args.json:
         result = {
             "date": date.today().isoformat(),

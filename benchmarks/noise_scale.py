@@ -4,13 +4,13 @@
     python benchmarks/noise_scale.py CONFIG [KEY=VALUE ...] --weights runs/NAME/final
 
 McCandlish et al., "An Empirical Model of Large-Batch Training" (2018): B = tr(S) / |G|^2, the batch
-at which the noise of a gradient is as large as the gradient. The unit is tokens. There is one
-estimate for each client on its own data, and one for all clients together, where a batch has an
-equal part from each.
+at which the noise of a gradient is as large as the gradient, in tokens. There is one estimate for
+each client on its own data, and one for all clients together, with equal parts of a batch from
+each.
 
 Both terms are unbiased estimates from two batch sizes: --number batches of data.batch_size, and all
 of them as one batch. The interval is a 95 % jackknife interval of |G|^2 / tr(S), inverted; its
-upper end is infinite where |G|^2 can be 0. The points of a run are those of Local: every client
+upper end is infinite if |G|^2 can be 0. The points of a run are those of Local: every client
 takes sync.params steps, then parameters and optimizer states are averaged.
 """
 
@@ -55,7 +55,7 @@ def noise_scale(gradients: Tensor, batch: float) -> NoiseScale:
 
     def terms(n: int, squares: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         signal = (total - squares) / (n * (n - 1))  # mean product of two different batches
-        return signal, squares / n - signal  # what is left is the variance of one batch
+        return signal, squares / n - signal  # the rest is the variance of one batch
 
     signal, variance = terms(n, own.sum(), total)
     one_less = terms(n - 1, own.sum() - own, total - 2 * inner.sum(1) + own)
@@ -76,7 +76,7 @@ def measure(
     found, mean = {}, torch.zeros(())
     for index, shard in enumerate(shards):
         rows = []
-        for i in range(number):  # of steps that no run reaches
+        for i in range(number):  # batches of steps that no run reaches
             loss = task.loss(model, shard.train_batch(10**8 + i))
             rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
         found[f"client {index}"] = asdict(noise_scale(torch.stack(rows), tokens))
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     parser.add_argument("--steps", default="0", help="measure after these numbers of steps")
     parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
-    parser.add_argument("--number", type=int, default=64, help="batches for each client")
+    parser.add_argument("--number", type=int, default=64, help="batches per client")
     parser.add_argument("--json", type=Path)
     args = parser.parse_intermixed_args()
     torch.set_num_threads(1)

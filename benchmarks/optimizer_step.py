@@ -33,7 +33,7 @@ BETA1, BETA2 = 0.9, 0.9999
 
 
 def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
-    """The tensors of SmolLM2-135M, or of a smaller one: three heads of nine for keys and values."""
+    """Return the shapes of SmolLM2-135M or a smaller one: 3 of 9 heads for keys and values."""
     third = width // 3
     block = [(width, width), (third, width), (third, width), (width, width)]
     block += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
@@ -125,7 +125,7 @@ def measure(shapes: Shapes, device: torch.device, rounds: int, *, compiled: bool
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            # One right after the other: a shared machine changes its speed from moment to moment.
+            # One right after the other, because the speed of a shared machine varies.
             reference, taken = seconds(steps[found[name][1]], device), seconds(step, device)
             times[name].append(taken)
             ratios[name].append(taken / reference)

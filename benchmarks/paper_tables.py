@@ -1,4 +1,4 @@
-"""The numbers of docs/paper.md that a study's own table does not hold.
+"""The numbers of docs/paper.md that are not in a study's own table.
 
     python benchmarks/paper_tables.py rates runs/rates_of_change
     python benchmarks/paper_tables.py norms runs/paper_baselines
@@ -6,7 +6,7 @@
     python benchmarks/paper_tables.py clients runs/paper_baselines
     python benchmarks/paper_tables.py against runs/paper_baselines --reference "Local ADOPT"
 
-Prints a Markdown table: mean over the seeds of each cell, ± their sample standard deviation.
+Prints a Markdown table: for each cell the mean over the seeds ± the sample standard deviation.
 """
 
 import argparse
@@ -22,12 +22,12 @@ Row = dict[str, float]
 
 
 def rates(lines: list[Line], step: int) -> Row:
-    """Relative rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment, its median (RQ1)."""
+    """Return the median rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment (RQ1)."""
     del step
     row: Row = {}
     for stream in ("exp_avg", "exp_avg_sq"):
         drifts = [line["drift"][stream] for line in lines if stream in line["drift"]]
-        # From the second average on: before the first there is none to compare with.
+        # The first average has no earlier one to compare with.
         changes = [now["moved"] / before["norm"] for before, now in pairwise(drifts)]
         if changes:
             row[stream] = statistics.median(changes)
@@ -37,7 +37,7 @@ def rates(lines: list[Line], step: int) -> Row:
 
 
 def norms(lines: list[Line], step: int) -> Row:
-    """Norms at the end of training, and the largest held-out activations on the way (RQ4)."""
+    """Return the final norms, and the largest held-out activations during training (RQ4)."""
     del step
     last = [line for line in lines if line["clients"]][-1]["clients"].values()
     seen = [
@@ -58,7 +58,7 @@ def norms(lines: list[Line], step: int) -> Row:
 
 
 def doubling(lines: list[Line], step: int) -> Row:
-    """Held-out loss and gradient norms around ``step``, when workers join (RQ3)."""
+    """Return held-out loss and gradient norms around ``step``, when workers join (RQ3)."""
     loss = {
         line["step"]: line["evaluation"]["central"]["overall"]["loss"]
         for line in lines
@@ -80,7 +80,7 @@ def doubling(lines: list[Line], step: int) -> Row:
 
 
 def clients(lines: list[Line], step: int) -> Row:
-    """Held-out loss on the clients' own data: who is served worst, and the spread."""
+    """Return the best, the worst and the spread of the held-out losses on clients' own data."""
     del step
     parts = next(
         line["evaluation"]["federated"]["parts"]
@@ -96,11 +96,11 @@ def clients(lines: list[Line], step: int) -> Row:
 
 
 def against(study: Path, reference: str) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Each cell's score over that of the ``reference`` with the same seeds, in percent more."""
+    """Yield by how many percent each cell's score exceeds the ``reference``'s, seed by seed."""
     cells = dict(_scores(study))
     for labels, scores in cells.items():
         other = cells[(reference, *labels[1:])]
-        if len(scores) == len(other):  # where a seed diverged there is no pair
+        if len(scores) == len(other):  # no pairs if a seed diverged
             more = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
             yield ", ".join(labels), {f"% above {reference}": more}
 
@@ -128,7 +128,7 @@ def _scores(study: Path) -> Iterator[tuple[tuple[str, ...], list[float]]]:
 
 def _cells(study: Path) -> Iterator[tuple[str, list[Path]]]:
     for labels, cell in _read(study):
-        # Beside the results: the study may have been moved since.
+        # In the study's folder, which may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
         yield ", ".join(labels), runs
 

@@ -3,10 +3,10 @@
     python benchmarks/preset_weights.py run OUT [--code CHECKOUT] [--data DIR]
     python benchmarks/preset_weights.py compare BEFORE AFTER
 
-`run` trains every preset in one process with the code of CHECKOUT (default: this one), and the
-presets that are averaged rarely once more with short periods. The paper's presets are made small
-and train on the text in DIR, one folder for each domain; without DIR they are left out. `compare`
-prints which weights are equal bit for bit, and the largest difference of the others.
+`run` trains every preset in one process with the code of CHECKOUT (default: this one), and some
+presets again with short periods. The paper's presets are run with a small model on the text in DIR,
+which has one folder for each domain; without DIR they are skipped. `compare` prints which weights
+are equal bit for bit, and the largest difference of the others.
 """
 
 import argparse

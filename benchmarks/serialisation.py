@@ -1,11 +1,11 @@
-"""How fast a stream becomes an ArrayRecord and tensors again, compared with Flower's conversion.
+"""Speed of the conversion between tensors and ArrayRecords, compared with Flower's conversion.
 
     python benchmarks/serialisation.py [--repeats 21] [--json FILE]
 
 The stream of `aggregation.py`: 142 fp32 tensors, 120 MB. Write: tensors to a record. Read: a record
 to tensors; ours are views of its bytes. Install: read, and copy into a model's tensors, as a client
-does. For comparison, a plain copy of the same tensors: `tensor.clone()` into new memory, `copy_`
-into existing memory. All take turns.
+does. Plain copies of the same tensors are measured for comparison: `tensor.clone()` into new
+memory, `copy_` into existing memory. All variants take turns.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
         "read, to clone": ("clone", "read desloc"),
         "install, to copy": ("copy", "install desloc"),
     }
-    for times in seconds.values():  # there and back
+    for times in seconds.values():  # both directions
         for who in ("flower", "desloc"):
             for way, back in {"both": "read", "both, installed,": "install"}.items():
                 ways = zip(times[f"write {who}"], times[f"{back} {who}"], strict=True)

@@ -1,12 +1,12 @@
-"""A thousand windows, every tenth with a fault: memory that grows, things left behind.
+"""Memory, open files and leftovers over a thousand windows with a fault in every tenth.
 
     python benchmarks/soak.py [--windows 1000] [--clients 3] [--seed 0] [--json FILE]
 
-Flower's simulation, with real ClientApp processes. Every tenth window something drawn by the seed
-goes wrong: a client raises before or after its steps, sends NaN, loses its files or a byte of them,
-or the server dies without a word and another one goes on from its last checkpoint. Printed are the
-slopes of memory and of open files by least squares over the second half, what the clients' folder
-and the checkpoints hold in the end, and the processes that are left.
+Flower's simulation, with real ClientApp processes. Every tenth window has a fault drawn from the
+seed: a client raises an exception before or after its steps, sends NaN, loses its files or corrupts
+a byte of them, or the server dies and another one resumes from its last checkpoint. The output has
+the least-squares slopes of memory and of open files over the second half, and the number of client
+files, checkpoints and processes that are left.
 """
 
 import argparse
@@ -50,11 +50,11 @@ SERVER = "the server dies"
 
 
 class Died(BaseException):
-    """The server is no more."""
+    """Simulated death of the server."""
 
 
 def fault_of(seed: int, step: int, num_clients: int) -> tuple[str, int] | None:
-    """Return what goes wrong in the window that begins at ``step``, and at which client."""
+    """Return the fault in the window that begins at ``step``, and its client."""
     if step % EVERY != EVERY - 1:
         return None
     draw = random.Random(f"{seed}/{step}")
@@ -77,7 +77,7 @@ def build(_config: Any, context: Context) -> Worker:
 
 
 def clients(seed: int, num_clients: int) -> ClientApp:
-    """Return the app, whose clients fail as the seed says."""
+    """Return the app, with the faults of its clients drawn from the seed."""
     sound, app = client_app(build), ClientApp()
 
     @app.train()
@@ -118,7 +118,7 @@ def _passed_on(app: ClientApp) -> Callable[[Message, Context], Message]:
 
 
 class Watch:
-    """Observer that takes the measure of all processes, and lets the server die."""
+    """Observer that measures memory and open files, and raises the server's faults."""
 
     def __init__(self, seed: int, num_clients: int) -> None:
         self.seed, self.num_clients = seed, num_clients

@@ -1,10 +1,10 @@
-"""What a window costs beyond the clients' own work, beside stock FedAvg in the same simulation.
+"""Overhead of a window in simulation, beyond the clients' own work, compared with Flower's FedAvg.
 
     python benchmarks/window_overhead.py [--clients 4] [--windows 60] [--json FILE]
 
-A model of a few numbers, so that nothing but the round trip is measured: DesLoc with three streams
-on their own clocks, then Flower's FedAvg on the same nodes. Overhead is a window's wall-clock less
-the slowest client's own time. The first windows start processes and are left out.
+The model has six parameters, so that only the round trip is measured: DesLoc with three streams and
+different periods, then Flower's FedAvg on the same nodes. Overhead is a window's wall-clock time
+minus the slowest client's own time. The first windows start processes and are left out.
 """
 
 import argparse
@@ -55,7 +55,7 @@ fedavg_client = ClientApp()
 
 @fedavg_client.train()
 def train(message: Message, _context: Context) -> Message:
-    """The same work, the way Flower's examples do it."""
+    """Do the same work as in Flower's examples."""
     began = time.perf_counter()
     module = torch.nn.Linear(2, 2)
     module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
@@ -69,7 +69,7 @@ def train(message: Message, _context: Context) -> Message:
 
 
 class Timed(FedAvg):
-    """FedAvg that notes when its rounds begin and what the slowest client took."""
+    """FedAvg that records the overhead of each round."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -89,7 +89,7 @@ class Timed(FedAvg):
 
 
 class Overheads:
-    """Observer of DesLoc's windows."""
+    """Observer that records the overhead of each window."""
 
     def __init__(self) -> None:
         self.overheads: list[float] = []

@@ -12,7 +12,7 @@ from flower_desloc.tasks.quiet import quiet
 
 
 class LoRA(CausalLM):
-    """The task ``causal_lm``, with adapters beside the frozen weights of ``task_options.base``."""
+    """The task ``causal_lm``, with adapters for the frozen weights of ``task_options.base``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -32,5 +32,5 @@ class LoRA(CausalLM):
         return get_peft_model(base, lora)
 
     def save(self, model, folder):
-        """Write the adapters and where their base is, for ``PeftModel.from_pretrained``."""
+        """Write the adapters and the path of their base, for ``PeftModel.from_pretrained``."""
         model.save_pretrained(folder)

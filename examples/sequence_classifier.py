@@ -1,4 +1,4 @@
-"""A classifier of the transformers library: from which domain a piece of text is.
+"""A sequence classifier from transformers that predicts the domain of a document.
 
 desloc run sequence_classifier.yaml
 """
@@ -12,11 +12,11 @@ from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.sources import Source
 from flower_desloc.tasks.partition import PartitionRule, partition_rows
 
-PAD = 256  # the token that fills up; the other 256 are bytes
+PAD = 256  # padding token; the other 256 are bytes
 
 
 class SequenceClassifier:
-    """The task: the documents of ``data.source``, byte by byte, with their domains as labels."""
+    """The task: classify the documents of ``data.source``, as bytes, by domain."""
 
     def __init__(self, config):
         self.config = config
@@ -26,7 +26,7 @@ class SequenceClassifier:
         self.heldout_part = self.encode(corpus.heldout)
 
     def build_model(self):
-        """Return a BERT of the sizes in the section model, with weights drawn from the seed."""
+        """Return a BERT with the sizes of the section model; the seed determines its weights."""
         torch.manual_seed(self.config.run.seed)
         model = self.config.model
         return BertForSequenceClassification(
@@ -43,7 +43,7 @@ class SequenceClassifier:
         )
 
     def client_data(self, site):
-        """Partition the documents as the section data states; return one client's."""
+        """Partition the documents by the settings in data; return one client's."""
         rule, parts = PartitionRule.of(self.config), []
         for tokens, labels in (self.train_part, self.heldout_part):
             rows = partition_rows(labels.tolist(), rule, site.num_partitions)[site.partition]
@@ -77,7 +77,7 @@ class SequenceClassifier:
         return sums
 
     def metrics(self, sums):
-        """Return what the totals mean; ``loss`` must be there."""
+        """Return the metrics of the totals, ``loss`` among them."""
         documents = max(1.0, sums["documents"])
         return {"loss": sums["nats"] / documents, "accuracy": sums["correct"] / documents}
 
@@ -86,7 +86,7 @@ class SequenceClassifier:
         model.save_pretrained(folder)
 
     def encode(self, documents):
-        """Return the documents' first bytes, (document, seq_len), and the numbers of domains."""
+        """Return the documents' first bytes, (document, seq_len), and the indices of domains."""
         length = self.config.data.seq_len
         tokens = torch.full((len(documents), length), PAD)
         for row, text in zip(tokens, documents["text"][:], strict=True):

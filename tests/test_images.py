@@ -1,4 +1,4 @@
-"""Laws of image classification: who gets which images, what is learned, what is measured."""
+"""Image classification: partitions, batches, models, metrics, whole runs and image files."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def rule(name: str, *, alpha: float = 0.5, seed: int = 0, classes: int = 2) -> P
 
 
 def counts(name: str, num_clients: int, **how: Any) -> np.ndarray:
-    """How many images of each label every client trains on."""
+    """Return the number of training images of each label for every client."""
     numbers = read(DIGITS).train.labels
     dealt = client_rows(DIGITS, rule(name, **how), num_clients)
     return np.array([np.bincount(numbers[share.train], minlength=10) for share in dealt])
@@ -84,7 +84,7 @@ def test_the_held_out_images_are_dealt_in_the_proportions_of_the_training_images
     for share in dealt:
         trained = np.bincount(corpus.train.labels[share.train], minlength=10)
         kept = np.bincount(corpus.heldout.labels[share.heldout], minlength=10)
-        assert np.all(np.abs(kept - trained / 4) <= 1.5)  # a fifth of all is held out
+        assert np.all(np.abs(kept - trained / 4) <= 1.5)  # a fifth is held out
 
 
 def test_clients_without_a_held_out_image_are_lent_one_of_each_of_their_labels():
@@ -148,7 +148,7 @@ def unlikeness_of(sizes: np.ndarray) -> float:
 def test_unlikeness_is_the_share_of_data_to_be_exchanged():
     assert unlikeness({"a": {"x": 3, "y": 1}, "b": {"x": 6, "y": 2}}) == 0
     assert unlikeness({"a": {"x": 4}, "b": {"y": 4}}) == 0.5
-    # a: 3/4 x against 1/2 in all; b the other way round
+    # a: 3/4 x compared with 1/2 overall; b: 1/4 x
     assert unlikeness({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 3}}) == 0.25
 
 
@@ -302,7 +302,7 @@ def test_the_loss_falls(kind, dtype):
     assert np.mean(steps.losses[-5:]) < 0.7 * steps.losses[0]
 
 
-# ----------------------------------------------------------------------------------------- measures
+# ----------------------------------------------------------------------------------------- metrics
 
 
 def test_loss_and_accuracy_are_scikit_learns():
@@ -397,7 +397,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of three clients: what it left, and what it printed."""
+    """A run of three clients: its folder and its output."""
     folder, printed = tmp_path_factory.mktemp("runs"), StringIO()
     with redirect_stdout(printed):
         summary = run(folder, *LEARNS, "data.alpha=1")
@@ -486,7 +486,7 @@ def parquet(path: Path, labels_: list[int], **columns: Any) -> None:
 
 @pytest.fixture
 def animals(tmp_path: Path) -> Path:
-    """Parquet as the hub has it: a train and a test part."""
+    """Parquet files as on the hub: a train and a test part."""
     folder = tmp_path / "animals"
     folder.mkdir()
     parquet(folder / "train.parquet", [0, 0, 0, 1, 1, 2, 2, 2])
@@ -508,7 +508,7 @@ def test_a_folder_of_parquet_files_has_the_parts_it_says(animals):
     data = task.client_data(Site(0, 1))
     assert data.description == {"cat": 3, "dog/wolf": 2, "emu": 3}
     batch = data.train_batch(0)
-    # the shade tells which image it is
+    # the shade identifies the image
     which = batch.images[:, 0, 0, 0] // 20
     assert batch.labels.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2][i] for i in which.tolist()]
 
@@ -529,7 +529,7 @@ def test_a_run_on_parquet_files_whose_models_buffers_stay_local(
     assert "set sync.buffers to average them" in caplog.text
     assert sum(summary["client_data"]["client-0"].values()) == 4
     *_, last = read_lines(tmp_path / "run" / "metrics.jsonl")
-    # a label may hold the slash that parts a label from its metric
+    # a label may contain the slash that separates a label from its metric
     assert {*last["evaluation"]["central"]["parts"]} == {"dog/wolf", "emu"}
 
 
@@ -627,7 +627,7 @@ def test_a_source_that_is_not_there_is_an_error_that_names_the_setting(tmp_path)
         digits().client_data(Site(0, 1, tmp_path / "nowhere"))
 
 
-# -------------------------------------------------------------------------------------- the picture
+# -------------------------------------------------------------------------------------- figures
 
 
 def test_labels_stand_in_natural_order():

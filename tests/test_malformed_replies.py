@@ -35,7 +35,7 @@ from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.tools.engines.in_process import run_in_process
 
 EACH = 40
-"""So many at once, beside two clients that answer as they should."""
+"""Number of malformed replies in one window, besides those of two honest clients."""
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 STREAMS = ("params", "exp_avg_sq")
@@ -45,7 +45,7 @@ Tree = dict[str, torch.Tensor]
 
 @cache
 def streams(m: int) -> dict[str, Tree]:
-    """What the honest client m sends: every stream, no value below zero."""
+    """Return the streams of the honest client m, without negative values."""
     noise = torch.Generator().manual_seed(m)
     return {
         name: {
@@ -63,7 +63,7 @@ def arrays(m: int) -> dict[str, ArrayRecord]:
 
 # -------------------------------------------------------------------------------- Malformed replies
 
-# A description, and a function that spoils the content of a good reply.
+# A description, and a function that corrupts the content of a valid reply.
 
 Wrong = tuple[str, Callable[[RecordDict], object]]
 
@@ -130,7 +130,7 @@ def of_tensors() -> st.SearchStrategy[Wrong]:
 
 def of_values() -> st.SearchStrategy[Wrong]:
     place = st.tuples(st.sampled_from(STREAMS), st.sampled_from(sorted(SHAPES)), st.integers(0, 5))
-    # The last two are finite, and their distance from one another is not.
+    # The last two are finite, but their difference is not.
     bad = st.sampled_from([np.nan, np.inf, -np.inf, 3.3e38, -3.3e38])
 
     def holds(at: tuple[str, str, int], value: float) -> Wrong:
@@ -281,7 +281,7 @@ def of_metrics() -> st.SearchStrategy[Wrong]:
         st.tuples(required, lists).map(lambda a: is_now(*a)),
         never.map(lambda value: is_now("num-examples", value)),
         st.tuples(step, other | floats).map(lambda a: is_now(*a)),
-        # Flower's MetricRecord takes integers that its wire format does not have.
+        # Flower's MetricRecord accepts integers that its wire format cannot represent.
         st.tuples(st.text(max_size=9), st.sampled_from([2**64, -(2**63) - 1, 10**400])).map(
             lambda a: is_now(*a)
         ),
@@ -371,13 +371,13 @@ TRAINING = st.one_of(
 
 
 class Clients:
-    """Clients of whom all but the first and the last spoil what they answer to one message."""
+    """Clients of which all but the first and the last corrupt their reply to one message."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.wrong: list[Wrong] = []
         self.asked = ""
-        """The type of the messages that are answered so."""
+        """Type of the messages with corrupted replies."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         m = int(context.node_config["m"])
@@ -409,7 +409,7 @@ class Clients:
 
 
 def good(message: Message, m: int) -> RecordDict:
-    """Return what the honest client m answers."""
+    """Return the reply of the honest client m."""
     match message.metadata.message_type:
         case "train":
             told = {"num-examples": m + 1, "train-loss": 1.0, "start-step": 0, "stop-step": 1}
@@ -429,7 +429,7 @@ def good(message: Message, m: int) -> RecordDict:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
-    # Nothing is wrong with the requests, and to count their bytes takes half of the time.
+    # The requests are valid, and counting their bytes takes half of the time.
     monkeypatch.setattr(TrafficMeter, "sent", lambda self, message: None)
 
 
@@ -440,11 +440,11 @@ def clients() -> Clients:
 
 @pytest.fixture(scope="module")
 def strategy(clients: Clients) -> DesLoc:
-    """A strategy whose last window, of the one step, is asked for again and again."""
+    """A strategy whose only window, of one step, is requested repeatedly."""
     return clients.start()
 
 
-# -------------------------------------------------------------------------------------------- Laws
+# -------------------------------------------------------------------------------------- Properties
 
 
 @settings(max_examples=200)
@@ -471,7 +471,7 @@ def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients
         for key, tensor in got.items():
             ends = streams(0)[name][key], streams(EACH + 1)[name][key]
             torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-7)
-    # Malformed replies are counted as well, and never as less than nothing.
+    # Malformed replies are counted as well, and never as negative bytes.
     up = strategy.engine.meter.read().up
     size = sum(t.nbytes for t in streams(0)["params"].values())
     assert all(up[name] >= 2 * size for name in STREAMS)
@@ -548,7 +548,7 @@ NONSENSE: list[dict[str, Any]] = [
 
 
 class Nonsense(InProcessGrid):
-    """Of three clients, the second tells nonsense of every window, and greets with some."""
+    """Of three clients, the second sends a malformed reply to the greeting and in every window."""
 
     def _answer(self, message: Message) -> Message:
         reply = super()._answer(message)
@@ -562,7 +562,7 @@ class Nonsense(InProcessGrid):
         return reply
 
 
-@pytest.mark.filterwarnings("ignore:constrained_layout:UserWarning")  # of 1e308 beside 6
+@pytest.mark.filterwarnings("ignore:constrained_layout:UserWarning")  # from 1e308 next to 6
 def test_a_run_completes_whatever_metrics_a_client_reports(tmp_path, monkeypatch):
     monkeypatch.setattr("flower_desloc.tools.engines.in_process.InProcessGrid", Nonsense)
     small = (

@@ -1,4 +1,4 @@
-"""The report shows the content of a run's files, also of a run that was cut off."""
+"""The report shows the content of a run's files, also of an interrupted run."""
 
 import base64
 import json
@@ -101,7 +101,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def skip_pages(patch: pytest.MonkeyPatch) -> None:
-    """Skip what takes seconds at the end of a run."""
+    """Skip the slow steps at the end of a run."""
     patch.setattr("flower_desloc.runs.report.write_page", lambda *_: None)
     patch.setattr("flower_desloc.runs.figures.overview.draw", lambda *_: None)
 
@@ -197,7 +197,7 @@ def test_the_same_run_gives_the_same_bytes(real: Path, tmp_path: Path) -> None:
         write_report([real / "desloc"], tmp_path / f"{i}.html", pngs=False) for i in range(2)
     )
     assert first.read_bytes() == second.read_bytes()
-    assert mpl.rcParams["svg.hashsalt"] is None  # nothing stays set
+    assert mpl.rcParams["svg.hashsalt"] is None  # the setting is restored
 
 
 def test_text_from_clients_is_escaped(copy: Path, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_report_that_fails_does_not_affect_the_run(
     assert not run.report.exists()
 
 
-# What a run's folder may lack
+# Missing and damaged files
 
 
 def test_the_summary_of_an_unfinished_run_is_computed_from_its_complete_lines(
@@ -238,7 +238,7 @@ def test_the_summary_of_an_unfinished_run_is_computed_from_its_complete_lines(
     assert run.summary["bytes"]["local_adam"] == whole["bytes"]["local_adam"]
     page = page_of(copy, output=tmp_path / "page.html")
     assert "unfinished" in page.text
-    assert "data" not in page.sections  # who holds what was in the summary
+    assert "data" not in page.sections  # the partition was in the summary
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_many_clients_are_drawn_as_bands(tmp_path: Path) -> None:
     assert training is not None
     panel = training.axes[0]
     assert len(panel.lines) == 1  # their mean
-    assert len(panel.collections) == 2  # 10 to 90 %, and all
+    assert len(panel.collections) == 2  # the bands of 10 to 90 % and of all
     losses = [c["losses"][0] for c in loaded.windows[0]["clients"].values()]
     assert panel.lines[0].get_ydata()[0] == pytest.approx(np.mean(losses))
     timeline = draw_timeline(loaded)
@@ -350,7 +350,7 @@ def test_many_clients_are_drawn_as_bands(tmp_path: Path) -> None:
     assert len(timeline.axes[1].get_yticklabels()) < 20
 
 
-# Who was there
+# Participation and events
 
 
 def test_joins_and_leaves_are_listed(tmp_path: Path) -> None:
@@ -429,14 +429,14 @@ def test_older_runs_without_events_list_the_clients_left_out(
 
 
 def test_modelled_time_is_measured_compute_and_a_star_for_every_average(tmp_path: Path) -> None:
-    _, run = record(tmp_path, finish=False)  # 4 clients of 3.1 s a window of 16 steps
+    _, run = record(tmp_path, finish=False)  # 4 clients, each 3.1 s per window of 16 steps
     loaded = load(run.path)
     assert seconds_per_step(loaded) == pytest.approx(3.1 / 16)
     link = Link(bandwidth=1e6, latency=0.25)
     methods = modelled(loaded, link)
     size = 275_200
     one, two, three = (star_seconds(n * size, 4, link) for n in (1, 2, 3))
-    # Of 12 windows, params are averaged in all, exp_avg with every third, exp_avg_sq every sixth.
+    # Params are averaged in each of 12 windows, exp_avg in every third, exp_avg_sq in every sixth.
     assert methods["this run"].communication == pytest.approx(8 * one + 2 * two + 2 * three)
     assert methods["Local Adam"].communication == pytest.approx(12 * three)
     assert methods["DDP"].communication == pytest.approx(192 * one)
@@ -594,7 +594,7 @@ def test_a_link_without_bandwidth_is_refused(copy: Path) -> None:
 
 
 def test_seeds_evaluated_after_different_steps_are_interpolated():
-    """With coins, a mean over the seeds that have a step would jump between seeds."""
+    """With probabilistic windows the seeds have different steps, so a mean per step would jump."""
     line = Curve(np.array([2.0, 6.0]), np.array([4.0, 8.0]))
     other = Curve(np.array([1.0, 3.0, 5.0]), np.array([10.0, 30.0, 50.0]))
     band = Band.of([line, other]).between()

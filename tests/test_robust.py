@@ -1,4 +1,4 @@
-"""Robust averages against NumPy and SciPy, their laws, and what they do to a hostile client."""
+"""Robust averages compared with NumPy and SciPy, their properties, and hostile clients."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
 
 
-# Whole numbers, of which sums are exact in any order.
+# Integers, because their sums are exact in any order.
 STACKS = arrays.arrays(
     np.float64,
     st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(1, 3)),
@@ -38,7 +38,7 @@ def split(stack: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(row.copy()) for row in stack]
 
 
-# -------------------------------------------------------------------------------- The two averages
+# ------------------------------------------------------------------------- Median and trimmed mean
 
 
 @given(STACKS)
@@ -53,7 +53,7 @@ def test_the_trimmed_mean_is_scipys(stack, trim):
         with pytest.raises(ValueError, match="cannot be cut"):
             trimmed_mean(split(stack), trim)
         return
-    share = (trim + 0.5) / count  # of which SciPy takes the whole part of count times share
+    share = (trim + 0.5) / count  # SciPy cuts floor(count * share) values
     expected = trim_mean(stack, share, axis=0) if stack.size else np.zeros(stack.shape[1:])
     assert np.array_equal(trimmed_mean(split(stack), trim).numpy(), expected)
 
@@ -91,7 +91,7 @@ def test_so_many_as_are_cut_cannot_move_it_beyond_the_others(stack, trim, lie):
 def test_the_type_stays_and_half_precision_is_added_in_fp32(dtype):
     rows = [torch.full((3,), value, dtype=dtype) for value in (60000.0, 60000.0, 60000.0, 1.0)]
     assert trimmed_mean(rows, 1).dtype == dtype
-    assert torch.equal(trimmed_mean(rows, 1), rows[0])  # a sum of two is beyond fp16
+    assert torch.equal(trimmed_mean(rows, 1), rows[0])  # the sum of two overflows fp16
 
 
 def test_a_norm_is_measured_by_the_median_of_all():
@@ -111,7 +111,7 @@ def test_large_tensors_are_averaged_as_their_pieces_contiguous_or_not(dtype):
     assert torch.equal(trimmed_mean(rows, 1), trimmed)
 
 
-# --------------------------------------------------------------------------- In the place of Mean
+# ----------------------------------------------------------------------- As a replacement for Mean
 
 
 def client(m: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -173,7 +173,7 @@ def federation(folder: Path, **policy: object) -> Run:
 
 
 def lying(run: Run, node: int, factor: float) -> None:
-    """Let one client send params at so many times their distance from where they began."""
+    """Make one client multiply its update of params by ``factor``."""
     start = from_record(run.initial)
 
     def meddle(asked: Message, reply: Message) -> Message:

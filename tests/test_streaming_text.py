@@ -1,4 +1,4 @@
-"""Laws of text that is read as it is trained on: who reads what, and how it is packed and kept."""
+"""Streaming text: partitions, packing, the cache on disk, evaluation and retries."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ WEIGHTS = [5.0, 3.0, 2.0]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a cache of this test's own; a new process has nothing open."""
+    """Return a cache folder for this test, with nothing open, as in a new process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(retry, "WAITS", (0.0, 0.0))
     forget()
@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    """Close what is open, as a process does that ends."""
+    """Close all open packers and domains, as at the end of a process."""
     streaming._packers.clear()
     open_domain.cache_clear()
     streaming.domain_names.cache_clear()
@@ -61,7 +61,7 @@ def forget() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return three domains: a file, five files of two kinds, and a file with a held-out one."""
+    """Return three domains: one file, five files of two formats, a file with held-out text."""
     path = tmp_path_factory.mktemp("stream")
     write(path / "a.jsonl.gz", prose("a", 120))
     for number, suffix in enumerate(["jsonl", "parquet", "jsonl", "parquet", "jsonl"]):
@@ -96,7 +96,7 @@ def config(folder: Path) -> Config:
 
 
 def epoch(part: DomainShare, number: int = 0, seed: int = 0) -> list[str]:
-    """Return the documents of one pass over a part."""
+    """Return the documents of one pass over a share."""
     documents = DocumentStream(part, [seed], ReadPosition(number))
     return [*takewhile(lambda _: documents.position.epoch == number, documents)]
 
@@ -105,7 +105,7 @@ def text_of(batch: Any) -> str:
     return bytes(batch.tokens.flatten().tolist()).decode()
 
 
-# --------------------------------------------------------------------------------- who reads what
+# --------------------------------------------------------------------------------- partitions
 
 
 LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(500))
@@ -184,7 +184,7 @@ def test_reading_goes_on_where_it_was_left(source, name):
 
 
 def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
-    write(tmp_path / "t.txt", prose("t", 3000))  # more than the library hands over at a time
+    write(tmp_path / "t.txt", prose("t", 3000))  # more than `datasets` reads at a time
     write(tmp_path / "u.txt", prose("u", 700))
     source = replace(Source("builtin", streaming=True).at_site(tmp_path), validation_fraction=0.3)
     (part,) = client_shares(source, [], "iid", Site(0, 1, tmp_path))
@@ -218,7 +218,7 @@ def test_a_batch_is_a_function_of_seed_client_and_step(config, cache):
         assert not torch.equal(batch(*key), first)
     for file in cache.rglob("*.block.safetensors"):
         file.unlink()
-    assert torch.equal(batch(0, 1, later), second)  # from the pause before it
+    assert torch.equal(batch(0, 1, later), second)  # from the state before it
     for file in cache.rglob("*.safetensors"):
         file.unlink()
     assert torch.equal(batch(0, 1, later), second)  # from the beginning
@@ -280,7 +280,7 @@ def test_two_that_pack_one_clients_text_at_once_do_not_disturb_each_other(config
         data = CausalLM(config).client_data(Site(1, 2))
         return [data.train_batch(step).tokens for step in steps]
 
-    with ThreadPoolExecutor(4) as pool:  # As four processes: what they share is the files.
+    with ThreadPoolExecutor(4) as pool:  # Like four processes that share the files.
         for found in pool.map(pack, range(4)):
             assert all(map(torch.equal, found, tokens))
     assert not [*cache.rglob("*.partial")]
@@ -385,7 +385,7 @@ def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Any]:
-    """Serve a file over HTTP; while ``down`` is above 0, answer 503 and count it down."""
+    """Serve a file over HTTP; while ``down`` is positive, decrement it and answer 503."""
 
     class Handler(BaseHTTPRequestHandler):
         down = 0

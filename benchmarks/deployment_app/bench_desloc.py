@@ -1,4 +1,4 @@
-"""Our client, which also reports when its parts were done."""
+"""Our client, with timestamps of its phases in every reply."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The ClientApp, by way of a trainer where processes live for one message."""
+"""The ClientApp; in a deployment its messages are forwarded to a warm trainer."""
 
 from flower_desloc.sites.warm import WarmClientApp
 

@@ -1,4 +1,4 @@
-"""The ServerApp: one window of DesLoc in which one stream goes down and up, and is then checked."""
+"""The ServerApp: sends one stream to the client and back in one window, and checks it."""
 
 import json
 import time
@@ -22,7 +22,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Write what came of it, or what went wrong, to the file ``output``."""
+    """Write the measurements, or the traceback, to the file ``output``."""
     config = context.run_config
     if not config["bundles"]:
         federation.HttpGrid = InMemoryGrid  # as in a simulation: array by array
@@ -61,7 +61,7 @@ class Watch:
 
 
 def made(values: int, tensors: int) -> ArrayRecord:
-    # Random, as Flower sends equal chunks once.
+    # Random, because Flower sends equal chunks only once.
     return ArrayRecord({str(i): to_array(part(i, values)) for i in range(tensors)})
 
 

@@ -1,4 +1,4 @@
-"""A client whose step halves every value: memory and time are those of the transfer."""
+"""A client whose step halves every value, so that memory and time are those of the transfer."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -17,13 +17,13 @@ def build(config: Mapping[str, str | int | float | bool], _context: Context) -> 
 def worker(values: int, tensors: int) -> Worker:
     parts = torch.nn.ParameterList([torch.zeros(values) for _ in range(tensors)])
     optimizer = torch.optim.SGD(parts.parameters(), lr=1.0)
-    # It has no states: nothing is to be created, which would take a model's memory twice.
+    # SGD has no states. With an entry here none are created, which would double the memory.
     optimizer.state[parts[0]]["step"] = 0
 
     def loss_at(_step: int) -> torch.Tensor:
         with torch.no_grad():
             for part in parts:
-                part.mul_(0.5)  # exact, so that the server can tell
+                part.mul_(0.5)  # exact, so that the server can check it
         return torch.zeros((), requires_grad=True)
 
     return Worker(module=parts, optimizer=optimizer, loss_at=loss_at, num_examples=1)

@@ -10,7 +10,7 @@ from flower_desloc import DesLoc, SyncSchedule, Worker, client_app, from_record,
 
 
 def build(config, context):
-    """Return a client's model, optimizer and data; each client sees other noise."""
+    """Return a client's model, optimizer and data; the noise differs between clients."""
     model = Linear(3, 1)
 
     def loss_at(step):
@@ -29,7 +29,7 @@ server = ServerApp()
 
 @server.main()
 def main(grid, context):
-    """Train for 96 steps; parameters are averaged every 8, moments more rarely."""
+    """Train for 96 steps; parameters are averaged every 8, moments less often."""
     schedule = SyncSchedule({"params": 8, "exp_avg": 24, "exp_avg_sq": 48})
     start = to_record(dict(Linear(3, 1).named_parameters()))
     settings = ConfigRecord({"lr": context.run_config["lr"]})

@@ -23,7 +23,7 @@ _COLOURS: Final = {
     "favg_reset_opt": "#D55E00",
 }
 _DASHES: Final = {"local_adam": (0, (4, 2))}
-"""Of a line that would hide another."""
+"""Dashes of a line that would hide another."""
 _BACK_TO_FRONT: Final = ("favg_reset_opt", "favg_keep_opt", "local_adam", "desloc")
 _TEXT: Final = 9.5
 _STAR: Final[dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The search: how far from the optimum every method ends, over a grid of hyper-parameters."""
+"""Grid search over hyper-parameters: every method's final distance to the optimum."""
 
 import math
 from collections.abc import Iterator, Sequence

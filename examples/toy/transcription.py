@@ -1,7 +1,7 @@
-"""The algorithm once more, with all workers and many settings in one tensor.
+"""A vectorised implementation, with all workers and many settings in one tensor.
 
-It exists besides tests/reference.py because of speed: it runs the search's 225 settings of 256
-workers in minutes. In float64 it agrees with the federation up to rounding.
+It exists in addition to tests/reference.py because it is fast: it runs the search's 225 settings of
+256 workers in minutes. In float64 it agrees with the federation up to rounding.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -10,7 +10,7 @@ from flower_desloc.config.errors import ConfigError
 
 IMPORT_FROM: Final = "DESLOC_IMPORT_FROM"
 """Environment variable: a folder that may be imported from as well, the one where `desloc` was
-called. It comes last, so that no file that lies there hides a library."""
+called. It comes last, so that no file in it hides a library."""
 
 
 def is_path(name: str) -> bool:

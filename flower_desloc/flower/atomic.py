@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, to write; it replaces ``path`` at the end.
+    """Yield a temporary path in the folder of ``path``; it replaces ``path`` at the end.
 
     It is deleted instead when the block raises. With ``sync`` the file is on disk before it
     replaces the old one; without, it survives the end of the process but not of the machine.

@@ -20,7 +20,7 @@ class ForeachOptimizer(Optimizer):
     """Calls a pure step on lists of tensors, so that a step is a few operations for all of them.
 
     A subclass names its states in :attr:`streams` and its step in :attr:`update`. States start at
-    zero, beside a ``step`` that counts completed steps.
+    zero, besides a ``step`` that counts completed steps.
     """
 
     streams: ClassVar[tuple[str, ...]]
@@ -58,7 +58,7 @@ class ForeachOptimizer(Optimizer):
             for step, (params, gradients, states) in self._by_step(group["params"]).items():
                 tensors = [params, gradients, *([s[name] for s in states] for name in self.streams)]
                 arguments = self.arguments(group, step)
-                if self.compiled:  # for each other number PyTorch would compile anew
+                if self.compiled:  # for each new number PyTorch would compile again
                     for name in {"lr", "clip"} & arguments.keys():
                         if arguments[name] is not None:
                             arguments[name] = torch.tensor(arguments[name], dtype=torch.float64)

@@ -32,7 +32,7 @@ _DAY = 86400
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the theory asks for and no run tells: tau's psi, Theorem 1's L and B."""
+    """Constants of the theory that no run measures: tau's psi, Theorem 1's L and B."""
 
     psi: float = 0.5
     smoothness: float = 1.0

@@ -76,7 +76,7 @@ class SeedGroup:
 def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     """Return the runs in groups that differ only in their seed, each with label and colour.
 
-    The label is the common name of the runs; groups with the same name are told apart by the
+    The label is the common name of the runs; groups with the same name are distinguished by the
     settings in which they differ.
     """
     by_settings: dict[str, list[RunRecord]] = {}

@@ -1,4 +1,4 @@
-"""Finding the run to resume and its checkpoint, under the same settings."""
+"""Find the run to resume and its checkpoint, and check that the settings agree."""
 
 import glob
 import re
@@ -27,14 +27,14 @@ _MAY_DIFFER = {
     *("federation.min_clients", "federation.on_failure"),
     *("federation.timeout", "federation.repeats"),
 }
-"""Settings that decide how a run is carried out, not what it computes."""
+"""Settings that affect how a run is executed, not what it computes."""
 
 
 def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] | None:
     """Return the folder of the run and the checkpoint to resume from; None for a new run.
 
     ``run.resume`` is a run's folder, one of its checkpoints, or ``auto``: the last run of that name
-    in ``output_dir``, if it was cut off. Raises :class:`ConfigError` for a run that cannot be
+    in ``output_dir``, if it was interrupted. Raises :class:`ConfigError` for a run that cannot be
     resumed under this configuration.
     """
     wanted = config.run.resume
@@ -72,16 +72,16 @@ def begun_in(config: Config, output_dir: Path) -> Path:
 
 
 def resumable(output_dir: Path, name: str) -> Path | None:
-    """Return the folder of the last run of that name, if it was cut off."""
+    """Return the folder of the last run of that name, if it was interrupted."""
     found = _called(name, output_dir)
     return found[-1].path if found and _is_cut_off(found[-1]) else None
 
 
 def cut_off_since(config: Config, output_dir: Path, began: float) -> Path | None:
-    """Return the folder of the run that was started at or after ``began`` and was cut off.
+    """Return the folder of the run that was started at or after ``began`` and was interrupted.
 
     ``began`` is in seconds of ``time.time()``. None if the run is complete or has no checkpoint;
-    one that is still going on is another run.
+    runs that are still active are ignored.
     """
     if config.run.resume == AUTO:
         return resumable(output_dir, config.run.name)
@@ -109,7 +109,7 @@ def _named(config: Config) -> RunFolder | None:
 
 
 def _called(name: str, output_dir: Path) -> list[RunFolder]:
-    """Return the folders of the runs of that name, the last one last."""
+    """Return the folders of the runs of that name, the oldest first."""
     pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     found = {
         int(match[1] or 1): RunFolder(path)
@@ -120,7 +120,7 @@ def _called(name: str, output_dir: Path) -> list[RunFolder]:
 
 
 def _has_name(run: RunFolder, name: str) -> bool:
-    # The folder a-2 may be of the second run named a, or of the first named a-2.
+    # The folder a-2 may belong to the second run named a, or to the first named a-2.
     try:
         own = OmegaConf.select(OmegaConf.load(run.config), "run.name")
     except (OSError, YAMLError):  # missing or damaged

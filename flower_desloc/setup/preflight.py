@@ -1,4 +1,4 @@
-"""Estimate the memory and disk that a run takes, and check before it starts that it fits."""
+"""Estimate the memory and disk space of a run, and check that it fits before it starts."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,21 +33,21 @@ Parts = dict[str, int]
 """Bytes by purpose; they add up."""
 
 MARGIN = 1.5
-"""A run is stopped when it needs this many times what there is: estimates may be wrong."""
+"""A run is stopped if it needs this many times the available memory: estimates are inexact."""
 OVERRIDE = "run.preflight=warn starts the run all the same"
 
-# Processes after their imports, measured on Linux; the last are Flower's and Ray's own processes
-# in a simulation.
+# Bytes of processes after their imports, measured on Linux; the last is the sum of Flower's and
+# Ray's own processes in a simulation.
 _CLIENT, _SERVER, _SIMULATION = 500_000_000, 600_000_000, 1_100_000_000
-_CLIENT_FILES = 4  # the present one, one being written, and those at the last two checkpoints
+_CLIENT_FILES = 4  # the current one, one being written, and those of the last two checkpoints
 _CHECKPOINTS = 3  # the last two, and one being written
-_AUTO_SHARE = 0.7  # of a device that `auto` may fill: no estimate is exact
+_AUTO_SHARE = 0.7  # fraction of a device that `auto` may fill: estimates are inexact
 _SMALLER = "set data.micro_batch_size=auto or less, or a smaller model"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory and disk that a run takes, in bytes.
+    """The memory and disk space that a run needs, in bytes.
 
     Every attribute raises ``ValueError`` if the model cannot be built without its values.
     """
@@ -56,7 +56,7 @@ class Needs:
 
     @cached_property
     def sketch(self) -> Sketch:
-        """The model, without memory for its tensors."""
+        """The model, without allocated tensors."""
         return Sketch(self.config)
 
     @cached_property
@@ -66,21 +66,21 @@ class Needs:
 
     @cached_property
     def wire(self) -> dict[str, int]:
-        """Bytes of every stream as it is sent."""
+        """Bytes of every stream on the wire."""
         return wire_bytes(self.sketch.streams, self.config.wire)
 
     @cached_property
     def states(self) -> int:
-        """Bytes of the optimizer states, each as large as its parameters."""
+        """Bytes of the optimizer states, each as large as the parameters."""
         module = nn.Linear(2, 2, bias=False)
         optimizer = build_optimizer(self.config, module.parameters())
         prime(optimizer)
         return (len(stream_names(module, optimizer)) - 1) * self.sketch.gradients
 
     def client(self, device: torch.device, micro_batch: int) -> Parts:
-        """Return the memory of ``device`` that one client takes.
+        """Return the memory of ``device`` that one client needs.
 
-        Raises ``ValueError`` if the size of the activations cannot be known.
+        Raises ``ValueError`` if the size of the activations cannot be estimated.
         """
         return {
             "weights": self.sketch.weights,
@@ -89,7 +89,7 @@ class Needs:
         } | (self.host_memory() if device.type == "cpu" else {})
 
     def host_memory(self) -> Parts:
-        """Return the memory of the machine that a client takes on any device."""
+        """Return the host memory that a client needs on any device."""
         return {
             "Python": _CLIENT,
             # The request is freed before the reply is made.
@@ -97,7 +97,7 @@ class Needs:
         }
 
     def server(self) -> Parts:
-        """Return the memory that the ServerApp takes."""
+        """Return the memory that the ServerApp needs."""
         f = self.config.federation
         due = self._due(self.sizes)
         is_mean = f.average == "mean" and f.norm_bound is None
@@ -112,7 +112,7 @@ class Needs:
         }
 
     def machine(self, device: torch.device, micro_batch: int, at_once: int) -> int:
-        """Return the memory that a simulation of all clients takes on one machine.
+        """Return the memory that a simulation of all clients needs on one machine.
 
         Flower's link holds the replies that the server has not pulled yet.
         """
@@ -139,7 +139,7 @@ class Needs:
         return sum(size for name, size in self.sizes.items() if name != GRADIENTS)
 
     def _due(self, sizes: dict[str, int]) -> int:
-        """Return the most that is due after one window."""
+        """Return the largest number of bytes due after one window."""
         windows = build_schedule(self.config).windows(self.config.run.steps)
         return max(sum(sizes[name] for name in window.due) for window in windows)
 
@@ -149,8 +149,8 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
 
     Under ``auto`` it is the largest divisor of the batch whose step is estimated to leave 30 % of
     the device's memory, or of a client's share of it in a simulation; 1 if there is no estimate.
-    It depends on the total memory and not on what is free: other processes must not change the
-    last bits of a run.
+    It depends on the total and not on the free memory, because other processes must not change
+    the last bits of a run.
     """
     size, whole = config.data.micro_batch_size, config.data.batch_size
     if size != AUTO:
@@ -158,7 +158,7 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
     return _fitting(dump(config), str(device))
 
 
-@lru_cache(maxsize=8)  # asked for by every client of a process
+@lru_cache(maxsize=8)  # called by every client in a process
 def _fitting(settings: str, where: str) -> int:
     config, device = parse(settings), torch.device(where)
     needs, whole = Needs(config), config.data.batch_size
@@ -189,12 +189,12 @@ class Finding:
     stops: bool = False
     """Whether the run clearly cannot fit."""
     estimated: bool = True
-    """Whether it is based on an estimate, so that the user may override it."""
+    """Whether it is based on an estimate, which the user may override."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where simulated clients compute."""
+    """Device, number and micro-batch of clients that are simulated at once."""
 
     device: torch.device
     at_once: int
@@ -202,9 +202,9 @@ class Place:
 
     @classmethod
     def of(cls, config: Config, *, in_process: bool, workers: int | None) -> "Place":
-        """Return the place that the settings choose on this machine.
+        """Return the place that the settings select on this machine.
 
-        If they ask for a GPU and there is none, its memory is unknown.
+        If they require a GPU and there is none, its memory is unknown.
         """
         gpu = torch.cuda.is_available() if in_process else config.federation.client_gpus > 0
         device = torch.device("cuda" if gpu else "cpu")
@@ -263,7 +263,7 @@ def on_this_machine(needs: Needs, place: Place, folder: Path) -> Iterator[Findin
 def on_the_server(
     needs: Needs, clients: Mapping[str, Mapping[str, str]], folder: Path
 ) -> Iterator[Finding]:
-    """Yield the problems of a run with ``clients``, by what they reported of their devices.
+    """Yield the problems of a run, given what each client reported about its device.
 
     Each client is assumed to have its device for itself. The server writes to ``folder``.
     """
@@ -272,7 +272,7 @@ def on_the_server(
         try:
             device, total, micro_batch = _reported(about, needs.config.data.batch_size)
         except (KeyError, ValueError, RuntimeError):
-            continue  # an unusable report is no reason to stop a run
+            continue  # an unusable report must not stop a run
         key = device.type, micro_batch
         try:
             if key not in wanted:

@@ -91,7 +91,7 @@ class Sketch:
         """
         if micro_batch in self._steps:
             return self._steps[micro_batch]
-        # The second micro-batch runs beside the gradients of the first; a third would do the same.
+        # The second micro-batch needs memory besides the first one's gradients; a third adds none.
         whole = min(2 * micro_batch, self._config.data.batch_size)
         cuts, config = _cut(self._config)
         task, batch = sample(config, whole * cuts, micro_batch * cuts)

@@ -114,7 +114,7 @@ def _started_for(home: Path) -> set[psutil.Process]:
 
     A process group or session does not contain them all: Flower starts its SuperExec in a session
     of its own. Nor do they end each other: after its parent is killed, a simulation notices, but
-    its main thread waits for the ServerApp and goes on training. The environment is inherited all
+    its main thread waits for the ServerApp and continues to train. The environment is inherited all
     the way down, except that Ray's agents overwrite theirs with a title; those are found as
     descendants.
     """
@@ -166,7 +166,7 @@ def describe_exit(code: int) -> str:
 
 
 def main(home: Path, command: list[str], *, restart: bool) -> int:
-    """Return 0 when told to stop, 1 when the command ended by itself and is not restarted."""
+    """Return 0 when asked to stop, 1 when the command ended by itself and is not restarted."""
     with (home / _LOG).open("wb") as log:
         stop = _run(command, home, log)
         # A SuperNode that was killed is refused for up to a minute, until the SuperLink has missed

@@ -97,7 +97,7 @@ def _memory(needs: Needs, place: Place) -> Iterator[str]:
     except ValueError as error:
         yield f"what a step takes cannot be known before it is taken: {error}"
     if place.device.type != "cpu":
-        yield from _table("and beside it", needs.host_memory())
+        yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())
     clients = config.federation.num_clients * needs.client_disk()
     yield (

@@ -1,4 +1,4 @@
-"""The style of all figures: colours, axes, titles, and labels beside the lines."""
+"""The style of all figures: colours, axes, titles and line labels."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,12 +57,12 @@ HEAD: Final = 0.66
 """Height of a headline in inches."""
 TEXT_SIZE: Final = 9
 MAX_NAMES: Final = 30
-"""With more rows, only some have their names."""
+"""Maximum number of rows that are all labelled with their names."""
 MAX_LINES: Final = 12
-"""More lines than this cannot be told apart."""
+"""Maximum number of lines that are distinguishable."""
 _LEGEND_CHARACTERS: Final = 130
 _LOG_TICKS: Final = ((1.3, (1, 2, 3, 5)), (2.6, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
-"""Below how many decades which digits have a tick."""
+"""Upper bounds on an axis's decades, each with the digits that have a tick."""
 
 
 def stream_colours(streams: Iterable[str]) -> dict[str, str]:
@@ -95,7 +95,7 @@ def figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure,
 
 
 def headline(made: Figure, name: str, text: str) -> None:
-    """Write a bold line and a plain one above the panels."""
+    """Write a bold and a plain line above the panels."""
     made.get_layout_engine().set(rect=(0, 0, 1, 1 - HEAD / made.get_figheight()))  # type: ignore[union-attr, call-arg]
     left, inch = 0.12 / made.get_figwidth(), 1 / made.get_figheight()
     made.text(left, 1 - 0.13 * inch, name, va="top", fontsize=14, fontweight="bold", color=INK)
@@ -103,7 +103,7 @@ def headline(made: Figure, name: str, text: str) -> None:
 
 
 def title(panel: Axes, name: str, meaning: str = "") -> None:
-    """Write above a panel what it shows."""
+    """Write a panel's title and its meaning above it."""
     panel.set_title(
         name, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=19 if meaning else 8
     )
@@ -115,13 +115,13 @@ def title(panel: Axes, name: str, meaning: str = "") -> None:
 
 
 def empty(panel: Axes, text: str) -> None:
-    """Write into a panel why it has no data."""
+    """Write the reason for missing data into an empty panel."""
     panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", fontsize=9, color=GREY)
     panel.set_yticks([])
 
 
 def steps_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    """Make the horizontal axis that of local steps, with ticks at averages of params."""
+    """Label the horizontal axis in local steps, with ticks at averages of params."""
     steps = max([1, *(run.num_steps for run in runs)])
     panel.set_xlim(0, 1.02 * steps)  # marks at the end are visible
     panel.set_xlabel("local steps", fontsize=TEXT_SIZE, color=INK)
@@ -194,7 +194,7 @@ def aside(panel: Axes, row: int, text: str, colour: str = INK) -> None:
 
 
 def plot(panel: Axes, curve: Curve, colour: str, **style: Any) -> None:
-    """Draw a curve; a single point as a dot."""
+    """Draw a curve, or a dot for a single point."""
     alone = np.isfinite(curve.y).sum() == 1
     style = {"lw": 1.6, "marker": "o" if alone else None, "ms": 4, **style}
     # Dots at the edge of the panel are not clipped.
@@ -207,7 +207,7 @@ def dots(curve: Curve) -> dict[str, Any]:
 
 
 def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -> None:
-    """Draw a curve for each client and their mean; bands instead of many curves."""
+    """Draw a curve for each client, or bands for many clients, and their mean."""
     labels = []
     if len(curves) > MAX_LINES:
         band = Band.of([curve.thinned() for curve in curves.values()])
@@ -269,7 +269,7 @@ def legend(made: Figure, groups: Sequence[SeedGroup]) -> None:
 
 @dataclass(frozen=True)
 class Label:
-    """Text beside a panel for a line that ends at ``end``, in data coordinates."""
+    """Text to the right of a panel, for a line that ends at ``end`` in data coordinates."""
 
     end: tuple[float, float]
     text: str
@@ -278,7 +278,7 @@ class Label:
 
 
 def beside(panel: Axes, labels: Sequence[Label]) -> None:
-    """Write the labels beside the panel, moved apart where they would overlap."""
+    """Write the labels to the right of the panel, spread so that they do not overlap."""
     if not labels:
         return
     panel.set_ylim(panel.get_ylim())  # fixes the scale before it is used
@@ -298,7 +298,7 @@ def beside(panel: Axes, labels: Sequence[Label]) -> None:
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Return rising ``heights`` at least a gap apart: each crowd around its middle, above 0.
+    """Return ascending ``heights`` moved at least ``gap`` apart, each cluster around its mean.
 
     >>> apart([0.5, 0.5, 0.9], 0.25)
     [0.375, 0.625, 0.9]
@@ -316,7 +316,7 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _inches(panel: Axes) -> float:
-    """Return about how high a panel will be: the layout is computed later."""
+    """Return the approximate height of a panel; the layout is computed later."""
     made = panel.get_figure()
     assert isinstance(made, Figure)
     spec = panel.get_subplotspec()

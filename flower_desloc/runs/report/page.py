@@ -42,7 +42,7 @@ def write_report(
     link
         The link of the modelled wall-clock.
     pngs
-        Also write every figure as a PNG, into a folder beside the page with the same name.
+        Also write every figure as a PNG, into a folder with the page's name next to it.
 
     Raises
     ------

@@ -216,7 +216,7 @@ def _broadcast(view: Tensor) -> None:
 def _on_disk(folder: Path, tensor: Tensor) -> Tensor:
     """Return a copy of ``tensor`` in a mapped file of ``folder``, which is deleted with it.
 
-    The kernel keeps the file in memory only while there is room. Raises ``OSError`` when the disk
+    The kernel can evict the file from memory. Raises ``OSError`` when the disk
     is full.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -89,7 +89,7 @@ class Trainer:
     def end(self) -> NoReturn:
         """End this process, whatever it is doing."""
         with suppress(OSError):
-            if self.path.stat().st_ino == self.inode:  # not a successor's yet
+            if self.path.stat().st_ino == self.inode:  # not yet replaced by a successor's
                 self.path.unlink()
         sys.stdout.flush()
         # Not sys.exit: another thread may be in the middle of a window. Its state file is whole.

@@ -1,8 +1,8 @@
 """Forwards a message to the node's trainer, and starts the trainer if there is none.
 
-The process that starts a trainer binds the socket and passes it on. So nobody waits for a trainer
-to be ready: whoever connects before it has imported anything is queued, and if the trainer dies the
-connection closes.
+The process that starts a trainer binds the socket and passes it on. So no client has to wait until
+the trainer is ready: a connection is queued while the trainer imports its modules, and it closes if
+the trainer dies.
 """
 
 import hashlib
@@ -58,10 +58,10 @@ class TrainerClient:
 
         Raises what the app raised, with the same type name and text; ``RuntimeError`` if a trainer
         that was started for this message dies; :class:`NoTrainerError` if none can be started. A
-        trainer that was already there and dies is replaced and asked again: a window starts from
-        the state file, whoever did part of it before.
+        trainer that was already there and dies is replaced, and the message is sent again: a
+        window always starts from the state file.
         """
-        with suppress(*_DISCONNECTED):  # there is none, or it ends because it served another run
+        with suppress(*_DISCONNECTED):  # there is none, or it ends because it serves another run
             return self._ask(message, context)
         trainer = self._start()
         try:
@@ -86,15 +86,15 @@ class TrainerClient:
                 if "raised" in head:
                     raise _as_raised(head)
                 reply = read_message(stream)
-        # Flower keeps the message while it sends the reply, and copies that: three times the
-        # memory. It needs only the message's metadata from here on, and nobody asks again.
+        # Flower keeps the message while it copies and sends the reply: three times the memory.
+        # Only the message's metadata is needed from here on, and it is not sent again.
         if message.has_content():
             message.content.clear()
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
-        # its SuperNode: a SuperExec may go on for ten seconds after a SuperNode that was killed.
+        # its SuperNode: a SuperExec may run for ten seconds after its SuperNode was killed.
         node = [process.pid for process in psutil.Process().parents()[:2]]
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -117,8 +117,8 @@ class TrainerClient:
 
 
 def _socket_folder() -> Path:
-    # Not beside the state: that may be on a disk shared by several machines, and a socket's path
-    # is limited to 107 bytes.
+    # Not in the state's folder: that may be on a disk shared by several machines, and a socket's
+    # path is limited to 107 bytes.
     folder = Path(tempfile.gettempdir()) / f"desloc-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -79,7 +79,7 @@ def _regrouped(source: Source, parts: Iterable[Callable[[], Iterable[Row]]]) -> 
 def _collect(source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection[str]) -> Texts:
     """Return the documents by domain, at most ``max_bytes`` of each.
 
-    Stops reading when all ``wanted`` domains are full; if none is named, all are wanted.
+    Stops reading when all ``wanted`` domains are full; reads everything if none is given.
     """
     texts: Texts = {}
     limit = source.max_bytes or sys.maxsize

@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from; equal sources hold equal text."""
+    """A source of text; equal sources have equal text."""
 
     name: str
     domains: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Source:
 
     @property
     def endless(self) -> bool:
-        """Whether it is read while it is trained on, and never as a whole."""
+        """Whether it is streamed during training, and never read as a whole."""
         return self.streaming and not self.max_bytes
 
     def at_site(self, path: Path) -> "Source":
@@ -137,9 +137,9 @@ def cell(source: Source, row: Row, setting: str, column: str) -> object:
 
 
 def reason(error: Exception) -> str:
-    """Return in one line why text cannot be read."""
+    """Return the error as one line."""
     if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
-        return "it is empty"  # the only sign that `datasets` gives of an empty file
+        return "it is empty"  # how `datasets` reports an empty file
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -158,7 +158,7 @@ def _local_domains(source: Source) -> dict[str, Domain]:
 
     A folder with training and held-out files or folders side by side is one domain, named after
     it; anything else in it is another domain. Hidden files and files of other formats are skipped.
-    A site's private files that are read while they are trained on are one domain together.
+    A site's private files are one domain if they are streamed.
     """
     path = Path(source.name).expanduser().resolve()
     domains = {name: _by_part(files, path) for name, files in _grouped_files(path).items()}
@@ -199,11 +199,11 @@ def _grouped_files(path: Path) -> dict[str, list[Path]]:
 
 
 def _by_part(files: list[Path], folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return a domain's training and held-out files, told by their names or their folders'."""
+    """Return a domain's training and held-out files, by file or folder name."""
     held = [any(map(_is_heldout, _names(file, folder))) for file in files]
     train = [file for file, is_held in zip(files, held, strict=True) if not is_held]
     heldout = [file for file, is_held in zip(files, held, strict=True) if is_held]
-    # If all files have such a name, it means nothing.
+    # If every file looks held out, the names carry no meaning: train on all.
     return (train, heldout) if train else (heldout, [])
 
 
@@ -233,7 +233,7 @@ def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
 
 def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:
     """Return the rows of files of one format, and the files' version."""
-    # Escaped, because the library takes a path for a pattern.
+    # Escaped, because `datasets` treats a path as a pattern.
     patterns = [glob.escape(path) for path in paths]
     options = {"sample_by": "paragraph"} if builder == "text" else {}
     opened = load_dataset_builder(builder, data_files=patterns, **options)
@@ -287,7 +287,7 @@ def _names(file: Path, folder: Path) -> list[str]:
 
 
 def _is_heldout(name: str) -> bool:
-    """Return whether a name means held out: test, test-00000-of-00002, valid_1."""
+    """Return whether a name denotes held-out data: test, test-00000-of-00002, valid_1."""
     return bool(re.fullmatch(r"(valid|validation|test)([-_.]?(of[-_.]?)?\d+)*", name.lower()))
 
 

@@ -1,7 +1,7 @@
-"""Text that is read while it is trained on: documents of each client, packed into sequences.
+"""Streaming text: each client's documents, packed into sequences during training.
 
 ``datasets.interleave_datasets`` and ``split_dataset_by_node`` are not used: the first mixes by
-documents and not by tokens, the second deals rows by position, so that equal documents reach
+documents and not by tokens, the second assigns rows by position, so that equal documents reach
 different clients.
 """
 
@@ -48,7 +48,7 @@ KEPT_BLOCKS = 256
 """Blocks kept on disk: 1 GB, with sequences of 2048 tokens of two bytes."""
 
 _MAX_OPEN_PACKERS = 4
-"""Packers that a process keeps open, for each holds the rows it has read ahead."""
+"""Packers that a process keeps open; each holds rows in memory that it has read ahead."""
 
 _HELDOUT_CHUNK = 16
 """Held-out documents tokenised at a time."""
@@ -56,7 +56,7 @@ _HELDOUT_CHUNK = 16
 _log = logging.getLogger(__name__)
 
 
-# Domains, and each client's documents of them.
+# Domains, and each client's documents.
 
 
 class StreamedDomain:
@@ -80,7 +80,7 @@ class StreamedDomain:
     def shard(self, index: int) -> IterableDataset:
         """Return the rows of one shard."""
         rows, i = self._shards[index]
-        # Some formats do not know the names of their columns before they are read.
+        # Some formats have no column names before they are read.
         if self._source.text_field in (rows.column_names or ()):
             rows = rows.select_columns([self._source.text_field])
         return rows.shard(rows.num_shards, i)
@@ -121,7 +121,7 @@ def open_domain(source: Source, name: str) -> StreamedDomain:
 
 @lru_cache(maxsize=4)
 def domain_names(source: Source) -> tuple[str, ...]:
-    """Return the domains that are used, in their order."""
+    """Return the names of the used domains, in order."""
     return tuple(selected(source, domains_of(source)))
 
 
@@ -142,7 +142,7 @@ class DomainShare:
 def client_shares(
     source: Source, weights: Sequence[float], partition: str, site: Site
 ) -> list[DomainShare]:
-    """Return what a client reads of each domain; ``weights`` are by domain, by default equal."""
+    """Return a client's share of each domain; ``weights`` are by domain, by default equal."""
     names = domain_names(source)
     if site.data_path:
         return [DomainShare(source=source, domain=n, turn=0, holders=1, weight=1.0) for n in names]
@@ -311,7 +311,7 @@ class Packer:
         self, spec: PackingSpec, number: int = 0, state: PackerState | None = None
     ) -> None:
         self.number = number
-        """The next block."""
+        """Number of the next block."""
         self._spec = spec
         self._tokenizer = load_tokenizer(spec.tokenizer)
         self._progress = [*state.progress] if state else [ShareProgress() for _ in spec.shares]
@@ -325,7 +325,7 @@ class Packer:
     def pack(self) -> tuple[Tokens, PackerState]:
         """Return the next block's tokens, and the state after it.
 
-        After an exception the packer cannot be used any more.
+        The packer is unusable after an exception.
         """
         rng = np.random.default_rng([*self._spec.key, len(self._documents), self.number])
         size = BLOCK * self._spec.length
@@ -345,7 +345,7 @@ class Packer:
         return tokens[:size], PackerState(tuple(self._progress), self._rest)
 
     def _draw(self, num_tokens: int) -> list[tuple[int, str]]:
-        """Return documents of about ``num_tokens``, rather fewer, each with its share's number.
+        """Return documents with slightly fewer than ``num_tokens``, each with its share's number.
 
         The next document is always from the share that is farthest below its weight in tokens.
         Tokens of the documents drawn here are estimated from their bytes.

@@ -1,4 +1,4 @@
-"""The search for the best value of one setting: which values to try, and when to stop."""
+"""Search for the best value of one setting: the values to try, and when to stop."""
 
 import math
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def untried(scores: Mapping[int, float], start: int, most: int) -> list[int]:
 
     ``scores`` are the known scores; smaller is better, and infinity stands for divergence. The
     search begins at ``start`` and its two neighbours. It continues beyond the best position while
-    that has an untried neighbour and fewer than ``most`` positions were tried. If every value
+    it has an untried neighbour and fewer than ``most`` positions were tried. If every value
     diverged it continues downwards.
 
     >>> untried({}, start=0, most=9)
