@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
@@ -21,7 +21,7 @@ _SYNC = "sync"
 
 # Settings of earlier versions that nobody changed: a file that states the value which is now fixed
 # can still be read.
-_REMOVED = {
+_REMOVED: Final[dict[str, dict[str, Any]]] = {
     "model": {"initializer_range": None},
     "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
 }
