@@ -274,10 +274,9 @@ class Faults:
     def _steps(self, s: State, m: int, start: int, stop: int) -> None:
         run, optimizer = self.run, self.run.case.oracle
         streams = ("params", *optimizer.states)
-        seeds = run.case.make([torch.zeros(1)]).__class__.__name__ == "ADOPT"
-        if seeds and start > 0 and not any(v.any() for v in s["exp_avg_sq"].values()):
-            # ADOPT divides by the root of v: a joiner's v is seeded from its first batch.
-            s["exp_avg_sq"] = reference.each(torch.square, run.problem.grad(m, start, s["params"]))
+        for stream, seed in optimizer.seeds.items():
+            if start > 0 and not any(tensor.any() for tensor in s[stream].values()):
+                s[stream] = reference.each(seed, run.problem.grad(m, start, s["params"]))
         for t in range(start, stop):
             g = run.problem.grad(m, t, s["params"])
             for key in g:

@@ -11,7 +11,7 @@ A worker's state is ``{stream: {tensor name: tensor}}``, streams under PyTorch's
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Optimizer:
 
     states: tuple[str, ...]
     update: Callable[..., tuple[Tensor, ...]]
+    seeds: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    """What a state of zeros is set to from the gradient where a worker starts at t > 0."""
 
 
 def run(
@@ -183,7 +185,7 @@ def adopt(
         u = beta1 * u + (1 - beta1) * n
         return x - eta * u, u, beta2 * v + (1 - beta2) * g**2
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, {"exp_avg_sq": torch.square})
 
 
 def paper_adopt(beta1: float, beta2: float, eps: float) -> Optimizer:

@@ -8,8 +8,8 @@ import torch
 from federation import Quadratic, Regression, TiedMLP
 from torch import nn
 
-from flower_desloc import Clipping, StepMetrics, local_steps, prime
-from flower_desloc.core.local_steps import accumulated
+from flower_desloc import Clipping, StepMetrics, local_steps, prime, put, take
+from flower_desloc.core.local_steps import accumulated, needs_seed, seed_states
 from flower_desloc.core.lr_schedule import constant, wsd
 from flower_desloc.optim import SGDM, Adam
 
@@ -232,3 +232,32 @@ def test_a_step_in_parts_is_a_step():
         )
         finals.append([torch.tensor(metrics.losses), torch.tensor(metrics.grad_norms), *params])
     torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-9)
+
+
+class SeedsBoth(Adam):
+    """Adam whose two moments start from the first gradient, where they are zero."""
+
+    seeded = ("exp_avg", "exp_avg_sq")
+
+    @torch.no_grad()
+    def seed_states(self, names):
+        for p, state in self.state.items():
+            for name in names:
+                state[name].copy_(p.grad if name == "exp_avg" else p.grad.square())
+
+
+@pytest.mark.parametrize("averaged", ["exp_avg", "exp_avg_sq"])
+def test_only_the_states_that_are_zero_are_seeded_and_an_average_is_kept(averaged):
+    module, optimizer = worker(make=SeedsBoth)
+    put(module, optimizer, {averaged: {k: t + 0.5 for k, t in moment(module, optimizer, averaged)}})
+    names = needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded))
+    assert names == [name for name in SeedsBoth.seeded if name != averaged]
+    seed_states(
+        *(optimizer, names, lambda t: PROBLEM.loss(module, 0, t)), step=4, clipping=Clipping()
+    )
+    assert all((t == 0.5).all() for _, t in moment(module, optimizer, averaged))
+    assert needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded)) == []
+
+
+def moment(module, optimizer, name):
+    return take(module, optimizer, [name])[name].items()

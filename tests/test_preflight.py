@@ -304,7 +304,7 @@ def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
 def test_no_step_is_timed_that_does_not_fit():
     """Of a large model one block is taken for real, and that may be all the memory there is."""
     config = load("quickstart", f"{TINY} model.hidden_size=65536 model.intermediate_size=65536")
-    with pytest.raises(ValueError, match=r"a part of one fills \d+ GB, .* are free"):
+    with pytest.raises(ValueError, match=r"a part of the model fills \d+ GB, .* are free"):
         timed_step(config, CPU, Sketch(config).num_params)
 
 

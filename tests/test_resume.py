@@ -15,9 +15,10 @@ import torch
 from federation import OPTIMIZERS, Quadratic, assert_same
 from flower_path import RUN, Run
 from flwr.app import Message
+from omegaconf import OmegaConf
 
 from flower_desloc import SyncSchedule
-from flower_desloc.config import ConfigError, load
+from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
 from flower_desloc.core.streams import digest
@@ -25,6 +26,7 @@ from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
+from flower_desloc.runs.record import plain
 from flower_desloc.runs.resume import to_resume
 
 
@@ -295,7 +297,7 @@ def test_a_checkpoint_outside_a_runs_folder_is_not_resumed(tmp_path):
     Checkpoints(folder, every=1).write(a_checkpoint())
     (path,) = Checkpoints(folder).all()
     config = load("quickstart", f"run.resume={path}")
-    with pytest.raises(ConfigError, match=r"does not lie in a run's folder"):
+    with pytest.raises(ConfigError, match=r"it is not in a run's folder"):
         to_resume(config, tmp_path)
     assert list(tmp_path.rglob("*.*")) == [path]
 
@@ -338,3 +340,16 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     (path,) = checkpoints.all()
     assert Checkpoint.read(path).step == 4
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_checkpoint_that_is_older_than_a_setting_is_resumed_with_its_default(tmp_path):
+    folder = tmp_path / "quickstart" / "checkpoints"
+    folder.mkdir(parents=True)
+    settings = plain(dump(load("quickstart")))
+    del settings["sync_once_at"], settings["federation"]["trim"]
+    Checkpoints(folder, 1, OmegaConf.to_yaml(settings)).write(a_checkpoint())
+    resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)
+    assert resumed is not None
+    assert resumed[1].step == a_checkpoint().step
+    with pytest.raises(ConfigError, match=r"under other settings: federation\.trim"):
+        to_resume(load("quickstart", f"run.resume={folder.parent} federation.trim=2"), tmp_path)

@@ -93,7 +93,7 @@ def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(c
     before, last = sorted(cut_off.glob("checkpoints/*"))
     whole = last.read_bytes()
     last.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match=rf"{last} is no whole .* run\.resume={before}$"):
+    with pytest.raises(ConfigError, match=rf"{last} is not a complete .* run\.resume={before}$"):
         run(cut_off.parent, "run.resume=auto")
     last.write_bytes(whole)
     with RunFolder(cut_off).claimed(), pytest.raises(ConfigError, match="still going on"):
@@ -134,7 +134,7 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
     begun = run(tmp_path, f"run.init_from={whole}")
     first, before = summary(begun)["evaluation"], summary(whole)["evaluation"]
     assert first["central"]["loss"]["first"] == before["central"]["loss"]["final"]
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="differs from this one"):
         run(tmp_path, f"run.init_from={whole}", "model.hidden_size=64")
 
 

@@ -90,33 +90,42 @@ def local_steps(
 
 @runtime_checkable
 class SeedsStates(Protocol):
-    """An optimizer whose states must not all be zero where a worker starts at a later step."""
+    """An optimizer some of whose states must not be zero where a worker starts at a later step."""
 
     seeded: Collection[str]
-    """Names of the states that :meth:`seed_states` sets."""
+    """Names of the states that :meth:`seed_states` can set."""
 
-    def seed_states(self) -> None:
-        """Set these states from the present gradients, as the first step would."""
+    def seed_states(self, names: Collection[str]) -> None:
+        """Set the named states from the present gradients, as the first step would."""
 
 
-def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> bool:
-    """Return whether a later step must not be taken with ``states``, the optimizer's streams."""
-    return isinstance(optimizer, SeedsStates) and not all(
-        any(tensor.any() for tensor in states[name].values()) for name in optimizer.seeded
-    )
+def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> list[str]:
+    """Return those of ``states``, the optimizer's streams, that are zero and must not be."""
+    if not isinstance(optimizer, SeedsStates):
+        return []
+    return [
+        name
+        for name in optimizer.seeded
+        if not any(tensor.any() for tensor in states[name].values())
+    ]
 
 
 def seed_states(
-    optimizer: Optimizer, loss_at: Callable[[int], Tensor], *, step: int, clipping: Clipping
+    optimizer: Optimizer,
+    names: Collection[str],
+    loss_at: Callable[[int], Tensor],
+    *,
+    step: int,
+    clipping: Clipping,
 ) -> None:
-    """Let an optimizer that starts with zeros at a later ``step`` seed its states.
+    """Let an optimizer that starts with zeros at a later ``step`` seed the named states.
 
     This costs the gradient of one batch, which is then used again for the step itself.
     """
     assert isinstance(optimizer, SeedsStates)
     loss_at(step).backward()
     clip(_params(optimizer), clipping)
-    optimizer.seed_states()
+    optimizer.seed_states(names)
     optimizer.zero_grad(set_to_none=True)
 
 

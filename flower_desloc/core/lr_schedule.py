@@ -1,7 +1,8 @@
 """Learning rates as functions of the global step.
 
 Each returns the factor of the peak learning rate for the step taken after ``step`` completed
-steps, so ``step`` runs from 0 to ``num_steps - 1``. They hold no state: a client that joins or
+steps, so ``step`` runs from 0 to ``num_steps - 1``: after an average at step t the next step has
+``schedule(t)``. They hold no state: a client that joins or
 returns continues where the federation is.
 """
 

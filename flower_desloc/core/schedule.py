@@ -46,6 +46,10 @@ class SyncSchedule:
     with probability p = 1/K. The coin of one (seed, stream, step) always falls the same way, so
     all clients see the same windows and a resumed run continues them.
 
+    What is due is a function of the step alone, without memory: a resumed run continues its
+    windows, and byte counts replay them. A rule that needs the length of the run, such as a period
+    that follows the learning rate, is turned into steps where the schedule is built.
+
     ``once_at`` are steps after which every stream is averaged in addition to its period (the
     paper's ad-hoc averaging, before workers join).
 

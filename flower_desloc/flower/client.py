@@ -121,8 +121,8 @@ def _train_window(worker: Worker, request: WindowRequest, file: StateFile) -> Wi
         return _LOST
     worker.put(begin)
     origin = max((request.versions[name] for name in request.resets), default=0)
-    if request.start > origin and needs_seed(worker.optimizer, begin):
-        worker.seed(request.start)
+    if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
+        worker.seed(names, request.start)
     steps = worker.steps(request.start, request.stop, origin)
     streams = worker.take(request.versions)
     metrics = {

@@ -57,10 +57,10 @@ class Worker:
         """Return the named streams as views; read them before the worker is used again."""
         return take(self.module, self.optimizer, names)
 
-    def seed(self, step: int) -> None:
-        """Let an optimizer that starts with zeros at a later ``step`` seed its states."""
+    def seed(self, names: list[str], step: int) -> None:
+        """Let an optimizer that starts with zeros at a later ``step`` seed the named states."""
         self.module.train()
-        seed_states(self.optimizer, self.loss_at, step=step, clipping=self.clipping)
+        seed_states(self.optimizer, names, self.loss_at, step=step, clipping=self.clipping)
 
     def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop``; the optimizer counts them from ``origin``."""

@@ -59,7 +59,7 @@ def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Ite
     for stream in run.moments:
         period = periods[stream.name]
         yield (
-            f"{stream.name} every {period}: {MULTIPLES[stream.name]} K_x, the paper's default; "
+            f"{stream.name} every {period}: {_multiple(stream.name)}; "
             f"{_in_half_lives(stream, period)}"
         )
 
@@ -183,3 +183,9 @@ def _in_half_lives(stream: PlannedStream, period: int) -> str:
         f"{number_text(period / tau)} half-lives, after which "
         f"{f'{left:.0%}' if left >= 0.005 else 'next to nothing'} of an average is left"
     )
+
+
+def _multiple(name: str) -> str:
+    if name not in MULTIPLES:
+        return "that of params"
+    return f"{MULTIPLES[name]} K_x, the paper's default"

@@ -108,6 +108,7 @@ class RunRecord:
     def uploads(self) -> Uploads:
         """Return a counter of what other methods would have sent in the same windows."""
         config, sizes = self.summary["config"], self.summary["stream_bytes"]
+        # summary.py must write every field of SyncSchedule that is read here.
         once_at = frozenset(config.get("once_at", ()))
         schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at)
         return Uploads(schedule, sizes, self.summary.get("wire_bytes", sizes), config["steps"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from flower_desloc.config import Config, ConfigError, dump
+from flower_desloc.config import Config, ConfigError, dump, parse
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -48,8 +48,8 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
         folder = RunFolder(file.parent.parent)
         if file.parent != folder.checkpoints:
             raise CheckpointError(
-                f"{file} is not in a run's folder, where the run would continue; give that folder, "
-                "or run.init_from for a new run with this model"
+                "it is not in a run's folder, where the run would continue; give that folder, or "
+                "run.init_from for a new run with this model"
             )
         if completed(folder):
             raise CheckpointError(
@@ -142,7 +142,15 @@ def _read(file: Path) -> Checkpoint:
 
 
 def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
-    ours, theirs = flat(plain(dump(config))), flat(plain(checkpoint.settings))
+    try:
+        # Parsed, so that settings which are newer than the checkpoint have their defaults.
+        written = dump(parse(checkpoint.settings))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{file} was written under settings that this version does not have: {error}; start a "
+            "new run with run.init_from"
+        ) from error
+    ours, theirs = flat(plain(dump(config))), flat(plain(written))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     if other:

@@ -57,9 +57,9 @@ class RankWorker:
         """Return whole streams on rank 0, which may store them in files of ``folder``."""
         return self._layout.take(self._views(names), folder)
 
-    def seed(self, step: int) -> None:
-        """Give ADOPT the v that its first step would have."""
-        self._worker.seed(step)
+    def seed(self, names: list[str], step: int) -> None:
+        """Let this rank's optimizer seed the named states."""
+        self._worker.seed(names, step)
 
     def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop``; the losses are those of whole batches."""

@@ -47,9 +47,9 @@ class MultiProcessWorker(Worker):
         streams = self.ranks.call("take", list(names), folder=self.folder)
         return streams
 
-    def seed(self, step: int) -> None:
-        """Give ADOPT the v that its first step would have."""
-        self.ranks.call("seed", step)
+    def seed(self, names: list[str], step: int) -> None:
+        """Let the optimizer of every rank seed the named states."""
+        self.ranks.call("seed", names, step)
 
     def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop`` on all ranks."""

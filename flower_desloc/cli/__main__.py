@@ -1,0 +1,5 @@
+"""Run the command ``desloc`` with this checkout: ``python -m flower_desloc.cli``."""
+
+from flower_desloc.cli import app
+
+app()
