@@ -39,9 +39,8 @@ from torch.profiler import ProfilerActivity, profile
 from client_app.client import build_worker
 from flower_desloc.config import dump, load
 from flower_desloc.config.schema import Config
-from flower_desloc.core.local_steps import local_steps
 from flower_desloc.core.streams import prime
-from flower_desloc.flower.client import Worker
+from flower_desloc.flower.worker import Worker
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import autocast
 
@@ -69,18 +68,7 @@ def desloc(config: Config, device: torch.device) -> Window:
     worker = client(config, device, 0)
     prime(worker.optimizer)
 
-    def window(start: int, stop: int) -> object:
-        return local_steps(
-            worker.module,
-            worker.optimizer,
-            worker.loss_at,
-            start=start,
-            stop=stop,
-            lr_schedule=worker.lr_schedule,
-            clipping=worker.clipping,
-        )
-
-    return window
+    return lambda start, stop: worker.steps(start, stop, origin=0)
 
 
 def loop(config: Config, device: torch.device, batches: list[Tensor]) -> Window:

@@ -45,9 +45,10 @@ from flwr.simulation import run_simulation
 from window_overhead import Overheads, Timed
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower.client import STATE_DIR, Worker, client_app
+from flower_desloc.flower.client import STATE_DIR, client_app
 from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.records import to_record
+from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import ADOPT
 
 TENSORS = 16

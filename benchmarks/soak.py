@@ -37,10 +37,11 @@ from flwr.simulation import run_simulation
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.client import STATE_DIR, Worker, client_app
+from flower_desloc.flower.client import STATE_DIR, client_app
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
+from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import Adam
 
 WIDTH = 64

@@ -31,9 +31,10 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.client import client_app
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import to_record
+from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import ADOPT
 
 WARM_UP = 5

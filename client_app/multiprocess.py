@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from client_app.worker import config_of, model_of, task_of, with_micro_batch_size, worker_of
 from flower_desloc.config import Config
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.flower.client import Worker, state_folder
+from flower_desloc.flower.client import state_folder
+from flower_desloc.flower.worker import Worker
 from flower_desloc.setup.build import build_local_optimizer
 from flower_desloc.sites.multiprocess.layouts import Replicated, Sharded
 from flower_desloc.sites.multiprocess.parallelism import Parallelism

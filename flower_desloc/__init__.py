@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from flower_desloc.core.local_steps import Clipping, StepMetrics, local_steps
     from flower_desloc.core.schedule import NEVER, PARAMS, SyncSchedule, Window
     from flower_desloc.core.streams import prime, put, set_step, stream_names, take
-    from flower_desloc.flower.client import Worker, client_app
+    from flower_desloc.flower.client import client_app
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
+    from flower_desloc.flower.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -46,9 +47,10 @@ _HOMES = {
     "core.local_steps": ["Clipping", "StepMetrics", "local_steps"],
     "core.schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
     "core.streams": ["prime", "put", "set_step", "stream_names", "take"],
-    "flower.client": ["Worker", "client_app"],
+    "flower.client": ["client_app"],
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
+    "flower.worker": ["Worker"],
 }
 
 

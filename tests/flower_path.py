@@ -14,11 +14,12 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.baselines.data_parallel import DataParallel
-from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFile
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.records import to_record
+from flower_desloc.flower.worker import Worker
 
 RUN = "run"
 

@@ -1,27 +1,11 @@
 """benchmarks/noise_scale.py, where the noise scale is known."""
 
-import importlib.util
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
+from scripts import load_benchmark
 
-ROOT = Path(__file__).parents[1]
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "noise_scale", ROOT / "benchmarks" / "noise_scale.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_benchmark("noise_scale")
 
 WIDTH, NOISE, BATCH = 20, 0.5, 4
 

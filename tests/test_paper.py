@@ -1,6 +1,5 @@
 """docs/paper.md: its commands exist, and its tables are what they say."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -8,26 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_benchmark
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "docs" / name
     for name in ("paper.md", "baselines.md", "studies.md", "wire.md", "ladder.md")
 ]
-
-
-def load_tables() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "paper_tables", ROOT / "benchmarks" / "paper_tables.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = load_tables()
+tables = load_benchmark("paper_tables")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,7 +8,8 @@ from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 
 from client_app.client import build_worker
-from flower_desloc.flower.client import Worker, client_app
+from flower_desloc.flower.client import client_app
+from flower_desloc.flower.worker import Worker
 
 IMPORTED = time.time()
 

@@ -124,11 +124,6 @@ def distance(stream: Stream, origin: Stream | None = None) -> float:
     return math.sqrt(squares)
 
 
-def norms(stream: Stream, origin: Stream | None = None) -> tuple[float, float]:
-    """Return ``|stream|`` and ``|stream - origin|``."""
-    return distance(stream), distance(stream, origin)
-
-
 def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
     """Raise ``ValueError`` unless these are the expected streams and tensors, by name and shape."""
     _require_same_names("streams", streams, expected)

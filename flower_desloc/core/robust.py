@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_desloc.core.averaging import Drift, Mean, Stream, blocks, distance, norms, require_same
+from flower_desloc.core.averaging import Drift, Mean, Stream, blocks, distance, require_same
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -116,14 +116,18 @@ class Gathered:
             for streams, weight in self._held:
                 mean.add(streams, weight)
             return mean.result()
-        trim = (self.count - 1) // 2 if self._average == "median" else self._trim
         return {
             name: {
-                key: trimmed_mean([streams[name][key] for streams, _ in self._held], trim)
+                key: self._combined([streams[name][key] for streams, _ in self._held])
                 for key in stream
             }
             for name, stream in self._held[0][0].items()
         }
+
+    def _combined(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self._average == "median":
+            return coordinate_median(tensors)
+        return trimmed_mean(tensors, self._trim)
 
     def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
         """Return how far the clients were apart, given the ``average`` that :meth:`result` gave."""
@@ -132,6 +136,6 @@ class Gathered:
         for name, stream in average.items():
             apart = (math.sqrt(w) * distance(streams[name], stream) for streams, w in self._held)
             spread = math.hypot(*apart) / math.sqrt(total)
-            norm, moved = norms(stream, self._reference.get(name))
-            drifts[name] = Drift(spread=spread, moved=moved, norm=norm)
+            moved = distance(stream, self._reference.get(name))
+            drifts[name] = Drift(spread=spread, moved=moved, norm=distance(stream))
         return drifts

@@ -34,9 +34,14 @@ from flower_desloc.flower.records import (
     WindowRequest,
 )
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.flower.worker import Config as Config
-from flower_desloc.flower.worker import Metrics, evaluated, require_finite, trained
-from flower_desloc.flower.worker import Worker as Worker
+from flower_desloc.flower.worker import (
+    Config,
+    Metrics,
+    Worker,
+    evaluated,
+    require_finite,
+    trained,
+)
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream, norms
+from flower_desloc.core.averaging import Stream, distance
 from flower_desloc.core.local_steps import (
     Clipping,
     StepMetrics,
@@ -82,15 +82,14 @@ class Worker:
 
 def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
     """Return the metrics of local steps that led from the parameters ``before`` to ``after``."""
-    norm, way = norms(after, before)
     return {
         "num-examples": worker.num_examples,
         "train-loss": sum(steps.losses) / len(steps.losses),
         "losses": steps.losses,
         "grad-norms": steps.grad_norms,
         "learning-rates": steps.learning_rates,
-        "update-norm": way,
-        "param-norm": norm,
+        "update-norm": distance(after, before),
+        "param-norm": distance(after),
     }
 
 

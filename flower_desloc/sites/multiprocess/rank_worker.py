@@ -11,7 +11,7 @@ from torch import Tensor
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.local_steps import StepMetrics, accumulated
 from flower_desloc.core.streams import prime, take
-from flower_desloc.flower.client import Worker
+from flower_desloc.flower.worker import Worker
 from flower_desloc.sites.multiprocess.layouts import Replicated, Sharded
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.local_steps import StepMetrics
 from flower_desloc.core.streams import check_like
-from flower_desloc.flower.client import Worker
+from flower_desloc.flower.worker import Worker
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.sites.multiprocess.ranks import Ranks
 
