@@ -46,7 +46,7 @@ from window_overhead import Overheads, Timed
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.client import STATE_DIR, client_app
-from flower_desloc.flower.client_state import StateFile
+from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.records import to_record
 from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import ADOPT
@@ -84,16 +84,16 @@ def worker() -> Worker:
 @cache
 def timed_file() -> None:
     """Record how long each write of a client's state takes."""
-    write = StateFile.write
+    write = StateFiles.write
 
-    def timed(self: StateFile, *args: Any) -> None:
+    def timed(self: StateFiles, *args: Any) -> None:
         began = time.perf_counter()
         write(self, *args)
         took = time.perf_counter() - began
         with Path(os.environ[STATE_DIR], "writes").open("a") as file:
             file.write(f"{took}\n")
 
-    StateFile.write = timed  # type: ignore[method-assign]
+    StateFiles.write = timed  # type: ignore[method-assign]
 
 
 def build(_config: Any, _context: Context) -> Worker:

@@ -38,6 +38,7 @@ from flwr.simulation import run_simulation
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client import STATE_DIR, client_app
+from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
@@ -87,16 +88,16 @@ def clients(seed: int, num_clients: int) -> ClientApp:
         fault = fault_of(seed, int(config["start-step"]), num_clients)
         partition = int(context.node_config["partition-id"])
         what = fault[0] if fault and fault[1] == partition else ""
-        files = Path(os.environ[STATE_DIR]) / str(config["run-key"])
-        own = files / f"client-{partition}.safetensors"
+        own = StateFiles(Path(os.environ[STATE_DIR]), str(config["run-key"]), f"client-{partition}")
         if what == "raises before":
             raise RuntimeError(what)
         if what == "loses its files":
-            own.unlink(missing_ok=True)
-        if what == "loses a byte" and own.exists():
-            data = bytearray(own.read_bytes())
+            own.delete()
+        if what == "loses a byte" and own.held():
+            last = max(own.folder.iterdir())
+            data = bytearray(last.read_bytes())
             data[-1] ^= 1
-            own.write_bytes(data)
+            last.write_bytes(data)
         reply = sound(message, context)
         if what == "raises after":
             raise RuntimeError(what)

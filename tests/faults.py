@@ -109,7 +109,7 @@ class Faults:
         """The client's state file is gone when the window begins."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            self.run.file(node).path.unlink(missing_ok=True)
+            self.run.files(node).delete()
             return answer(message, context)
 
         # In the first window there is nothing to lose.
@@ -120,7 +120,7 @@ class Faults:
         """Bits of the client's state file have flipped when the window begins, in every tensor."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            path = self.run.file(node).path
+            path = max(self.run.files(node).folder.iterdir())
             data = bytearray(path.read_bytes())
             header = 8 + int.from_bytes(data[:8], "little")
             data[header::8] = bytes(byte ^ 4 for byte in data[header::8])

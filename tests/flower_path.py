@@ -15,7 +15,7 @@ from flower_desloc.core.outer import Outer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.client_state import StateFile
+from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.records import to_record
@@ -127,8 +127,8 @@ class Run:
         self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
         return self.states
 
-    def file(self, m: int) -> StateFile:
-        return StateFile(self.folder, RUN, f"client-{m}")
+    def files(self, m: int) -> StateFiles:
+        return StateFiles(self.folder, RUN, f"client-{m}")
 
     def _after(self, record: WindowRecord) -> None:
         self._leave(record.step)
@@ -142,9 +142,9 @@ class Run:
 
     def _state(self, m: int) -> State:
         common = self.strategy.state
-        held = self.file(m).held()
+        held = self.files(m).held()
         assert held is not None
-        state = self.file(m).read(held.streams)
+        state = self.files(m).read(held.streams)
         for stream, version in common.versions.items():
             if version != held.versions[stream]:
                 state[stream] = common.average(stream)

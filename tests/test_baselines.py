@@ -179,7 +179,7 @@ def test_data_parallel_clients_get_the_same_parameters_and_keep_nothing(tmp_path
         for other in others:
             a, b = (from_record(m.content.array_records[PARAMS]) for m in (first, other))
             torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert all(run.file(m).held() is None for m in range(3))
+    assert all(run.files(m).held() is None for m in range(3))
 
 
 def test_data_parallel_clients_send_one_gradient_a_step(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -372,8 +373,8 @@ def kill_two_nodes_and_wait_until_they_are_back(
 
     wait_until(kill_those_that_received_window_3, log)
     wait_until(lambda: has_ended(trainers[2]), log)  # it may be writing the file
-    (state,) = (federation.output / ".clients").rglob("client-2.safetensors")
-    state.unlink()
+    (state,) = (federation.output / ".clients").rglob("client-2")
+    shutil.rmtree(state)
     wait_until(lambda: count(0, RECEIVED) == 4, log)
     trainers[0].suspend()
     for number in killed:

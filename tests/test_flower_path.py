@@ -189,7 +189,7 @@ def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
     def lose(record: WindowRecord) -> None:
         after(record)
         if record.step == 8:
-            run.file(1).path.unlink()
+            run.files(1).delete()
 
     run.watch.after = lose
     got = run.start()
@@ -202,9 +202,9 @@ def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
         if record.step == 8:
             averages.update(late.strategy.state.averages)
             # What the joiner is given, written into its file by hand.
-            held = late.file(1).held()
+            held = late.files(1).held()
             given = {name: from_record(average) for name, average in averages.items()}
-            late.file(1).write(replace(held, streams=list(given)), given)
+            late.files(1).write(replace(held, streams=list(given)), given)
 
     late.watch.after = remember
     assert_same(got, late.start())
@@ -340,7 +340,7 @@ def test_files_that_a_failed_run_of_the_same_name_left_behind_are_ignored(tmp_pa
     failing(broken, client=1, start=6)
     with pytest.raises(FederationError):
         broken.start()
-    assert broken.file(2).held() is not None
+    assert broken.files(2).held() is not None
     after, alone = (quadratic(tmp_path / name, Policy()) for name in ("one", "other"))
     assert_same(after.start(), alone.start())
     for one, other in zip(after.watch.records, alone.watch.records, strict=True):
@@ -353,7 +353,7 @@ def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):
     failing(run, client=2, start=2, times=9)
     with pytest.raises(FederationError, match=r"min_clients=3.*repeats=1.*client-2"):
         run.start()
-    assert run.file(0).held().step == 4  # the others' work is on their disks
+    assert run.files(0).held().step == 4  # the others' work is on their disks
 
 
 def test_two_nodes_of_one_name_are_refused(tmp_path):

@@ -26,7 +26,7 @@ from torch import nn
 from client_app.client import build_worker
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import evaluate_average, train_window
-from flower_desloc.flower.client_state import StateFile
+from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.records import WindowRequest
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.ranks import RankError, Ranks
@@ -133,7 +133,7 @@ class Client:
             1, 1, {"partition-id": 0, "num-partitions": 1, **node}, RecordDict(), {}
         )
         self.context.node_config["state-dir"] = str(folder / "state")
-        self.file = StateFile(folder / "state", "run", "client-0")
+        self.file = StateFiles(folder / "state", "run", "client-0")
         self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
         model = Rows(self.config).build_model()
         self.averages = {"params": {k: p.detach() for k, p in model.named_parameters()}}
@@ -207,16 +207,20 @@ def assert_same_client(one: Client, other: Client, windows) -> None:
         assert_close(one.file.read(held.streams), other.file.read(held.streams))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def assert_fails(client: Client, window, order: str, message: str) -> None:
     """Let rank 1 obey ``order`` in a window: all ranks end, and the state file stays as it was."""
-    before = client.file.path.read_bytes()
+    before = contents(client.file.folder)
     assert Ranks.current is not None
     other = Ranks.current.processes[1]
     (Path(client.config.task_options["folder"]) / "order").write_text(order)
     with pytest.raises(RankError, match=f"rank 1 of this client's 2 processes {message}"):
         client.window(*window)
     assert other.returncode is not None
-    assert client.file.path.read_bytes() == before
+    assert contents(client.file.folder) == before
 
 
 def test_two_replicas_equal_one_process_and_a_dead_rank_costs_only_its_window(tmp_path):

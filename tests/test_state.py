@@ -1,7 +1,6 @@
 """Laws of the client's state file: it survives the end of the process at any moment."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flower_desloc.flower.client_state import Held, StateFile
+from flower_desloc.flower.client_state import Held, StateFiles
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 
@@ -20,9 +19,8 @@ class Killed(BaseException):
     """The process was killed; nothing is cleaned up."""
 
 
-CALLS = [(os, "link"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir")]
+CALLS = [(Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir")]
 """The calls that change a folder; a process can be killed between any two of them."""
-_LINK = os.link
 
 
 def window(step: int, checkpoint: int = -1) -> tuple[Held, dict[str, dict[str, torch.Tensor]]]:
@@ -32,114 +30,98 @@ def window(step: int, checkpoint: int = -1) -> tuple[Held, dict[str, dict[str, t
     return held, {"exp_avg": {"w": torch.full((100,), float(step))}}
 
 
-def value(file: StateFile) -> float:
-    return float(file.read(["exp_avg"])["exp_avg"]["w"].unique())
+def value(files: StateFiles) -> float:
+    return float(files.read(["exp_avg"])["exp_avg"]["w"].unique())
 
 
-def five_windows(folder: Path) -> StateFile:
+def five_windows(folder: Path) -> StateFiles:
     """Five windows, with checkpoints of the server after the second and each that follows."""
-    file = StateFile(folder, "run", "client-0")
+    files = StateFiles(folder, "run", "client-0")
     for step in range(1, 6):
-        file.write(*window(step, checkpoint=step - 1 if step > 2 else -1))
-    return file
+        files.write(*window(step, checkpoint=step - 1 if step > 2 else -1))
+    return files
 
 
 def test_a_client_asked_again_for_a_window_has_its_state_before_it(tmp_path):
-    file = five_windows(tmp_path)
-    assert file.held_at(5).step == value(file) == 5
-    assert file.held_at(4).step == value(file) == 4
-    file.write(*window(5, checkpoint=4))
-    assert file.held_at(4).step == value(file) == 4
-    assert file.held_at(3) is None, "it goes back by one window only"
-    assert not file.path.exists()
+    files = five_windows(tmp_path)
+    assert files.held_at(5).step == value(files) == 5
+    assert files.held_at(4).step == value(files) == 4
+    files.write(*window(5, checkpoint=4))
+    assert files.held_at(4).step == value(files) == 4
 
 
-def test_a_state_kept_for_a_checkpoint_is_not_overwritten(tmp_path):
-    file = five_windows(tmp_path)
-    file.held_at(4)
-    file.write(*window(5, checkpoint=4))
-    file.go_back(3, "another attempt")
-    assert file.held().step == value(file) == 3
-    assert file.held_at(2) is None, "the states before it belong to the other attempt"
+def test_a_state_at_a_checkpoint_is_not_deleted(tmp_path):
+    files = five_windows(tmp_path)
+    files.held_at(4)
+    files.write(*window(5, checkpoint=4))
+    files.go_back(3, "another attempt")
+    assert files.held().step == value(files) == 3
+    assert files.held_at(2) is None, "the server keeps no older checkpoint"
 
 
-@pytest.mark.parametrize("killed", [None, 1, 2])
-def test_a_client_whose_file_was_deleted_does_not_go_back(killed, tmp_path, monkeypatch):
-    """Deleted by hand, or by a client that found it damaged and was killed while deleting."""
-    file = five_windows(tmp_path)
-    if killed is None:
-        file.path.unlink()
-    else:
-        with monkeypatch.context() as patch:
+def test_of_a_long_run_only_the_states_somebody_can_ask_for_are_left(tmp_path):
+    """The last two, and those at the last two checkpoints, which are up to 40 steps apart."""
+    files = StateFiles(tmp_path, "run", "client-0")
+    checkpoints = [*range(3, 400, 7), *range(400, 1000, 40)]
+    for step in range(1, 1000):
+        past = [-1, *(at for at in checkpoints if at < step)]
+        files.write(*window(step, checkpoint=past[-1]))
+        kept = {path.name: path for path in files.folder.iterdir()}
+        wanted = {step, max(step - 1, 1), *(at for at in past[-2:] if at > 0)}
+        assert kept.keys() == {f"step-{at:08d}.safetensors" for at in wanted}
+    files.go_back(checkpoints[-2], "another attempt")
+    assert files.held().step == value(files) == checkpoints[-2]
+
+
+@pytest.mark.parametrize("killed", [None, 0, 1, 2, 3, 4])
+def test_a_client_that_was_deleted_is_new(killed, tmp_path, monkeypatch):
+    """If it is killed while deleting, its last state is deleted last."""
+    files = five_windows(tmp_path)
+    with monkeypatch.context() as patch, suppress(Killed):
+        if killed is not None:
             _kill_at(killed, patch)
-            with pytest.raises(Killed):
-                file.delete()
-        assert file.held_at(4) is None, "the file before it is deleted first"
-    file.write(*window(6, checkpoint=4))
-    assert file.held_at(5) is None
+        files.delete()
+    assert files.held() is None or files.held().step == 5
+    assert killed is not None or not list(tmp_path.iterdir())
 
 
 def test_a_client_that_joined_after_the_checkpoint_becomes_new(tmp_path):
-    file = StateFile(tmp_path, "run", "client-0")
-    file.write(*window(5, checkpoint=4))
-    file.write(*window(6, checkpoint=5))
-    file.go_back(4, "another attempt")
-    assert file.held() is None
+    files = StateFiles(tmp_path, "run", "client-0")
+    files.write(*window(5, checkpoint=4))
+    files.write(*window(6, checkpoint=5))
+    files.go_back(4, "another attempt")
+    assert files.held() is None
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(
-    links, tmp_path, monkeypatch
-):
-    """After the kill the old or the new file is there, and so is the state before the window.
+def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(tmp_path, monkeypatch):
+    """After the kill the old or the new state is there, and so is the state before the window.
 
     Later windows work as if nothing had happened, and use no more disk space.
     """
-    if not links:
-        monkeypatch.setattr(os, "link", _refuse)
     begun = five_windows(tmp_path / "begun")
     ended = 0
     for moment in range(100):
         folder = tmp_path / str(moment)
-        _copied(tmp_path / "begun", folder)
-        file = StateFile(folder, "run", "client-0")
+        shutil.copytree(tmp_path / "begun", folder)
+        files = StateFiles(folder, "run", "client-0")
         with monkeypatch.context() as patch:
             _kill_at(moment, patch)
             try:
-                file.write(*window(6, checkpoint=5))
+                files.write(*window(6, checkpoint=5))
             except Killed:
                 ended += 1
             else:
                 break
-        assert file.held().step == value(file)
-        assert value(file) in (5, 6)
-        assert file.held_at(5).step == value(file) == 5
+        assert files.held().step == value(files)
+        assert value(files) in (5, 6)
+        assert files.held_at(5).step == value(files) == 5
         for step in (6, 7, 8):
-            file.write(*window(step, checkpoint=step - 1))
-            assert file.held().step == value(file) == step
-            files = {path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
-            assert len(files) <= (4 if links else 6)
-        assert file.held_at(7).step == value(file) == 7
-    assert ended >= 4
+            files.write(*window(step, checkpoint=step - 1))
+            assert files.held().step == value(files) == step
+            assert len(list(files.folder.iterdir())) <= 4
+        assert files.held_at(7).step == value(files) == 7
+    assert ended >= 2
     assert begun.held().step == 5
-
-
-def _refuse(*_: object) -> None:
-    raise OSError("no hard links")
-
-
-def _copied(folder: Path, other: Path) -> None:
-    """Copy a folder, links included."""
-    names: dict[int, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        copy = other / path.relative_to(folder)
-        if path.is_dir():
-            copy.mkdir(parents=True)
-        elif (first := names.get(path.stat().st_ino)) is not None:
-            _LINK(first, copy)
-        else:
-            shutil.copyfile(path, copy)
-            names[path.stat().st_ino] = copy
 
 
 def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
@@ -159,21 +141,27 @@ def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, fatal(getattr(owner, name)))
 
 
-def test_a_file_with_the_checksums_of_version_0_1_is_read(tmp_path):
-    about, streams = window(3)[0], {"exp_avg/w": torch.arange(4.0)}
-    file = StateFile(tmp_path, "run", "client-0")
-    file.path.parent.mkdir()
-    metadata = {"desloc": json.dumps(asdict(about)), "checksums": json.dumps({"exp_avg": 1})}
-    save_file(streams, file.path, metadata)
-    assert file.held().step == 3
-    assert file.read(["exp_avg"])["exp_avg"]["w"].equal(streams["exp_avg/w"])
+def test_the_files_of_the_former_layout_are_taken_over(tmp_path):
+    """CLIENT.safetensors, CLIENT.before and CLIENT.checkpoint/, with the former checksums."""
+    former = {"client-0.checkpoint/step-2": 1, "client-0.before": 2, "client-0.safetensors": 3}
+    for name, step in former.items():
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = asdict(window(step, checkpoint=1)[0]) | {"attempt": "the same"}
+        metadata = {"desloc": json.dumps(about), "checksums": json.dumps({"exp_avg": 1})}
+        save_file({"exp_avg/w": torch.full((4,), float(step))}, path, metadata)
+    files = StateFiles(tmp_path, "run", "client-0")
+    files.go_back(1, "the same")
+    for step in (3, 2, 1):
+        assert files.held_at(step).step == value(files) == step
 
 
 def test_a_flipped_bit_is_detected(tmp_path):
-    file = StateFile(tmp_path, "run", "client-0")
-    file.write(*window(3))
-    whole = file.path.read_bytes()
+    files = StateFiles(tmp_path, "run", "client-0")
+    files.write(*window(3))
+    (path,) = files.folder.iterdir()
+    whole = path.read_bytes()
     for place in range(0, len(whole), 7):
-        file.path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with suppress(DamagedFileError):
-            assert file.held() is None or value(file) == 3
+            assert files.held() is None or value(files) == 3

@@ -246,7 +246,7 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
     def lose(record: Any) -> None:
         after(record)
         if record.step == 10:
-            federation.file(2).path.unlink()
+            federation.files(2).delete()
         lost.extend(e.client for e in record.events if e.kind == "state lost")
         assert not record.left_out
 

@@ -19,7 +19,7 @@ from flower_desloc.core.averaging import Stream, distance
 from flower_desloc.core.local_steps import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import prime, starts_at_zero, stream_names
-from flower_desloc.flower.client_state import Held, StateFile
+from flower_desloc.flower.client_state import Held, StateFiles
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.members import is_name
@@ -60,9 +60,9 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         request = WindowRequest.from_content(message.content)
         _require_same_code(request)
         worker = build(request.config, context)
-        file = _state_file(request, context)
-        file.go_back(request.checkpoint, request.attempt)
-        held = file.held_at(request.start)
+        files = _state_files(request, context)
+        files.go_back(request.checkpoint, request.attempt)
+        held = files.held_at(request.start)
         about = ConfigRecord(
             {
                 **worker.about,
@@ -80,7 +80,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
         message.content.clear()  # free the request's tensors before the reply, which is as large
-        reply = train_window(worker, request, _state_file(request, context))
+        reply = train_window(worker, request, _state_files(request, context))
         bundles = request.bundles
         del request
         return Message(reply.to_content(bundles=bundles), reply_to=message)
@@ -89,7 +89,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
     def evaluate(message: Message, context: Context) -> Message:
         request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
-        reply = evaluate_average(worker, request, _state_file(request, context))
+        reply = evaluate_average(worker, request, _state_files(request, context))
         return Message(reply.to_content(), reply_to=message)
 
     @app.query(ARE_YOU_THERE.partition(".")[2])
@@ -98,13 +98,13 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.query(GOODBYE.partition(".")[2])
     def goodbye(message: Message, context: Context) -> Message:
-        _state_file(WindowRequest.from_content(message.content), context).delete()
+        _state_files(WindowRequest.from_content(message.content), context).delete()
         return Message(RecordDict(), reply_to=message)
 
     return app
 
 
-def train_window(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
+def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     """Run the local steps of one window and return exactly the due streams.
 
     The state is saved before the reply is returned. A client that is asked for a window again
@@ -114,14 +114,14 @@ def train_window(worker: Worker, request: WindowRequest, file: StateFile) -> Win
     Where gradients are due, the gradient of the next batch is returned, and nothing is saved.
     """
     window = _gradients if request.due == {GRADIENTS} else _train_window
-    return _new_if_damaged(file, lambda: window(worker, request, file))
+    return _new_if_damaged(files, lambda: window(worker, request, files))
 
 
-def _train_window(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
+def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    held = file.held_at(request.start)
-    received = _received(worker, request, file, held)
-    begin = _begin(worker, request, file, held, received)
+    held = files.held_at(request.start)
+    received = _received(worker, request, files, held)
+    begin = _begin(worker, request, files, held, received)
     if begin is None:
         return _LOST
     worker.put(begin)
@@ -140,21 +140,21 @@ def _train_window(worker: Worker, request: WindowRequest, file: StateFile) -> Wi
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
     require_finite(streams)
-    coding = kept_for_coding(request, held, file, received)
+    coding = kept_for_coding(request, held, files, received)
     due, coding = encoded(request, coding, streams)
     kept = {name: stream for name, stream in streams.items() if name not in request.due}
-    _save(file, request, request.stop, request.versions, kept, coding)
+    _save(files, request, request.stop, request.versions, kept, coding)
     return WindowReply(metrics=metrics, streams=due)
 
 
-def _gradients(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
+def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    held = file.held()
+    held = files.held()
     params = request.streams.get(PARAMS)
     if params is None:
         if held is None or not _holds(held, PARAMS, request):
             return _LOST
-        params = file.read([PARAMS])[PARAMS]
+        params = files.read([PARAMS])[PARAMS]
     if not worker.optimizer.state:
         prime(worker.optimizer)
     worker.put({PARAMS: params})
@@ -173,13 +173,13 @@ def _gradients(worker: Worker, request: WindowRequest, file: StateFile) -> Windo
     return WindowReply(metrics=metrics, streams={GRADIENTS: grads})
 
 
-def evaluate_average(worker: Worker, request: WindowRequest, file: StateFile) -> WindowReply:
+def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     """Evaluate the parameters that were sent on the client's held-out data.
 
     They are saved, so that the next window does not send them again. A client that was sent a
     difference to parameters it does not hold says so, and the server sends them whole.
     """
-    streams = _new_if_damaged(file, lambda: _receive_and_save(worker, request, file))
+    streams = _new_if_damaged(files, lambda: _receive_and_save(worker, request, files))
     if streams.keys() != request.streams.keys():
         return _LOST
     if worker.evaluate is not None:
@@ -203,19 +203,19 @@ def state_folder(context: Context) -> Path:
 
 
 def _received(
-    worker: Worker, request: WindowRequest, file: StateFile, held: Held | None
+    worker: Worker, request: WindowRequest, files: StateFiles, held: Held | None
 ) -> dict[str, Stream]:
     if not worker.optimizer.state:
         prime(worker.optimizer)
     known = stream_names(worker.module, worker.optimizer)
     names = [name for name in request.streams if name in request.formats and name in known]
-    return decoded(request, held, file, worker.like(names))
+    return decoded(request, held, files, worker.like(names))
 
 
 def _begin(
     worker: Worker,
     request: WindowRequest,
-    file: StateFile,
+    files: StateFiles,
     held: Held | None,
     received: Mapping[str, Stream],
 ) -> dict[str, Stream] | None:
@@ -231,7 +231,7 @@ def _begin(
             f"{type(worker.optimizer).__name__} has {sorted(names)}"
         )
     kept = [name for name in names if held is not None and _holds(held, name, request)]
-    streams: dict[str, Stream] = dict(file.read(kept)) if kept else {}
+    streams: dict[str, Stream] = dict(files.read(kept)) if kept else {}
     for name in names:
         if name in streams:
             continue
@@ -250,26 +250,28 @@ def _holds(held: Held, name: str, request: WindowRequest) -> bool:
     return name in held.streams and held.versions[name] == request.versions[name]
 
 
-def _receive_and_save(worker: Worker, request: WindowRequest, file: StateFile) -> dict[str, Stream]:
-    held = file.held()
-    received = _received(worker, request, file, held)
+def _receive_and_save(
+    worker: Worker, request: WindowRequest, files: StateFiles
+) -> dict[str, Stream]:
+    held = files.held()
+    received = _received(worker, request, files, held)
     newer = {
         name: stream
         for name, stream in received.items()
         if held is None or not _holds(held, name, request)
     }
     if newer:
-        coding = kept_for_coding(request, held, file, received)
-        old = file.read(set(held.streams) - newer.keys()) if held else {}
+        coding = kept_for_coding(request, held, files, received)
+        old = files.read(set(held.streams) - newer.keys()) if held else {}
         versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
         # safetensors refuses a tensor that is also in ``coding``.
         copies = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
-        _save(file, request, held.step if held else 0, versions, {**old, **copies}, coding)
+        _save(files, request, held.step if held else 0, versions, {**old, **copies}, coding)
     return received
 
 
 def _save(
-    file: StateFile,
+    files: StateFiles,
     request: WindowRequest,
     step: int,
     versions: Mapping[str, int],
@@ -284,27 +286,27 @@ def _save(
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    file.write(held, {**streams, **coding})
+    files.write(held, {**streams, **coding})
 
 
-def _new_if_damaged(file: StateFile, use: Callable[[], T]) -> T:
+def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
     """Return ``use()``; if the state file is damaged, delete it and try again."""
     try:
         return use()
     except DamagedFileError as error:
         log(WARNING, "%s; this client starts as a new one", error)
-        file.delete()
+        files.delete()
         return use()
 
 
-def _state_file(request: WindowRequest, context: Context) -> StateFile:
+def _state_files(request: WindowRequest, context: Context) -> StateFiles:
     for what, name in (("run", request.run_key), ("client", client_name(context))):
         # Both become file names, and the run's comes from outside.
         if not is_name(name):
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
             )
-    return StateFile(state_folder(context), request.run_key, client_name(context))
+    return StateFiles(state_folder(context), request.run_key, client_name(context))
 
 
 def _require_same_code(request: WindowRequest) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.flower.client_state import Held, StateFile
+from flower_desloc.flower.client_state import Held, StateFiles
 from flower_desloc.flower.records import WindowRequest
 
 _REFERENCE, _RESIDUAL = "reference.", "residual."
 
 
 def decoded(
-    request: WindowRequest, held: Held | None, file: StateFile, like: Mapping[str, Stream]
+    request: WindowRequest, held: Held | None, files: StateFiles, like: Mapping[str, Stream]
 ) -> dict[str, Stream]:
     """Return the streams that were sent; ``like`` gives the shapes and types of compressed ones.
 
@@ -32,7 +32,7 @@ def decoded(
             kept = f"{_REFERENCE}{name}"
             if held is None or kept not in held.beside or held.versions.get(name) != request.former:
                 continue
-            reference = file.read([kept])[kept]
+            reference = files.read([kept])[kept]
         format_ = request.formats[name]
         streams[name] = decode_stream(name, stream, format_, like[name], reference=reference)
     return streams
@@ -64,11 +64,11 @@ def encoded(
 
 
 def kept_for_coding(
-    request: WindowRequest, held: Held | None, file: StateFile, received: Mapping[str, Stream]
+    request: WindowRequest, held: Held | None, files: StateFiles, received: Mapping[str, Stream]
 ) -> dict[str, Stream]:
     """Return the references and residuals to keep, once ``received`` has been decoded."""
     new: dict[str, Stream] = {}
     if PARAMS in request.formats and PARAMS in received:
         new[f"{_REFERENCE}{PARAMS}"] = received[PARAMS]
     old = [name for name in held.beside if name not in new] if held else []
-    return {**(file.read(old) if old else {}), **new}
+    return {**(files.read(old) if old else {}), **new}
