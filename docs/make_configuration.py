@@ -71,7 +71,10 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             doc = " ".join(ast.literal_eval(text.value).split())
             assert isinstance(field.target, ast.Name)
             assert field.value is not None
-            default = ast.unparse(field.value)
+            value = field.value
+            if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
+                value = value.args[0]
+            default = ast.unparse(value)
             yield field.target.id, _AS_YAML.get(default, default), doc
 
 

@@ -37,15 +37,13 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     Raises :class:`ConfigError` for a missing file, an unknown key, a wrong type or an impossible
     value.
     """
-    layers = [*_file_layers(config, presets, seen=()), _dotlist(overrides)]
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        _refuse_unknown(layer, OmegaConf.to_container(OmegaConf.structured(Config)))
-        if isinstance(layer.get(_SYNC), dict) and not _is_partial(layer, layers[-1]):
+    merged: dict[str, Any] = {"run": {"name": Path(config).stem}}
+    for layer in _file_layers(config, presets, seen=()):
+        # A file's sync section is one decision; sync.params=32 as an override changes one period.
+        if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _merge(merged, layer)
-    merged.setdefault("run", {}).setdefault("name", Path(config).stem)
-    return _typed(merged)
+    return _typed(_merge(merged, _dotlist(overrides)))
 
 
 def dump(config: Config) -> str:
@@ -125,11 +123,6 @@ def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _is_partial(layer: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    # A file's sync section is one decision; sync.params=32 on the command line changes one period.
-    return layer is overrides
-
-
 def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> None:
     for key, value in layer.items():
         if key not in known:
@@ -193,14 +186,13 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{key}.")
         elif isinstance(value, dict):
             # federation.attendance.96=8: in a dotlist every key is a string.
-            steps = {int(k) if _is_integer(k) else k: v for k, v in value.items()}
-            yield f"{prefix}{key}", steps
+            yield f"{prefix}{key}", {_as_step(k): v for k, v in value.items()}
         else:
             yield f"{prefix}{key}", value
 
 
-def _is_integer(key: Any) -> bool:
-    return str(key).removeprefix("-").isdecimal()
+def _as_step(key: Any) -> Any:
+    return int(key) if str(key).removeprefix("-").isdecimal() else key
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 The sentence below a field explains it; ``docs/configuration.md`` is generated from them.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,20 +13,30 @@ AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into memory."""
 
 
+def bounded(default: Any, least: float, most: float = math.inf, *, below: float = math.inf) -> Any:
+    """Return a field for a number, several numbers, or null; all numbers must be in bounds."""
+    return field(default=default, metadata={"bounds": (least, most, below)})
+
+
+def one_of(*words: str, or_path: bool = False) -> Any:
+    """Return a field for one of ``words``, by default the first, or for an import path."""
+    return field(default=words[0], metadata={"words": words, "or_path": or_path})
+
+
 @dataclass(kw_only=True)
 class Run:
     """The run: its name, seed, length and checkpoints."""
 
     name: str = "desloc"
     """Name of the run and of its folder."""
-    seed: int = 0
+    seed: int = bounded(0, 0, 2**32 - 1)
     """Seed of the initial weights, the partition and order of the data, and the coins."""
-    steps: int = 192
+    steps: int = bounded(192, 1)
     """Local steps of every client."""
-    eval_every: int = 48
+    eval_every: int = bounded(48, 0)
     """Evaluate at the first average of params at or after each multiple of this many steps; 0:
     only before and after training."""
-    checkpoint_every: int = 1
+    checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint after every so many windows, and at the end; 0: never."""
     resume: str = ""
     """Resume a run that was interrupted: its folder, one of its checkpoints, or `auto`: the last
@@ -34,7 +45,7 @@ class Run:
     """Start from the model of another run, its folder or one of its checkpoints; or from a model of
     transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
     the section model. Optimizer states and the step count start at zero."""
-    preflight: str = "stop"
+    preflight: str = one_of("stop", "warn")
     """What to do when the estimate before the start says that the run clearly does not fit into
     memory or on the disk: `stop`, with the reason, or `warn` and start."""
 
@@ -46,32 +57,32 @@ class Model:
     type: str = "llama"
     """Architecture, under transformers' name (its `model_type`): a causal language model such as
     `llama`, or for images a classifier such as `vit` or `resnet`."""
-    hidden_size: int = 128
+    hidden_size: int = bounded(128, 1)
     """Width of the residual stream, the paper's d_model."""
-    intermediate_size: int = 512
+    intermediate_size: int = bounded(512, 1)
     """Width of the feed-forward layers."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: int = bounded(4, 1)
     """Number of transformer blocks."""
-    num_attention_heads: int = 4
+    num_attention_heads: int = bounded(4, 1)
     """Attention heads; divides hidden_size."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = bounded(None, 1)
     """Heads of keys and values, each shared by equally many attention heads; divides
     num_attention_heads; null: num_attention_heads."""
-    vocab_size: int | None = None
+    vocab_size: int | None = bounded(None, 1)
     """Rows of the embeddings, at least the tokenizer's vocabulary; null: its vocabulary."""
     tie_word_embeddings: bool = True
     """Use one matrix for input and output embeddings; it is sent once."""
-    rope_theta: float = 10000.0
+    rope_theta: float = bounded(10000.0, 1e-3)
     """Base of the rotary position embedding."""
-    patch_size: int | None = None
+    patch_size: int | None = bounded(None, 1)
     """Side of a vision transformer's patches, in pixels; null: a quarter of the image's side, or
     the next smaller size that divides it."""
     config: dict[str, Any] = field(default_factory=dict)
     """The whole architecture, as in transformers' `config.json`; replaces all settings above but
     type. A model in run.init_from fills it in."""
-    dtype: str = "float32"
+    dtype: str = one_of("float32", "float64")
     """Type of weights and optimizer states: float32 or float64."""
-    precision: str = "full"
+    precision: str = one_of("full", "bf16")
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
@@ -101,7 +112,7 @@ class Data:
     """Column of the images, encoded or as arrays; empty: the only column of that type."""
     label_field: str = ""
     """Column of the labels; empty: the only column that can be one."""
-    image_size: int | None = None
+    image_size: int | None = bounded(None, 1)
     """Side in pixels that every image is resized to; null: not resized, all must have one size."""
     streaming: bool = False
     """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
@@ -110,7 +121,7 @@ class Data:
     """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal
     weights. Needs streaming with max_bytes=0; otherwise domains mix by their number of
     documents."""
-    max_bytes: int = 4_000_000
+    max_bytes: int = bounded(4_000_000, 0)
     """Text read of each domain, in UTF-8 bytes; 0: all."""
     partition: str = "by_domain"
     """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
@@ -118,19 +129,19 @@ class Data:
     proportions drawn from Dirichlet(alpha); `quantity`: documents shuffled, in amounts drawn from
     Dirichlet(alpha). For images, labels replace domains, and `pathological` replaces `by_domain`:
     each client holds classes_per_client labels only."""
-    alpha: float = 0.5
+    alpha: float = bounded(0.5, 1e-6)
     """Concentration of the Dirichlet and quantity partitions; a smaller one is more unequal."""
-    classes_per_client: int = 2
+    classes_per_client: int = bounded(2, 1)
     """Labels of each client in the pathological partition."""
-    validation_fraction: float = 0.1
+    validation_fraction: float = bounded(0.1, 0.001, 0.5)
     """Fraction of each domain's documents, or each label's images, that is held out if the source
     has no validation part."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
     `tokenizer.json`, or a name or folder for transformers."""
-    seq_len: int = 128
+    seq_len: int = bounded(128, 2)
     """Tokens in a sequence."""
-    batch_size: int = 8
+    batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
     """Examples that go through the model at once, which bounds the memory of a step. Their
@@ -142,23 +153,23 @@ class Data:
 class Optimizer:
     """The local optimizer of every client."""
 
-    name: str = "adopt"
+    name: str = one_of("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam", or_path=True)
     """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
     any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
     and options; clipping applies too, the other settings of this section do not."""
-    lr: float = 0.0021
+    lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
-    betas: tuple[float, float] = (0.95, 0.9999)
+    betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
     """Decay of the first and second moment."""
-    momentum: float = 0.9
+    momentum: float = bounded(0.9, 0, below=1)
     """Decay of sgdm's momentum, the paper's beta."""
-    eps: float = 1e-6
+    eps: float = bounded(1e-6, 0)
     """Stability term; its place in the formula depends on the optimizer."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, 0)
     """Weight decay; decoupled in adamw and adopt."""
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
-    clip_value: float | None = None
+    clip_value: float | None = bounded(None, 1e-12)
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -169,12 +180,12 @@ class Optimizer:
 class Outer:
     """The server's optimizer of the averaged parameters, as in DiLoCo."""
 
-    name: str = "none"
+    name: str = one_of("none", "sgd", "adam")
     """`none`: training continues from the clients' mean; `sgd` or `adam`: from an optimizer step,
     with the last parameters minus that mean as the gradient."""
-    lr: float = 0.7
+    lr: float = bounded(0.7, 0)
     """Learning rate, constant."""
-    momentum: float = 0.9
+    momentum: float = bounded(0.9, 0, below=1)
     """Momentum of sgd."""
     nesterov: bool = True
     """Nesterov's momentum, in sgd."""
@@ -184,11 +195,11 @@ class Outer:
 class FedAdam:
     """The server's step under `strategy: fedadam`; the defaults are Flower's."""
 
-    lr: float = 0.1
+    lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = bounded((0.9, 0.99), 0, below=1)
     """Decay of the moments of the clients' mean movement."""
-    tau: float = 1e-3
+    tau: float = bounded(1e-3, 1e-12)
     """Stability term; a larger one makes the rates of the coordinates more equal."""
 
 
@@ -196,13 +207,13 @@ class FedAdam:
 class LRSchedule:
     """The learning rate as a function of the global step."""
 
-    name: str = "wsd"
+    name: str = one_of("wsd", "cosine", "constant")
     """`wsd` (warm-up, stable, 1 - sqrt decay), `cosine` or `constant`."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = bounded(None, 0)
     """Steps of linear warm-up; null: a twelfth of the run."""
-    decay_steps: int | None = None
+    decay_steps: int | None = bounded(None, 0)
     """Steps of wsd's decay; null: the last tenth of the run, as in the paper."""
-    final: float = 0.0
+    final: float = bounded(0.0, 0, 1)
     """Fraction of the peak rate at which cosine ends."""
 
 
@@ -210,12 +221,12 @@ class LRSchedule:
 class Federation(Policy):
     """Who takes part, and what happens when a client fails."""
 
-    num_clients: int = 4
+    num_clients: int = bounded(4, 1)
     """Clients that `desloc run` simulates; in a deployment the SuperNodes are what they are."""
-    client_cpus: int = 1
+    client_cpus: int = bounded(1, 1)
     """CPU cores, and so threads, a simulated client gets; the result depends on it in the last
     bits."""
-    client_gpus: float = 0.0
+    client_gpus: float = bounded(0.0, 0)
     """Share of a GPU a simulated client gets."""
 
 
@@ -227,9 +238,9 @@ class Evaluation:
     """Evaluate on the server, on held-out text of every domain, or images of every label."""
     federated: bool = True
     """Evaluate on every client, on its own held-out part."""
-    sequences: int = 64
+    sequences: int = bounded(64, 1)
     """Held-out sequences for each domain, and for each client."""
-    images: int = 0
+    images: int = bounded(0, 0)
     """Held-out images for each label, and for each client; 0: all."""
 
 
@@ -238,12 +249,12 @@ class Config:
     """The whole configuration of a run."""
 
     run: Run = field(default_factory=Run)
-    task: str = "causal_lm"
+    task: str = one_of("causal_lm", "image_classification", or_path=True)
     """`causal_lm`, predicting the next token of text, or `image_classification`; or a task of your
     own by its import path, `module:Class`."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Settings of a task of your own, under any names."""
-    strategy: str = "desloc"
+    strategy: str = one_of("desloc", "fedavg", "fedadam")
     """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps the parameters
     are averaged and every client starts a new optimizer; sync then holds params only."""
     model: Model = field(default_factory=Model)
@@ -255,7 +266,7 @@ class Config:
     `never`; or, for an optimizer state, `reset`: set to zero after every average of params.
     `gradients: 1`, alone, is data parallelism: the gradient of every step is averaged, and one
     optimizer on the server takes the step."""
-    sync_mode: str = "periodic"
+    sync_mode: str = one_of("periodic", "probabilistic")
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_once_at: list[int] = field(default_factory=list)
     """Steps after which every stream is averaged once, in addition to its period."""
