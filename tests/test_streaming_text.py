@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
@@ -27,13 +26,12 @@ from flower_desloc.config.check import check
 from flower_desloc.tasks import Site, retry
 from flower_desloc.tasks.causal_lm import CausalLM, sources, streaming
 from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, Source, open_files
+from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, Source, shards_of
 from flower_desloc.tasks.causal_lm.streaming import (
     BLOCK,
     DocumentStream,
     DomainShare,
     PackedSequences,
-    ReadPosition,
     client_shares,
     open_domain,
 )
@@ -97,8 +95,8 @@ def config(folder: Path) -> Config:
 
 def epoch(part: DomainShare, number: int = 0, seed: int = 0) -> list[str]:
     """Return the documents of one pass over a share."""
-    documents = DocumentStream(part, [seed], ReadPosition(number))
-    return [*takewhile(lambda _: documents.position.epoch == number, documents)]
+    documents = DocumentStream(part, [seed], epoch=number)
+    return [*takewhile(lambda _: documents.epoch == number, documents)]
 
 
 def text_of(batch: Any) -> str:
@@ -147,7 +145,7 @@ def test_no_document_is_seen_by_two_clients_and_none_is_missed(source, partition
 
 
 def test_the_next_pass_has_the_same_documents_in_another_order(source):
-    part = DomainShare(source=source, domain="b", turn=0, holders=1, weight=1.0)
+    part = DomainShare(source, "b", 0, 1, 1.0)
     first, second = epoch(part), epoch(part, 1)
     assert sorted(first) == sorted(second)
     assert first != second
@@ -155,7 +153,7 @@ def test_the_next_pass_has_the_same_documents_in_another_order(source):
 
 
 def test_a_new_pass_is_told_in_one_line(source, caplog):
-    part = DomainShare(source=source, domain="a", turn=1, holders=2, weight=1.0)
+    part = DomainShare(source, "a", 1, 2, 1.0)
     with caplog.at_level(logging.WARNING):
         epoch(part)
     (line,) = caplog.messages
@@ -172,14 +170,14 @@ def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(so
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_reading_goes_on_where_it_was_left(source, name):
-    part = DomainShare(source=source, domain=name, turn=1, holders=3, weight=1.0)
-    documents = DocumentStream(part, [0], ReadPosition())
+    part = DomainShare(source, name, 1, 3, 1.0)
+    documents = DocumentStream(part, [0])
     texts = iter(documents)
     for _ in range(12):
         next(texts)
-        kept = json.loads(json.dumps(documents.position.__dict__))
+        kept = json.loads(json.dumps(documents.state()))
     rest = [next(texts) for _ in range(70)]  # into the next pass
-    again = iter(DocumentStream(part, [0], ReadPosition(**kept)))
+    again = iter(DocumentStream(part, [0], **kept))
     assert [next(again) for _ in range(70)] == rest
 
 
@@ -198,7 +196,7 @@ def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
 def test_a_part_without_text(source):
     (part, *_) = client_shares(source, WEIGHTS, "iid", Site(500, 1000))
     with pytest.raises(ValueError, match=r"domain 'a' there is no document for part 500 of 1000"):
-        next(iter(DocumentStream(part, [0], ReadPosition())))
+        next(iter(DocumentStream(part, [0])))
 
 
 # ------------------------------------------------------------------------------------- sequences
@@ -216,7 +214,7 @@ def test_a_batch_is_a_function_of_seed_client_and_step(config, cache):
     assert first.dtype == torch.int64
     for key in ((1, 1, 5), (0, 0, 5), (0, 1, 6)):
         assert not torch.equal(batch(*key), first)
-    for file in cache.rglob("*.block.safetensors"):
+    for file in cache.rglob("00000002.safetensors"):
         file.unlink()
     assert torch.equal(batch(0, 1, later), second)  # from the state before it
     for file in cache.rglob("*.safetensors"):
@@ -249,8 +247,8 @@ def test_equal_shares_are_the_default(config):
 def test_what_a_killed_process_left_is_not_read(config, cache):
     data = CausalLM(config).client_data(Site(0, 2))
     wanted = data.train_batch(3 * BLOCK // 4)
-    for what in ("00000003.block", "00000003.state", "00000001.state"):
-        (path,) = cache.rglob(f"{what}.safetensors")
+    for number in (3, 2, 0):
+        (path,) = cache.rglob(f"{number:08d}.safetensors")
         path.write_bytes(path.read_bytes()[:-9])
     (path.parent / "tmp1.partial").write_bytes(b"half")
     forget()
@@ -264,8 +262,10 @@ def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
     data = CausalLM(config).client_data(Site(0, 2))
     first = data.train_batch(0)
     data.train_batch(5 * BLOCK // 4)
-    assert {p.name[:8] for p in cache.rglob("*.block.*")} == {"00000004", "00000005"}
+    assert {int(p.stem) for p in cache.rglob("*.safetensors")} == {0, 4, 5}
     assert torch.equal(data.train_batch(0).tokens, first.tokens)
+    second = data.train_batch(BLOCK // 4)
+    assert not torch.equal(second.tokens, first.tokens)
 
 
 def test_two_that_pack_one_clients_text_at_once_do_not_disturb_each_other(config, cache):
@@ -419,8 +419,10 @@ def server(folder: Path) -> Iterator[Any]:
 
 def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypatch, caplog):
     def units(_: Source) -> dict[str, Domain]:
-        web = partial(open_files, "json", [server.url])
-        return {"a": Domain(lambda: web()[0], None, lambda: OpenFiles([web()[0]], ""))}
+        def web() -> Any:
+            return datasets.load_dataset("json", data_files=[server.url], streaming=True)["train"]
+
+        return {"a": Domain(web, None, lambda: OpenFiles(shards_of("a", web()), ""))}
 
     monkeypatch.setattr(streaming, "domains_of", units)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,6 @@ _PRIVATE = "data-path"
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _FORMATS = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
 _HELDOUT = ("validation", "valid", "test")
-_QUICKLY_READ = 1 << 30  # bytes
 
 Row = Mapping[str, Any]
 """One row of a data set; one of its columns holds a document."""
@@ -75,14 +75,21 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class OpenFiles:
-    """Opened files, in shards that can be read independently."""
+class Shard:
+    """Rows that can be read independently of others, such as those of one file."""
 
-    datasets: Sequence[IterableDataset]
+    name: str
+    """What error messages call it."""
+    open: Callable[[], IterableDataset]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFiles:
+    """Opened files."""
+
+    shards: Sequence[Shard]
     version: str
     """Changes when the files' content changes under the same names."""
-    damaged: Callable[[], str | None] = lambda: None
-    """Return the path of the first unreadable file, unless it takes too long to read them all."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +141,6 @@ def cell(source: Source, row: Row, setting: str, column: str) -> object:
             f"data.{setting}={column}: {source} has no such column; it has {', '.join(row)}"
         )
     return row[column]
-
-
-def reason(error: Exception) -> str:
-    """Return the error as one line."""
-    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
-        return "it is empty"  # how `datasets` reports an empty file
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _cut_texts(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
@@ -210,52 +210,54 @@ def _by_part(files: list[Path], folder: Path) -> tuple[list[Path], list[Path]]:
 def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
     """Read the files as a stream: only what is needed, and no copy of private text in a cache."""
     for builder, paths in _by_builder(files):
-        try:
-            rows: Iterable[Row] = open_files(builder, paths)[0]
-            if builder == "text":
-                rows = ({"text": text} for text in cut(row["text"] for row in rows))
-            yield from rows
-        except Exception as error:
-            raise _unreadable(source, builder, paths, error) from error
+        shards = _open_files(source, builder, paths).shards
+        rows = chain.from_iterable(read_rows(source, each.name, each.open()) for each in shards)
+        if builder == "text":
+            rows = ({"text": text} for text in cut(row["text"] for row in rows))
+        yield from rows
 
 
 def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
-    datasets, versions = [], []
+    opened = []
     for builder, paths in _by_builder(files):
-        try:
-            rows, version = open_files(builder, paths)
-        except Exception as error:
-            raise _unreadable(source, builder, paths, error) from error
-        datasets.append(rows.map(_recut, batched=True) if builder == "text" else rows)
-        versions.append(version)
-    return OpenFiles(datasets, " ".join(versions), partial(_damaged, files))
+        recut = _recut if builder == "text" else None
+        opened.append(_open_files(source, builder, paths, recut))
+    shards = [shard for each in opened for shard in each.shards]
+    return OpenFiles(shards, " ".join(each.version for each in opened))
 
 
-def open_files(builder: str, paths: list[str]) -> tuple[IterableDataset, str]:
-    """Return the rows of files of one format, and the files' version."""
+def _open_files(
+    source: Source, builder: str, paths: list[str], recut: Callable[..., Any] | None = None
+) -> OpenFiles:
+    """Open files of one format, one shard for each; ``recut`` maps batches of their rows."""
     # Escaped, because `datasets` treats a path as a pattern.
     patterns = [glob.escape(path) for path in paths]
     options = {"sample_by": "paragraph"} if builder == "text" else {}
-    opened = load_dataset_builder(builder, data_files=patterns, **options)
-    return opened.as_streaming_dataset(split="train"), opened.config_id
+    names = [f"{path} as {builder}" for path in paths]
+    try:
+        opened = load_dataset_builder(builder, data_files=patterns, **options)
+        rows = opened.as_streaming_dataset(split="train")  # reads the beginning of the first file
+    except Exception as error:
+        raise _unreadable(source, names[0], error) from error
+    if recut is not None:
+        rows = rows.map(recut, batched=True)
+    shards = [Shard(name, partial(rows.shard, len(names), i)) for i, name in enumerate(names)]
+    return OpenFiles(shards, opened.config_id)
 
 
-def _unreadable(source: Source, builder: str, paths: list[str], error: Exception) -> ValueError:
-    what = paths[0] if len(paths) == 1 else _damaged([Path(path) for path in paths])
-    return ValueError(f"{source}: cannot read {what or paths} as {builder} ({reason(error)})")
+def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows; raises ``ValueError`` with the ``name`` of what cannot be read."""
+    try:
+        yield from rows
+    except Exception as error:
+        raise _unreadable(source, name, error) from error
 
 
-def _damaged(files: list[Path]) -> str | None:
-    if sum(file.stat().st_size for file in files) > _QUICKLY_READ:
-        return None
-    for builder, paths in _by_builder(files):
-        for path in paths:
-            try:
-                for _ in open_files(builder, [path])[0]:
-                    pass
-            except Exception:
-                return path
-    return None
+def _unreadable(source: Source, name: str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
+        reason = "it is empty"  # how `datasets` reports an empty file
+    return ValueError(f"{source}: cannot read {name} ({reason})")
 
 
 def _by_builder(files: list[Path]) -> Iterator[tuple[str, list[str]]]:
@@ -346,7 +348,13 @@ def _open_config(source: Source, name: str, config: str) -> OpenFiles:
     opened = _load(source, config, lambda: load_dataset_builder(name, config))
     parts = _load(source, config, opened.as_streaming_dataset)
     rows = cast(IterableDataset, _first_split(source, config, parts, ("train",)))
-    return OpenFiles([rows], f"{opened.config_id} {opened.hash}")
+    return OpenFiles(shards_of(config, rows), f"{opened.config_id} {opened.hash}")
+
+
+def shards_of(name: str, rows: IterableDataset) -> list[Shard]:
+    """Return all shards of a domain."""
+    number = rows.num_shards
+    return [Shard(f"domain {name!r}", partial(rows.shard, number, i)) for i in range(number)]
 
 
 def _first_split(

@@ -11,8 +11,8 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from flower_desloc.tasks.causal_lm.sources import (
     Source,
     document,
     domains_of,
-    reason,
+    read_rows,
     selected,
+    shards_of,
 )
 from flower_desloc.tasks.causal_lm.tokens import Tokens, joined, load_tokenizer
 from flower_desloc.tasks.compute import cache_folder
@@ -64,53 +65,43 @@ class StreamedDomain:
 
     def __init__(self, source: Source, name: str) -> None:
         domain = domains_of(source)[name]
-        files = domain.files() if domain.files else OpenFiles([_generated(domain.train)], "")
-        self.version, self._damaged = files.version, files.damaged
-        self._source, self._name = source, name
-        self._shards = [(rows, i) for rows in files.datasets for i in range(rows.num_shards)]
+        if domain.files is not None:
+            files = domain.files()
+        else:
+            files = OpenFiles(shards_of(name, IterableDataset.from_generator(domain.train)), "")
+        self.version, self.shards = files.version, files.shards
+        self._source = source
         self._own_heldout = domain.heldout
         if self._own_heldout is not None and not any(True for _ in self._own_heldout()):
             self._own_heldout = None
 
-    @property
-    def num_shards(self) -> int:
-        """Number of shards that can be read independently."""
-        return len(self._shards)
-
-    def shard(self, index: int) -> IterableDataset:
+    def open_shard(self, index: int) -> IterableDataset:
         """Return the rows of one shard."""
-        rows, i = self._shards[index]
+        rows = self.shards[index].open()
         # Some formats have no column names before they are read.
         if self._source.text_field in (rows.column_names or ()):
             rows = rows.select_columns([self._source.text_field])
-        return rows.shard(rows.num_shards, i)
+        return rows
 
-    def texts(self, rows: Iterable[Row], *, train: bool) -> Iterator[str]:
-        """Yield the training documents among a shard's rows, or the held-out ones.
+    def texts(self, index: int, rows: Iterable[Row], *, train: bool) -> Iterator[str]:
+        """Yield the training documents among the rows of a shard, or the held-out ones.
 
         If the source has no held-out part, the hash of the content decides: equal documents are in
         the same part.
         """
         heldout = self._source.validation_fraction if self._own_heldout is None else 0.0
-        for row in self._read(rows):
+        for row in read_rows(self._source, self.shards[index].name, rows):
             text = document(self._source, row)
             if text and (_hashed(text, "held out") >= heldout) == train:
                 yield text
-
-    def _read(self, rows: Iterable[Row]) -> Iterator[Row]:
-        try:
-            yield from rows
-        except Exception as error:
-            what = self._damaged() or f"domain {self._name!r}"
-            raise ValueError(f"{self._source}: cannot read {what} ({reason(error)})") from error
 
     def heldout(self) -> Iterator[str]:
         """Yield the held-out documents."""
         if self._own_heldout is not None:
             yield from filter(None, (document(self._source, row) for row in self._own_heldout()))
             return
-        for index in range(self.num_shards):
-            yield from self.texts(self.shard(index), train=False)
+        for index in range(len(self.shards)):
+            yield from self.texts(index, self.open_shard(index), train=False)
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +116,7 @@ def domain_names(source: Source) -> tuple[str, ...]:
     return tuple(selected(source, domains_of(source)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DomainShare:
     """One client's share of a domain's documents; no document is in two clients' shares."""
 
@@ -145,32 +136,16 @@ def client_shares(
     """Return a client's share of each domain; ``weights`` are by domain, by default equal."""
     names = domain_names(source)
     if site.data_path:
-        return [DomainShare(source=source, domain=n, turn=0, holders=1, weight=1.0) for n in names]
+        return [DomainShare(source, name, turn=0, holders=1, weight=1.0) for name in names]
     shares = []
     for index, (name, weight) in enumerate(zip(names, weights or [1.0] * len(names), strict=True)):
         holders = [*range(site.num_partitions)]
         if partition == "by_domain":
             holders = domain_clients(index, len(names), site.num_partitions)
         if site.partition in holders:
-            turn = holders.index(site.partition)
-            shares.append(
-                DomainShare(
-                    source=source, domain=name, turn=turn, holders=len(holders), weight=weight
-                )
-            )
+            turn, count = holders.index(site.partition), len(holders)
+            shares.append(DomainShare(source, name, turn, count, weight))
     return shares
-
-
-@dataclass(frozen=True)
-class ReadPosition:
-    """How far a client has read its share of a domain."""
-
-    epoch: int = 0
-    """Completed passes over the share."""
-    shard: int = 0
-    """Shards read in this epoch."""
-    rows: dict[str, Any] | None = None
-    """Position in the next shard, the ``state_dict`` of ``datasets``; None: at its beginning."""
 
 
 class DocumentStream:
@@ -178,62 +153,81 @@ class DocumentStream:
 
     With at least as many shards as clients that read the domain, a client reads whole shards. With
     fewer, it reads all of them and keeps the documents whose hash selects it. ``key`` seeds the
-    order of the shards, which differs in every epoch.
+    order of the shards, which differs in every epoch. The other arguments are those of
+    :meth:`state`, by default the beginning.
     """
 
-    def __init__(self, share: DomainShare, key: Sequence[int], position: ReadPosition) -> None:
-        self._share = share
-        self._key = key
-        self._position = position
+    def __init__(
+        self,
+        share: DomainShare,
+        key: Sequence[int],
+        *,
+        epoch: int = 0,
+        shard: int = 0,
+        rows: dict[str, Any] | None = None,
+        num_bytes: int = 0,
+        num_tokens: int = 0,
+    ) -> None:
+        self.epoch = epoch
+        """Completed passes over the share."""
+        self.num_bytes = num_bytes
+        """UTF-8 bytes of the documents that were counted."""
+        self.num_tokens = num_tokens
+        self._share, self._key = share, key
+        self._shard = shard  # shards read in this epoch
+        self._start = rows  # where to start in the next shard
         self._domain = open_domain(share.source, share.domain)
-        self._whole_shards = share.holders <= self._domain.num_shards
+        self._whole_shards = share.holders <= len(self._domain.shards)
         self._rows: IterableDataset | None = None
 
-    @property
-    def position(self) -> ReadPosition:
-        """The position after the last document that was yielded."""
-        rows = self._rows
-        return self._position if rows is None else replace(self._position, rows=rows.state_dict())
+    def state(self) -> dict[str, Any]:
+        """Return the position after the last document that was yielded, and what was counted."""
+        return {
+            "epoch": self.epoch,
+            "shard": self._shard,
+            "rows": self._start if self._rows is None else self._rows.state_dict(),
+            "num_bytes": self.num_bytes,
+            "num_tokens": self.num_tokens,
+        }
 
     def __iter__(self) -> Iterator[str]:
         """Yield the documents.
 
         Raises ``ValueError`` if there is no document, or a row has no text.
         """
+        found = (self.epoch, self._shard, self._start) != (0, 0, None)
+        share = self._share
         while True:
-            found = self._position != ReadPosition()
-            for text in self._epoch():
+            for text in self._pass():
                 found = True
                 yield text
-            epoch = self._position.epoch + 1
-            share = self._share
             if not found:
                 raise ValueError(
                     f"{share.source}: of domain {share.domain!r} there is no document for part "
                     f"{share.turn} of {share.holders}; give it more text, use fewer clients "
                     "(federation.num_clients), or leave it out of data.domains"
                 )
+            self.epoch, self._shard, found = self.epoch + 1, 0, False
             _log.warning(
                 "%s: part %d of %d of domain %r has been read; it begins again, for pass %d",
-                *(share.source, share.turn, share.holders, share.domain, epoch + 1),
+                *(share.source, share.turn, share.holders, share.domain, self.epoch + 1),
             )
-            self._position = ReadPosition(epoch)
 
-    def _epoch(self) -> Iterator[str]:
-        share, at = self._share, self._position
-        mine = range(self._domain.num_shards)
+    def _pass(self) -> Iterator[str]:
+        share = self._share
+        mine = range(len(self._domain.shards))
         if self._whole_shards:
             mine = mine[share.turn :: share.holders]
-        order = np.random.default_rng([*self._key, at.epoch]).permutation(mine)
-        for number in range(at.shard, len(order)):
-            self._rows = self._domain.shard(int(order[number]))
-            if self._position.rows is not None:
-                self._rows.load_state_dict(self._position.rows)
-            for text in self._domain.texts(self._rows, train=True):
+        order = np.random.default_rng([*self._key, self.epoch]).permutation(mine).tolist()
+        for index in order[self._shard :]:
+            self._rows = self._domain.open_shard(index)
+            if self._start is not None:
+                self._rows.load_state_dict(self._start)
+            for text in self._domain.texts(index, self._rows, train=True):
                 if self._whole_shards or self._is_mine(text):
                     yield text
-            self._rows = None
-            self._position = ReadPosition(at.epoch, number + 1)
+            self._rows = self._start = None
+            self._shard += 1
 
     def _is_mine(self, text: str) -> bool:
         return int(_hashed(text, "dealt") * self._share.holders) == self._share.turn
@@ -243,10 +237,6 @@ def _hashed(text: str, purpose: str) -> float:
     """Return a pseudo-random number in [0, 1) that depends on the content only."""
     digest = hashlib.blake2b(text.encode(), digest_size=6, person=purpose.encode()).digest()
     return int.from_bytes(digest) / 2**48
-
-
-def _generated(rows: Callable[[], Iterable[Row]]) -> IterableDataset:
-    return IterableDataset.from_generator(rows)
 
 
 # Packing: documents of several domains, mixed by weight, into sequences of equal length.
@@ -270,38 +260,14 @@ class PackingSpec:
         return (load_tokenizer(self.tokenizer).fingerprint, *versions)
 
 
-@dataclass(frozen=True)
-class ShareProgress:
-    """What has been read of one share."""
-
-    position: ReadPosition = field(default_factory=ReadPosition)
-    num_bytes: int = 0
-    """UTF-8 bytes of its documents."""
-    num_tokens: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class PackerState:
     """The state of a packer between two blocks."""
 
-    progress: tuple[ShareProgress, ...]
+    streams: list[dict[str, Any]]
+    """The state of each share's :class:`DocumentStream`."""
     rest: Tokens
     """Tokens of documents that did not fit into the block."""
-
-    def to_json(self) -> str:
-        """Serialise the progress."""
-        return json.dumps([asdict(each) for each in self.progress])
-
-    @classmethod
-    def from_json(cls, text: str, rest: Tokens) -> "PackerState":
-        """Return the state that :meth:`to_json` wrote."""
-        return cls(
-            tuple(
-                ShareProgress(**{**each, "position": ReadPosition(**each["position"])})
-                for each in json.loads(text)
-            ),
-            rest,
-        )
 
 
 class Packer:
@@ -314,11 +280,11 @@ class Packer:
         """Number of the next block."""
         self._spec = spec
         self._tokenizer = load_tokenizer(spec.tokenizer)
-        self._progress = [*state.progress] if state else [ShareProgress() for _ in spec.shares]
         self._rest = state.rest if state else joined([*self._tokenizer.encode_each([""])])[:0]
+        states = state.streams if state else [{} for _ in spec.shares]
         self._streams = [
-            DocumentStream(share, [*spec.key, index], progress.position)
-            for index, (share, progress) in enumerate(zip(spec.shares, self._progress, strict=True))
+            DocumentStream(share, [*spec.key, index], **stream)
+            for index, (share, stream) in enumerate(zip(spec.shares, states, strict=True))
         ]
         self._documents = [iter(stream) for stream in self._streams]
 
@@ -327,50 +293,40 @@ class Packer:
 
         The packer is unusable after an exception.
         """
-        rng = np.random.default_rng([*self._spec.key, len(self._documents), self.number])
+        rng = np.random.default_rng([*self._spec.key, len(self._streams), self.number])
         size = BLOCK * self._spec.length
         packed = [self._rest]
         while (missing := size - sum(map(len, packed))) > 0:
             drawn = self._draw(missing)
             rng.shuffle(drawn)
             encoded = self._tokenizer.encode_each([text for _, text in drawn])
-            for (index, text), tokens in zip(drawn, encoded, strict=True):
+            for (stream, text), tokens in zip(drawn, encoded, strict=True):
                 packed.append(tokens)
-                self._count(index, text, len(tokens))
+                stream.num_bytes += len(text.encode())
+                stream.num_tokens += len(tokens)
         tokens = joined(packed)
         self._rest = tokens[size:]
         self.number += 1
-        for index, stream in enumerate(self._streams):
-            self._progress[index] = replace(self._progress[index], position=stream.position)
-        return tokens[:size], PackerState(tuple(self._progress), self._rest)
+        return tokens[:size], PackerState([each.state() for each in self._streams], self._rest)
 
-    def _draw(self, num_tokens: int) -> list[tuple[int, str]]:
-        """Return documents with slightly fewer than ``num_tokens``, each with its share's number.
+    def _draw(self, num_tokens: int) -> list[tuple[DocumentStream, str]]:
+        """Return documents with slightly fewer than ``num_tokens``, each with its stream.
 
         The next document is always from the share that is farthest below its weight in tokens.
         Tokens of the documents drawn here are estimated from their bytes.
         """
-        expected = [float(each.num_tokens) for each in self._progress]
+        expected = [float(each.num_tokens) for each in self._streams]
         enough = sum(expected) + 0.95 * num_tokens
-        drawn: list[tuple[int, str]] = []
+        drawn: list[tuple[DocumentStream, str]] = []
         while not drawn or sum(expected) < enough:
             index = min(
                 range(len(expected)), key=lambda i: expected[i] / self._spec.shares[i].weight
             )
-            text = next(self._documents[index])
-            drawn.append((index, text))
-            each = self._progress[index]
-            per_byte = each.num_tokens / each.num_bytes if each.num_bytes else 1.0
+            stream, text = self._streams[index], next(self._documents[index])
+            drawn.append((stream, text))
+            per_byte = stream.num_tokens / stream.num_bytes if stream.num_bytes else 1.0
             expected[index] += len(text.encode()) * per_byte
         return drawn
-
-    def _count(self, index: int, text: str, num_tokens: int) -> None:
-        each = self._progress[index]
-        self._progress[index] = replace(
-            each,
-            num_bytes=each.num_bytes + len(text.encode()),
-            num_tokens=each.num_tokens + num_tokens,
-        )
 
 
 # Sequences on disk.
@@ -382,10 +338,10 @@ _packers: OrderedDict[Path, Packer] = OrderedDict()
 class PackedSequences:
     """The sequences of a specification, packed when they are needed and cached on disk.
 
-    Sequence n is the same in every process and after any loss of cached files. A block file holds
-    :data:`BLOCK` sequences and a small state file the packer's state before a block. Files are
-    written atomically and with the same content by every process, so no lock is needed. Old
-    blocks are deleted and packed again from their state file when they are asked for.
+    Sequence n is the same in every process and after any loss of cached files. A file holds a block
+    of :data:`BLOCK` sequences and the packer's state after it. Files are written atomically and
+    with the same content by every process, so no lock is needed. Old blocks are deleted and packed
+    again when they are asked for; the first is kept, because every client is described by it.
     """
 
     def __init__(self, spec: PackingSpec) -> None:
@@ -399,42 +355,35 @@ class PackedSequences:
         while start < stop:
             number, first = divmod(start, BLOCK)
             last = min(BLOCK, first + stop - start)
-            block = self._block(number, first, last)
-            ids.append(block["ids"].astype(np.int64))
-            num_bytes += int(block["num_bytes"].sum())
+            with self._block(number) as file:
+                ids.append(file.get_slice("ids")[first:last].astype(np.int64))
+                num_bytes += int(file.get_slice("num_bytes")[first:last].sum())
             start += last - first
         return TextBatch(torch.from_numpy(np.concatenate(ids)), num_bytes)
 
-    def state_before(self, number: int) -> PackerState:
-        """Return the packer's state before block ``number``, at least 1."""
-        while True:
-            try:
-                with safe_open(self._path(number, "state"), "numpy") as file:
-                    rest = Tokens(file.get_tensor("ids"), file.get_tensor("num_bytes"))
-                    return PackerState.from_json(file.metadata()["progress"], rest)
-            except (FileNotFoundError, SafetensorError):  # missing or damaged
-                self._path(number, "state").unlink(missing_ok=True)
-                self._pack_until(number - 1)
+    def state_after(self, number: int) -> PackerState:
+        """Return the packer's state after a block."""
+        with self._block(number) as file:
+            rest = Tokens(file.get_tensor("rest_ids"), file.get_tensor("rest_num_bytes"))
+            return PackerState(json.loads(file.metadata()["streams"]), rest)
 
-    def _block(self, number: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+    def _block(self, number: int) -> Any:
+        """Open the file of a block, which is packed if it is missing or damaged."""
+        path = self._path(number)
         while True:
             try:
-                with safe_open(self._path(number, "block"), "numpy") as file:
-                    return {name: file.get_slice(name)[start:stop] for name in file.keys()}  # noqa: SIM118
+                return safe_open(path, "numpy")
             except (FileNotFoundError, SafetensorError):
-                self._path(number, "block").unlink(missing_ok=True)
-                self._pack_until(number)
-
-    def _pack_until(self, number: int) -> None:
-        """Pack block ``number`` and the blocks before it that this requires."""
-        retry_network(self._spec.shares[0].source, lambda: self._pack(number))
+                path.unlink(missing_ok=True)
+                retry_network(self._spec.shares[0].source, lambda: self._pack(number))
 
     def _pack(self, number: int) -> None:
-        first = next((n for n in range(number, 0, -1) if self._path(n, "state").exists()), 0)
+        """Pack a block and the blocks before it that this requires."""
+        first = next((n for n in range(number, 0, -1) if self._path(n - 1).exists()), 0)
         # Removed here, and not put back if reading fails: its open files are then unusable.
         packer = _packers.pop(self._folder, None)
         if packer is None or not first <= packer.number <= number:
-            packer = Packer(self._spec, first, self.state_before(first) if first else None)
+            packer = Packer(self._spec, first, self.state_after(first - 1) if first else None)
         while packer.number <= number:
             self._write(packer.number, *packer.pack())
         _packers[self._folder] = packer
@@ -443,12 +392,15 @@ class PackedSequences:
 
     def _write(self, number: int, tokens: Tokens, state: PackerState) -> None:
         shape = BLOCK, self._spec.length
-        sizes = tokens.num_bytes.reshape(shape)[:, 1:].sum(axis=1, dtype=np.int64)
-        rest = {"ids": state.rest.ids, "num_bytes": state.rest.num_bytes}
-        block = {"ids": tokens.ids.reshape(shape), "num_bytes": sizes}
-        self._replace(self._path(number + 1, "state"), rest, {"progress": state.to_json()})
-        self._replace(self._path(number, "block"), block, {})
-        self._path(number - KEPT_BLOCKS, "block").unlink(missing_ok=True)
+        arrays = {
+            "ids": tokens.ids.reshape(shape),
+            "num_bytes": tokens.num_bytes.reshape(shape)[:, 1:].sum(axis=1, dtype=np.int64),
+            "rest_ids": state.rest.ids,
+            "rest_num_bytes": state.rest.num_bytes,
+        }
+        self._replace(self._path(number), arrays, {"streams": json.dumps(state.streams)})
+        if number > KEPT_BLOCKS:
+            self._path(number - KEPT_BLOCKS).unlink(missing_ok=True)
 
     def _replace(
         self, path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]
@@ -469,8 +421,8 @@ class PackedSequences:
                 "another folder in the environment variable XDG_CACHE_HOME"
             ) from error
 
-    def _path(self, number: int, what: str) -> Path:
-        return self._folder / f"{number:08d}.{what}.safetensors"
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.safetensors"
 
 
 # The client's data.
@@ -503,9 +455,10 @@ class StreamedShard:
         )
         self._sequences = retry_network(source, lambda: PackedSequences(spec))
         self.num_examples = config.run.steps * data.batch_size
-        progress = self._sequences.state_before(1).progress
+        streams = self._sequences.state_after(0).streams
         self.description = {
-            share.domain: each.num_bytes for share, each in zip(self._shares, progress, strict=True)
+            share.domain: stream["num_bytes"]
+            for share, stream in zip(self._shares, streams, strict=True)
         }
 
     def train_batch(self, step: int) -> TextBatch:
