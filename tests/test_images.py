@@ -33,7 +33,11 @@ from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.summary import fairness
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.image_classification import ImageClassification
-from flower_desloc.tasks.image_classification.batches import Images, heldout_batches, shuffled_batch
+from flower_desloc.tasks.image_classification.batches import (
+    ImageBatch,
+    heldout_batches,
+    shuffled_batch,
+)
 from flower_desloc.tasks.image_classification.partition import client_rows
 from flower_desloc.tasks.image_classification.sources import ImageSource, read
 from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
@@ -190,8 +194,8 @@ def test_a_partition_that_is_not_there_is_refused():
 # ------------------------------------------------------------------------------------------ batches
 
 
-def numbered(count: int) -> Images:
-    return Images(torch.arange(count)[:, None, None, None], torch.arange(count))
+def numbered(count: int) -> ImageBatch:
+    return ImageBatch(torch.arange(count)[:, None, None, None], torch.arange(count))
 
 
 @given(st.integers(1, 40), st.integers(1, 16), st.integers(0, 9))

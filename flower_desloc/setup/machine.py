@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import torch
 
 from flower_desloc.config import Config
@@ -38,8 +39,8 @@ def memory() -> tuple[int, int]:
 
     That of the machine, or less if a container limits it.
     """
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = _available(total)
+    machine = psutil.virtual_memory()
+    total, free = machine.total, machine.available
     limit = _number(_LIMIT)
     if limit is not None and limit < total:
         total, free = limit, min(free, limit - (_number(_USED) or 0))
@@ -60,16 +61,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _available(total: int) -> int:
-    # MemAvailable and not MemFree: most of the cache can be reclaimed.
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not on macOS
-        return total
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _number(path: Path) -> int | None:

@@ -37,29 +37,21 @@ class ImageShape:
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """Images and their labels."""
-
-    images: Tensor  # (batch, channel, row, column), uint8
-    labels: Tensor  # (batch,), int64
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
     """Decoded images and their labels."""
 
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # (image, channel, row, column), uint8
+    labels: Tensor  # (image,), int64
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, rows: NDArray[np.int64]) -> ImageBatch:
+    def rows(self, rows: NDArray[np.int64]) -> "ImageBatch":
         """Return a batch of those rows."""
         index = torch.from_numpy(rows)
         return ImageBatch(self.images[index], self.labels[index])
 
 
-def shuffled_batch(images: Images, *, batch_size: int, step: int, key: Sequence[int]) -> ImageBatch:
+def shuffled_batch(images: ImageBatch, *, batch_size: int, step: int, key: Sequence[int]) -> ImageBatch:
     """Return the batch of a step; every epoch has an order of its own.
 
     A batch may span two epochs, so that all batches have one size.
@@ -69,14 +61,14 @@ def shuffled_batch(images: Images, *, batch_size: int, step: int, key: Sequence[
         np.random.default_rng([*key, epoch]).permutation(len(images))[places[epochs == epoch]]
         for epoch in np.unique(epochs)
     ]
-    return images.batch(np.concatenate(rows))
+    return images.rows(np.concatenate(rows))
 
 
-def heldout_batches(images: Images, *, batch_size: int, limit: int) -> list[ImageBatch]:
+def heldout_batches(images: ImageBatch, *, batch_size: int, limit: int) -> list[ImageBatch]:
     """Return at most ``limit`` images (0: all), spread evenly, each once."""
     num = min(limit, len(images)) if limit else len(images)
     rows = np.arange(num) * len(images) // max(num, 1)
-    return [images.batch(rows[i : i + batch_size]) for i in range(0, num, batch_size)]
+    return [images.rows(rows[i : i + batch_size]) for i in range(0, num, batch_size)]
 
 
 class ImageShard:
@@ -101,7 +93,7 @@ class ImageShard:
                 "larger data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
-        self._decoded: dict[str, Images] = {}
+        self._decoded: dict[str, ImageBatch] = {}
         labels = corpus.train.labels[rows.train]
         self.num_examples = len(labels)
         counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
@@ -126,7 +118,7 @@ class ImageShard:
             limit=self._config.evaluation.images,
         )
 
-    def _images(self, part: str) -> Images:
+    def _images(self, part: str) -> ImageBatch:
         # Decoded when first used: the client's description needs the labels only.
         if part not in self._decoded:
             rows: Rows = getattr(self._rows, part)
@@ -154,7 +146,7 @@ def common_shape(config: Config) -> ImageShape:
     return ImageShape(1 if picture.mode == "L" else 3, height, width)
 
 
-def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> Images:
+def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> ImageBatch:
     """Decode images to uint8 of (image, channel, row, column), in grey or colour as the first.
 
     Raises ``ValueError`` if images differ in size and ``data.image_size`` is null.
@@ -175,7 +167,7 @@ def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> Images:
         arrays.append(np.asarray(picture).reshape(shape.height, shape.width, shape.channels))
     # Copied, because indexing a view of a transposed array is slow.
     images = torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2).copy())
-    return Images(images, torch.from_numpy(part.labels[rows]))
+    return ImageBatch(images, torch.from_numpy(part.labels[rows]))
 
 
 def _picture(image: StoredImage) -> PIL.Image.Image:

@@ -15,7 +15,6 @@ from flower_desloc.config import Config
 from flower_desloc.tasks.compute import TrainingLoss, evaluating, share_rows, to_device
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
-    Images,
     ImageShard,
     common_shape,
     decode_rows,
@@ -104,7 +103,7 @@ class ImageClassification:
             ).save_pretrained(folder)
 
     @cached_property
-    def _heldout(self) -> dict[str, Images]:
+    def _heldout(self) -> dict[str, ImageBatch]:
         corpus = read(ImageSource.of(self._config.data))
         rows = {
             name: np.flatnonzero(corpus.heldout.labels == number).tolist()
