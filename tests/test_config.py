@@ -313,5 +313,11 @@ def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwis
         parse("sync: {params: 1}\nouter: {eps: 0.1}")
 
 
+def test_a_run_of_an_earlier_version_that_stated_what_its_optimizer_lacks_can_be_read():
+    config = quickstart()
+    config.optimizer.momentum = 0.8
+    assert parse(dump(config)) == config
+
+
 def test_a_configuration_error_is_a_value_error():
     assert issubclass(ConfigError, ValueError)

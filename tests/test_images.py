@@ -39,11 +39,12 @@ from flower_desloc.tasks.image_classification.batches import (
     shuffled_batch,
 )
 from flower_desloc.tasks.image_classification.partition import client_rows
-from flower_desloc.tasks.image_classification.sources import ImageSource, read
+from flower_desloc.tasks.image_classification.sources import read
 from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
+from flower_desloc.tasks.source import Source
 from flower_desloc.tools.engines.in_process import run_in_process
 
-DIGITS = ImageSource("builtin", validation_fraction=0.2)
+DIGITS = Source("builtin", validation_fraction=0.2)
 RULES = ("iid", "dirichlet", "pathological", "quantity")
 LEARNS = ["model.hidden_size=64", "model.intermediate_size=128", "optimizer.lr=0.005"]
 SMALL = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=1"]
@@ -503,7 +504,7 @@ def on(source: Path, *overrides: str) -> ImageClassification:
 
 
 def test_a_folder_of_parquet_files_has_the_parts_it_says(animals):
-    corpus = read(ImageSource(str(animals)))
+    corpus = read(Source(str(animals)))
     assert corpus.names == ("cat", "dog/wolf", "emu")
     assert corpus.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     assert corpus.heldout.labels.tolist() == [2, 1]
@@ -519,7 +520,7 @@ def test_a_folder_of_parquet_files_has_the_parts_it_says(animals):
 
 def test_a_single_parquet_file_is_split_by_label(tmp_path):
     parquet(tmp_path / "all.parquet", [0, 1, 2] * 4)
-    corpus = read(ImageSource(str(tmp_path / "all.parquet"), validation_fraction=0.25))
+    corpus = read(Source(str(tmp_path / "all.parquet"), validation_fraction=0.25))
     assert sorted(corpus.train.labels) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert sorted(corpus.heldout.labels) == [0, 1, 2]
 
@@ -572,7 +573,7 @@ def test_a_folder_of_image_files_has_a_label_a_subfolder(tmp_path):
     with pytest.raises(ValueError, match=r"data.image_size=null: .* pixels beside"):
         on(tmp_path / "sky").client_data(Site(0, 1)).train_batch(0)
     batch = on(tmp_path / "sky", "data.image_size=8").client_data(Site(0, 1)).train_batch(0)
-    assert read(ImageSource(str(tmp_path / "sky"))).names == ("day", "night")
+    assert read(Source(str(tmp_path / "sky"))).names == ("day", "night")
     assert batch.images.shape[1:] == (3, 8, 8)
     assert torch.equal(batch.images[:, 0, 0, 0] == 0, batch.labels == 1)
 

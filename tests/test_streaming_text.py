@@ -26,7 +26,7 @@ from flower_desloc.config.check import check
 from flower_desloc.tasks import Site, retry
 from flower_desloc.tasks.causal_lm import CausalLM, sources, streaming
 from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, Source, shards_of
+from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, shards_of
 from flower_desloc.tasks.causal_lm.streaming import (
     BLOCK,
     DocumentStream,
@@ -36,6 +36,7 @@ from flower_desloc.tasks.causal_lm.streaming import (
     open_domain,
 )
 from flower_desloc.tasks.retry import retry_network
+from flower_desloc.tasks.source import Source
 from flower_desloc.tools.engines.in_process import run_in_process
 
 WEIGHTS = [5.0, 3.0, 2.0]

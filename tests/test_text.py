@@ -28,9 +28,10 @@ from flower_desloc.tasks.causal_lm import corpus as corpora
 from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.documents import cut, split
 from flower_desloc.tasks.causal_lm.partition import client_rows, partition_documents
-from flower_desloc.tasks.causal_lm.sources import Source, domains_of
+from flower_desloc.tasks.causal_lm.sources import domains_of
 from flower_desloc.tasks.causal_lm.streaming import open_domain
 from flower_desloc.tasks.partition import PartitionRule
+from flower_desloc.tasks.source import Source
 
 WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
 RULES = ("iid", "by_domain", "dirichlet")
@@ -429,7 +430,7 @@ def digest(source: Source) -> str:
 
 
 def test_another_process_deals_the_same_documents(three):
-    code = f"import test_text; print(test_text.digest(test_text.Source({three.name!r})))"
+    code = f"import test_text; print(test_text.digest(test_text.Source({three.source!r})))"
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment = os.environ | {"PYTHONHASHSEED": "3", "PYTHONPATH": os.pathsep.join(path)}
     output = subprocess.run(

@@ -38,10 +38,19 @@ _SETTINGS: Final = {
 def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first impossible value of ``config``."""
     of_all = (
-        _single, _partition, _optimizer, _model, _micro_batch_size, _run_name, _federation, _stream,
+        _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
         _outer, _lr_schedule, _sync, _wire, _strategy,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
+        raise ConfigError(problem)
+
+
+def check_used(config: Config) -> None:
+    """Raise :class:`ConfigError` for a setting that the chosen optimizer does not have.
+
+    Not part of :func:`check`: earlier versions ignored such settings, and their runs can be read.
+    """
+    for problem in _unused(config):
         raise ConfigError(problem)
 
 
@@ -78,27 +87,33 @@ def _partition(config: Config) -> Iterator[str]:
         yield f"{data.partition=!s}: must be one of {', '.join(known)} where task={config.task}"
 
 
-def _optimizer(config: Config) -> Iterator[str]:
-    optimizer, default = config.optimizer, Optimizer()
-    is_own = optimizer.name not in _SETTINGS
-    if config.task_options and config.task in _PARTITIONS:
+def _options(config: Config) -> Iterator[str]:
+    optimizer, task_options = config.optimizer, config.task_options
+    if task_options and config.task in _PARTITIONS:
         yield (
-            f"task_options={config.task_options}: they are for a task of your own, and "
-            f"task={config.task} is not; leave them out"
+            f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
+            "leave them out"
         )
-    if optimizer.options and not is_own:
+    if optimizer.options and optimizer.name in _SETTINGS:
         yield (
             f"{optimizer.options=}: they are for an optimizer named by its import path; set "
             f"optimizer.KEY=VALUE for {optimizer.name=!s}"
         )
+
+
+def _unused(config: Config) -> Iterator[str]:
+    optimizer, default = config.optimizer, Optimizer()
     for key in ("betas", "momentum", "eps", "weight_decay"):
         value = getattr(optimizer, key)
-        if key not in _SETTINGS.get(optimizer.name, ()) and value != getattr(default, key):
-            yield f"optimizer.{key}={value}: " + (
-                "is for this project's own optimizers; set "
-                f"optimizer.options.{key} for {optimizer.name=!s}"
-                if is_own
-                else f"{optimizer.name=!s} has no such setting; leave it out"
+        if value == getattr(default, key) or key in _SETTINGS.get(optimizer.name, ()):
+            continue
+        stated = f"optimizer.{key}={value}"
+        if optimizer.name in _SETTINGS:
+            yield f"{stated}: {optimizer.name=!s} has no such setting; leave it out"
+        else:
+            yield (
+                f"{stated}: is for this project's own optimizers; set optimizer.options.{key} for "
+                f"{optimizer.name=!s}"
             )
 
 

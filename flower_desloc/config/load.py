@@ -11,7 +11,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flower_desloc.config.check import check
+from flower_desloc.config.check import check, check_used
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config
 
@@ -43,7 +43,9 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _merge(merged, layer)
-    return _typed(_merge(merged, _dotlist(overrides)))
+    typed = _typed(_merge(merged, _dotlist(overrides)))
+    check_used(typed)
+    return typed
 
 
 def dump(config: Config) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flower_desloc.config import Config
+from flower_desloc.config.errors import one_line
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS
@@ -99,7 +100,7 @@ class Sketch:
             with self._mode, _PeakMemory(self.model) as memory:
                 task.loss(self.model, batch).backward()
         except Exception as error:
-            raise ValueError(" ".join(str(error).split())) from error
+            raise ValueError(one_line(error)) from error
         finally:
             self.model.zero_grad(set_to_none=True)
         return self._steps.setdefault(micro_batch, memory.peak)

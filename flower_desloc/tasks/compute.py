@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_desloc.config import Config
+from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import AUTO
 from flower_desloc.core.local_steps import accumulated
 
@@ -152,7 +153,7 @@ class Compiled:
                 self._compiled = None
                 _log.warning(
                     "model.compile=true: going on without, as torch.compile failed: %s",
-                    " ".join(str(error).split())[:200],
+                    one_line(error)[:200],
                 )
         return self._function(*args, **kwargs)
 

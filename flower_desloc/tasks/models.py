@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import Model
 from flower_desloc.tasks.quiet import quiet
 
@@ -28,7 +29,7 @@ def new_model(
         except Exception as error:
             raise ValueError(
                 f"model.type={model.type}: transformers cannot build it from the settings of "
-                f"model ({' '.join(str(error).split())})"
+                f"model ({one_line(error)})"
             ) from error
     return built
 

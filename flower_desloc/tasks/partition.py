@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,23 @@ def fill_empty_clients(clients: list[Rows]) -> None:
     for rows in clients:
         if not rows:
             rows.append(max(clients, key=len).pop())
+
+
+def lend_heldout(
+    train: Sequence[Rows],
+    heldout: Sequence[Rows],
+    train_labels: Sequence[Any],
+    heldout_labels: Sequence[Any],
+) -> None:
+    """Give each client without held-out rows one row of each label that it trains on."""
+    turns = {
+        label: cycle([row for row, other in enumerate(heldout_labels) if other == label])
+        for label in {*heldout_labels}
+    }
+    for mine, kept in zip(train, heldout, strict=True):
+        if not kept:
+            labels = sorted({train_labels[row] for row in mine} & turns.keys())
+            kept.extend(next(turns[label]) for label in labels)
 
 
 # The partitioners are imported inside the rules: the default partition does without them.

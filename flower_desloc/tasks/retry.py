@@ -9,6 +9,8 @@ import datasets
 from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 from huggingface_hub.errors import HfHubHTTPError
 
+from flower_desloc.config.errors import one_line
+
 T = TypeVar("T")
 
 WAITS = (5.0, 20.0, 60.0)
@@ -31,7 +33,7 @@ def retry_network(what: object, act: Callable[[], T]) -> T:
         except Exception as error:
             if not _is_network_error(error):
                 raise
-            text = " ".join(str(error).split())
+            text = one_line(error)
             reason = f"{what}: cannot be reached ({type(error).__name__}: {text})"
             if wait is None:
                 raise ConnectionError(

@@ -12,12 +12,12 @@ from flower_desloc.tasks.causal_lm.documents import split
 from flower_desloc.tasks.causal_lm.sources import (
     Domain,
     Row,
-    Source,
     cell,
     document,
     domains_of,
     selected,
 )
+from flower_desloc.tasks.source import Source
 
 Texts = dict[str, list[str]]
 """Documents by domain."""

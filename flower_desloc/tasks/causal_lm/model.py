@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import Model
 from flower_desloc.tasks.models import new_model, no_dropout, require_type
 
@@ -52,7 +53,7 @@ def given_architecture(model: Model, *, num_tokens: int, seq_len: int) -> Pretra
         given: PretrainedConfig = AutoConfig.for_model(model.type, **model.config)
     except Exception as error:
         raise ValueError(
-            f"model.config: no configuration of {model.type} ({' '.join(str(error).split())})"
+            f"model.config: no configuration of {model.type} ({one_line(error)})"
         ) from error
     if num_tokens > given.vocab_size:
         raise ValueError(

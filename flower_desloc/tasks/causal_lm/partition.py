@@ -1,21 +1,20 @@
 """Partitions of text: which client gets which documents."""
 
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import cycle
 
 from datasets import Dataset
 
-from flower_desloc.tasks.causal_lm.corpus import Corpus, read
-from flower_desloc.tasks.causal_lm.sources import Source
+from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.partition import (
     ClientRows,
     PartitionRule,
     Rows,
     fill_empty_clients,
+    lend_heldout,
     partition_rows,
     shuffled,
 )
+from flower_desloc.tasks.source import Source
 
 
 @lru_cache(maxsize=8)
@@ -39,7 +38,7 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     heldout: list[Rows] = [[] for _ in range(num_clients)]
     if num_clients <= len(corpus.heldout):
         heldout = partition_documents(corpus.heldout, rule, num_clients)
-    _lend_heldout(heldout, train, corpus)
+    lend_heldout(train, heldout, corpus.train["domain"][:], corpus.heldout["domain"][:])
     return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
 
 
@@ -78,17 +77,3 @@ def _by_domain(numbered: Dataset, num_clients: int) -> list[Rows]:
         for turn, client in enumerate(holders):
             clients[client].extend(rows[turn :: len(holders)])
     return clients
-
-
-def _lend_heldout(heldout: list[Rows], train: list[Rows], corpus: Corpus) -> None:
-    """Give each client without held-out documents one of each domain it trains on."""
-    domains = corpus.train["domain"][:]
-    turns: dict[str, Iterator[int]] = {
-        domain: cycle(
-            [row for row, other in enumerate(corpus.heldout["domain"][:]) if other == domain]
-        )
-        for domain in corpus.domains
-    }
-    for mine, kept in zip(train, heldout, strict=True):
-        if not kept:
-            kept.extend(next(turns[domain]) for domain in sorted({domains[row] for row in mine}))

@@ -3,7 +3,7 @@
 import glob
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,62 +16,18 @@ from datasets import (
     load_dataset_builder,
 )
 
-from flower_desloc.config.schema import Data
+from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
 from flower_desloc.tasks.causal_lm.documents import cut
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
+from flower_desloc.tasks.source import HELDOUT, Source
 
-_PRIVATE = "data-path"
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _FORMATS = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
-_HELDOUT = ("validation", "valid", "test")
 
 Row = Mapping[str, Any]
 """One row of a data set; one of its columns holds a document."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source of text; equal sources have equal text."""
-
-    name: str
-    domains: tuple[str, ...] = ()
-    domain_field: str = ""
-    text_field: str = "text"
-    streaming: bool = False
-    max_bytes: int = 0
-    validation_fraction: float = 0.1
-    key: str = "data.source"
-    """The setting that named it, for messages."""
-
-    @classmethod
-    def of(cls, data: Data) -> "Source":
-        """Return the common source of a run."""
-        return cls(
-            data.source,
-            tuple(data.domains),
-            data.domain_field,
-            data.text_field,
-            data.streaming,
-            data.max_bytes,
-            data.validation_fraction,
-        )
-
-    @property
-    def endless(self) -> bool:
-        """Whether it is streamed during training, and never read as a whole."""
-        return self.streaming and not self.max_bytes
-
-    def at_site(self, path: Path) -> "Source":
-        """Return the source of a site's private files, with all their domains."""
-        if not path.expanduser().exists():
-            raise ValueError(f"{_PRIVATE}={path}: there is no such file or folder on this node")
-        name = str(path.expanduser().resolve())
-        return replace(self, name=name, domains=(), domain_field="", key=_PRIVATE)
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +61,9 @@ class Domain:
 
 def domains_of(source: Source) -> dict[str, Domain]:
     """Return all domains of a source by name, without reading them."""
-    if source.name == "builtin":
+    if source.source == "builtin":
         return {name: Domain(partial(_cut_texts, texts)) for name, texts in BUILTIN.items()}
-    if Path(source.name).expanduser().exists():
+    if Path(source.source).expanduser().exists():
         return _local_domains(source)
     return named_domains(source)
 
@@ -160,11 +116,11 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     it; anything else in it is another domain. Hidden files and files of other formats are skipped.
     A site's private files are one domain if they are streamed.
     """
-    path = Path(source.name).expanduser().resolve()
+    path = Path(source.source).expanduser().resolve()
     domains = {name: _by_part(files, path) for name, files in _grouped_files(path).items()}
     if not domains:
         raise ValueError(f"{source}: there is no file here of the kinds read, {_FORMATS}")
-    if source.endless and source.key == _PRIVATE:
+    if source.endless and source.is_private:
         train, heldout = (
             [file for parts in domains.values() for file in parts[part]] for part in (0, 1)
         )
@@ -313,13 +269,13 @@ def named_domains(source: Source) -> dict[str, Domain]:
             f"data.domains=[]: state the values of data.domain_field={source.domain_field} to use; "
             "a stream may not end, so that they cannot be found"
         )
-    name, _, config = source.name.partition(":")
+    name, _, config = source.source.partition(":")
     try:
         configs = retry_network(source, lambda: get_dataset_config_names(name))
     except Exception as error:
         raise ValueError(
             f"{source}: neither `builtin`, nor a file or folder here, nor a data set that could "
-            f"be loaded ({_one_line(error)})"
+            f"be loaded ({one_line(error)})"
         ) from error
     if config and config not in configs:
         raise ValueError(f"{source}: the data set has no such config, only {', '.join(configs)}")
@@ -334,7 +290,7 @@ def named_domains(source: Source) -> dict[str, Domain]:
 def _config_domain(source: Source, name: str, config: str) -> Domain:
     return Domain(
         partial(_config_rows, source, name, config, ("train",)),
-        partial(_config_rows, source, name, config, _HELDOUT),
+        partial(_config_rows, source, name, config, HELDOUT),
         partial(_open_config, source, name, config),
     )
 
@@ -363,7 +319,7 @@ def _first_split(
     for split in splits:
         if split in parts:
             return parts[split]
-    if splits == _HELDOUT:
+    if splits == HELDOUT:
         return ()
     raise ValueError(f"{source}: {config!r} has no split 'train', only {', '.join(parts)}")
 
@@ -373,8 +329,4 @@ def _load(source: Source, config: str, load: Callable[[], Any]) -> Any:
         with quiet():
             return retry_network(source, load)
     except Exception as error:
-        raise ValueError(f"{source}: cannot load {config!r} ({_one_line(error)})") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise ValueError(f"{source}: cannot load {config!r} ({one_line(error)})") from error

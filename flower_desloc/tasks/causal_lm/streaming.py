@@ -30,7 +30,6 @@ from flower_desloc.tasks.causal_lm.partition import domain_clients
 from flower_desloc.tasks.causal_lm.sources import (
     OpenFiles,
     Row,
-    Source,
     document,
     domains_of,
     read_rows,
@@ -41,6 +40,7 @@ from flower_desloc.tasks.causal_lm.tokens import Tokens, joined, load_tokenizer
 from flower_desloc.tasks.compute import cache_folder
 from flower_desloc.tasks.protocol import Site
 from flower_desloc.tasks.retry import retry_network
+from flower_desloc.tasks.source import Source
 
 BLOCK = 1024
 """Sequences packed at a time; documents are shuffled within a block."""

@@ -16,12 +16,12 @@ from flower_desloc.config import Config
 from flower_desloc.tasks.causal_lm.batches import TextBatch, TextShard, heldout_batches
 from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.model import build_model
-from flower_desloc.tasks.causal_lm.sources import Source
 from flower_desloc.tasks.causal_lm.streaming import StreamedShard, streamed_heldout
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
 from flower_desloc.tasks.compute import TrainingLoss, evaluating, share_rows, to_device
 from flower_desloc.tasks.protocol import Site, Sums
 from flower_desloc.tasks.quiet import quiet
+from flower_desloc.tasks.source import Source
 
 
 class CausalLM:

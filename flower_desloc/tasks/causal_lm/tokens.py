@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.quiet import quiet
 
 BYTES = "bytes"
@@ -76,7 +77,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     except Exception as error:
         raise ValueError(
             f"data.tokenizer={name}: neither `bytes`, nor a tokenizer.json, nor a tokenizer that "
-            f"transformers could load ({' '.join(str(error).split())})"
+            f"transformers could load ({one_line(error)})"
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(

@@ -14,13 +14,13 @@ from flower_desloc.config import Config
 from flower_desloc.tasks.image_classification.partition import client_rows
 from flower_desloc.tasks.image_classification.sources import (
     ImageCorpus,
-    ImageSource,
     LabelledImages,
     StoredImage,
     read,
 )
 from flower_desloc.tasks.partition import ClientRows, PartitionRule, Rows
 from flower_desloc.tasks.protocol import Site
+from flower_desloc.tasks.source import Source
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class ImageBatch:
         return ImageBatch(self.images[index], self.labels[index])
 
 
-def shuffled_batch(images: ImageBatch, *, batch_size: int, step: int, key: Sequence[int]) -> ImageBatch:
+def shuffled_batch(
+    images: ImageBatch, *, batch_size: int, step: int, key: Sequence[int]
+) -> ImageBatch:
     """Return the batch of a step; every epoch has an order of its own.
 
     A batch may span two epochs, so that all batches have one size.
@@ -127,7 +129,7 @@ class ImageShard:
 
 
 def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]:
-    source = ImageSource.of(config.data)
+    source = Source.of(config.data)
     corpus = read(source)
     if site.data_path:
         private = read(source.at_site(site.data_path), corpus.names)
@@ -140,7 +142,7 @@ def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]
 
 def common_shape(config: Config) -> ImageShape:
     """Return the shape of the run's images: the first image's, or ``data.image_size``."""
-    picture = _picture(read(ImageSource.of(config.data)).train.images[0])
+    picture = _picture(read(Source.of(config.data)).train.images[0])
     side = config.data.image_size
     width, height = (side, side) if side else picture.size
     return ImageShape(1 if picture.mode == "L" else 3, height, width)

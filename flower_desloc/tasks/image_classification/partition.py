@@ -1,23 +1,24 @@
 """Partitions of images: which client gets which images."""
 
 from functools import lru_cache
-from itertools import cycle
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_desloc.tasks.image_classification.sources import ImageSource, read
+from flower_desloc.tasks.image_classification.sources import read
 from flower_desloc.tasks.partition import (
     ClientRows,
     PartitionRule,
     Rows,
     fill_empty_clients,
+    lend_heldout,
     partition_rows,
 )
+from flower_desloc.tasks.source import Source
 
 
 @lru_cache(maxsize=8)
-def client_rows(source: ImageSource, rule: PartitionRule, num_clients: int) -> list[ClientRows]:
+def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[ClientRows]:
     """Return every client's images of a source.
 
     Each training image goes to one client. The held-out images of a label are dealt in the
@@ -33,23 +34,21 @@ def client_rows(source: ImageSource, rule: PartitionRule, num_clients: int) -> l
             f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} images "
             "to train on; use fewer clients"
         )
-    train = partition_rows(corpus.train.labels.tolist(), rule, num_clients)
+    labels, heldout_labels = corpus.train.labels, corpus.heldout.labels
+    train = partition_rows(labels.tolist(), rule, num_clients)
     if rule.name == "dirichlet":
         fill_empty_clients(train)
-    heldout = _in_proportion(corpus.heldout.labels, [corpus.train.labels[rows] for rows in train])
+    heldout = _in_proportion(heldout_labels, [labels[rows] for rows in train])
+    lend_heldout(train, heldout, labels.tolist(), heldout_labels.tolist())
     return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
 
 
 def _in_proportion(heldout: NDArray[np.int64], clients: list[NDArray[np.int64]]) -> list[Rows]:
     dealt: list[Rows] = [[] for _ in clients]
-    rows = {label: np.flatnonzero(heldout == label) for label in np.unique(heldout)}
-    for label, all_rows in rows.items():
+    for label in np.unique(heldout):
+        rows = np.flatnonzero(heldout == label)
         held = np.cumsum([np.count_nonzero(labels == label) for labels in clients])
-        ends = np.rint(held / max(held[-1], 1) * len(all_rows)).astype(int)
-        for mine, part in zip(dealt, np.split(all_rows, ends[:-1]), strict=True):
+        ends = np.rint(held / max(held[-1], 1) * len(rows)).astype(int)
+        for mine, part in zip(dealt, np.split(rows, ends[:-1]), strict=True):
             mine.extend(part.tolist())
-    turns = {label: cycle(all_rows.tolist()) for label, all_rows in rows.items()}
-    for mine, labels in zip(dealt, clients, strict=True):
-        if not mine:
-            mine.extend(next(turns[label]) for label in np.unique(labels) if label in turns)
     return dealt

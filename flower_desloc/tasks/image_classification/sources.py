@@ -2,7 +2,7 @@
 
 import glob
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,46 +11,12 @@ import numpy as np
 from datasets import Array2D, Array3D, ClassLabel, Features, Image, List, Value, load_dataset
 from numpy.typing import NDArray
 
-from flower_desloc.config.schema import Data
+from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.quiet import quiet
-
-_HELDOUT = ("validation", "valid", "test")
+from flower_desloc.tasks.source import HELDOUT, Source
 
 StoredImage = Any
 """An image as its source stores it: the bytes or path of an encoded file, or an array."""
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """Where images come from; equal sources hold equal images."""
-
-    name: str
-    image_field: str = ""
-    label_field: str = ""
-    streaming: bool = False
-    validation_fraction: float = 0.1
-    key: str = "data.source"
-    """The setting that named it, for messages."""
-
-    @classmethod
-    def of(cls, data: Data) -> "ImageSource":
-        """Return the common source of a run."""
-        return cls(
-            data.source,
-            data.image_field,
-            data.label_field,
-            data.streaming,
-            data.validation_fraction,
-        )
-
-    def at_site(self, path: Path) -> "ImageSource":
-        """Return the source of a site's private images."""
-        if not path.expanduser().exists():
-            raise ValueError(f"data-path={path}: there is no such file or folder on this node")
-        return replace(self, name=str(path.expanduser().resolve()), key="data-path")
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +40,7 @@ class ImageCorpus:
 
 
 @lru_cache(maxsize=4)
-def read(source: ImageSource, names: tuple[str, ...] = ()) -> ImageCorpus:
+def read(source: Source, names: tuple[str, ...] = ()) -> ImageCorpus:
     """Return the images of a source, read once in each process.
 
     Labels are numbered in the order of ``names``, by default in the source's own order.
@@ -82,7 +48,7 @@ def read(source: ImageSource, names: tuple[str, ...] = ()) -> ImageCorpus:
     Raises ``ValueError`` if the source or a column is missing, a label is not among ``names``, or a
     part is empty; the message names the setting.
     """
-    train, heldout = (_digits(), None) if source.name == "builtin" else _stored_parts(source)
+    train, heldout = (_digits(), None) if source.source == "builtin" else _stored_parts(source)
     names = names or train.names or _sorted({*train.labels, *(heldout or train).labels})
     numbers = _numbers(source, train, names)
     if heldout is None:
@@ -137,7 +103,7 @@ def _select(part: _Stored, numbers: NDArray[np.int64], chosen: NDArray[np.bool_]
     return LabelledImages([part.images[row] for row in rows], numbers[rows])
 
 
-def _numbers(source: ImageSource, part: _Stored, names: tuple[str, ...]) -> NDArray[np.int64]:
+def _numbers(source: Source, part: _Stored, names: tuple[str, ...]) -> NDArray[np.int64]:
     number = {name: i for i, name in enumerate(names)}
     if unknown := set(part.labels) - number.keys():
         raise ValueError(
@@ -153,19 +119,19 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
     return (*sorted(numeric, key=lambda name: (int(name), name)), *sorted(names - numeric))
 
 
-def _stored_parts(source: ImageSource) -> tuple[_Stored, _Stored | None]:
+def _stored_parts(source: Source) -> tuple[_Stored, _Stored | None]:
     """Return the training part of a source, and its held-out part if it has one."""
     parts = _load(source)
     train = parts.get("train") or (next(iter(parts.values())) if len(parts) == 1 else None)
     if train is None:
         raise ValueError(f"{source}: it has no part 'train', only {', '.join(parts)}")
-    heldout = next((parts[name] for name in _HELDOUT if name in parts), None)
+    heldout = next((parts[name] for name in HELDOUT if name in parts), None)
     has_heldout = heldout is not None and heldout is not train
     return _read_rows(source, train), _read_rows(source, heldout) if has_heldout else None
 
 
-def _load(source: ImageSource) -> Mapping[str, Any]:
-    path = Path(source.name).expanduser().resolve()
+def _load(source: Source) -> Mapping[str, Any]:
+    path = Path(source.source).expanduser().resolve()
     try:
         with quiet():
             # Files as a stream: no copy of private images in a cache.
@@ -174,17 +140,17 @@ def _load(source: ImageSource) -> Mapping[str, Any]:
             elif path.is_dir():
                 parts = load_dataset(str(path), streaming=True)
             else:
-                name, _, config = source.name.partition(":")
+                name, _, config = source.source.partition(":")
                 parts = load_dataset(name, config or None, streaming=source.streaming)
     except Exception as error:
         raise ValueError(
             f"{source}: neither `builtin`, nor a Parquet file or a folder of images here, nor a "
-            f"data set that could be loaded ({' '.join(str(error).split())})"
+            f"data set that could be loaded ({one_line(error)})"
         ) from error
     return dict(parts)
 
 
-def _read_rows(source: ImageSource, part: Any) -> _Stored:
+def _read_rows(source: Source, part: Any) -> _Stored:
     if part.features is None:
         raise ValueError(f"{source}: the columns of this stream are unknown; set data.streaming=no")
     image = _column(source, part.features, "image_field", source.image_field, _is_image)
@@ -196,7 +162,7 @@ def _read_rows(source: ImageSource, part: Any) -> _Stored:
         with quiet():
             rows = [(row[image], row[label]) for row in part]
     except Exception as error:
-        raise ValueError(f"{source}: cannot be read ({' '.join(str(error).split())})") from error
+        raise ValueError(f"{source}: cannot be read ({one_line(error)})") from error
     images, labels = [each for each, _ in rows], [value for _, value in rows]
     feature = part.features[label]
     if not isinstance(feature, ClassLabel):
@@ -207,7 +173,7 @@ def _read_rows(source: ImageSource, part: Any) -> _Stored:
 
 
 def _column(
-    source: ImageSource,
+    source: Source,
     features: Features,
     setting: str,
     named: str,

@@ -21,9 +21,10 @@ from flower_desloc.tasks.image_classification.batches import (
     heldout_batches,
 )
 from flower_desloc.tasks.image_classification.model import build_model
-from flower_desloc.tasks.image_classification.sources import ImageSource, read
+from flower_desloc.tasks.image_classification.sources import read
 from flower_desloc.tasks.protocol import Site, Sums
 from flower_desloc.tasks.quiet import quiet
+from flower_desloc.tasks.source import Source
 
 
 class ImageClassification:
@@ -42,7 +43,7 @@ class ImageClassification:
         return build_model(
             self._config.model,
             shape=common_shape(self._config),
-            names=read(ImageSource.of(self._config.data)).names,
+            names=read(Source.of(self._config.data)).names,
             seed=self._config.run.seed,
         )
 
@@ -104,7 +105,7 @@ class ImageClassification:
 
     @cached_property
     def _heldout(self) -> dict[str, ImageBatch]:
-        corpus = read(ImageSource.of(self._config.data))
+        corpus = read(Source.of(self._config.data))
         rows = {
             name: np.flatnonzero(corpus.heldout.labels == number).tolist()
             for number, name in enumerate(corpus.names)
