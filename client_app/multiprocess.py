@@ -13,9 +13,8 @@ from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.client import state_folder
 from flower_desloc.flower.worker import Worker
 from flower_desloc.setup.build import build_local_optimizer
-from flower_desloc.sites.multiprocess.layouts import Replicated, Sharded
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
-from flower_desloc.sites.multiprocess.rank_worker import RankWorker
+from flower_desloc.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
 from flower_desloc.sites.multiprocess.ranks import Ranks
 from flower_desloc.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.tasks import Batch, Task
@@ -54,15 +53,15 @@ def build_rank(device: torch.device, parallelism: Parallelism, argument: str) ->
         part, weight = sharing.share(batch, rank, world)
         return task.loss(module, part) * weight
 
-    layout = (Sharded if parallelism.sharded else Replicated)(
+    worker: RankWorker = (ShardedRankWorker if parallelism.sharded else RankWorker)(
         lambda: model_of(settings, frozen),
         lambda params: build_local_optimizer(config, params),
         device,
     )
-    return RankWorker(
-        layout,
-        lambda node: worker_of(settings, node, device, layout.model, layout.optimizer, loss),
+    worker.build_worker = lambda node: worker_of(
+        settings, node, device, worker.model, worker.optimizer, loss
     )
+    return worker
 
 
 def _require_shared_batches(config: Config, task: Task) -> SharesBatches:

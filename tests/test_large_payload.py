@@ -1,13 +1,12 @@
 """Laws of large payloads: nothing is held twice, and files beyond 4 GB are read."""
 
-import contextlib
 import gc
 import json
 import socket
 import threading
 import tracemalloc
 import weakref
-from io import BytesIO
+from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.records import WindowReply, framed_bytes, payload_bytes, to_record
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.sites.warm.framing import read_message, write_message
+from flower_desloc.sites.warm.framing import receive, send
 
 MB = 1 << 20
 
@@ -35,21 +34,16 @@ def message(sizes):
 
 
 def transferred(sent, **options):
-    """Return the message read from a socket with small buffers."""
+    """Return the message received over a socket with small buffers."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
-    with contextlib.ExitStack() as stack:
-        here, there = (stack.enter_context(stack.enter_context(e).makefile("rwb")) for e in ends)
-
-        def write():
-            write_message(here, sent, **options)
-            here.flush()
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        came = read_message(there)
-        writer.join()
+    here, there = (Connection(end.detach()) for end in ends)
+    with here, there:
+        sender = threading.Thread(target=send, args=(here, sent), kwargs=options)
+        sender.start()
+        (came,) = receive(there)
+        sender.join()
     return came
 
 
@@ -84,10 +78,8 @@ def test_a_released_message_is_never_held_twice():
 def test_the_arrays_of_a_message_are_freed_with_it():
     gc.disable()
     try:
-        sent, stream = message([1, 2]), BytesIO()
-        write_message(stream, sent)
-        stream.seek(0)
-        came = read_message(stream)
+        sent = message([1, 2])
+        came = transferred(sent)
         arrays = [weakref.ref(m.content["params"]["1"]) for m in (sent, came)]
         del sent, came
         assert [array() for array in arrays] == [None, None]

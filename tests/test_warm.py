@@ -5,11 +5,12 @@ A process that forks once per message stands in for a SuperNode.
 
 import json
 import os
+import pickle
 import stat
 import subprocess
 import sys
 from contextlib import contextmanager
-from io import BytesIO
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,26 +23,19 @@ from processes import has_ended, wait_until
 
 from flower_desloc.flower.records import WindowRequest, from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
-from flower_desloc.sites.warm.framing import (
-    read_context,
-    read_message,
-    write_context,
-    write_message,
-)
+from flower_desloc.sites.warm.framing import receive, send
 
 ROOT = Path(__file__).resolve().parents[1]
 
 NODE = """\
-import json, os, sys, traceback
+import json, os, pickle, sys, traceback
+from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 from flower_desloc.sites.warm import WarmClientApp
-from flower_desloc.sites.warm.framing import read_context, read_message
-from flower_desloc.sites.warm.framing import write_context, write_message
 
 def answer(reference, folder):
     sys.argv = ["/somewhere/flwr-clientapp"]
-    with open(f"{folder}/request", "rb") as file:
-        message, context = read_message(file), read_context(file)
+    message, context = pickle.loads(Path(folder, "request").read_bytes())
     TaskIdentity.run_id, TaskIdentity.task_id = context.run_id, 7
     TaskIdentity.node_id = context.node_id
     try:
@@ -51,9 +45,7 @@ def answer(reference, folder):
             file.write(str(type(error)) + ":<'" + str(error) + "'>")
         traceback.print_exc()
         return
-    with open(f"{folder}/reply", "wb") as file:
-        write_message(file, reply)
-        write_context(file, context)
+    Path(folder, "reply").write_bytes(pickle.dumps((reply, context.state)))
 
 for line in sys.stdin:
     child = os.fork()
@@ -143,8 +135,7 @@ class Node:
         assert self.process.stdout.readline() == "answered\n", self.log.read_text()
         if (error := self.folder / "error").exists():
             raise RuntimeError(error.read_text())
-        with (self.folder / "reply").open("rb") as file:
-            reply, self.state = read_message(file), read_context(file).state
+        reply, self.state = pickle.loads((self.folder / "reply").read_bytes())
         return reply
 
     def about(self, *args):
@@ -154,9 +145,8 @@ class Node:
         """Send a message; return the process that Flower would have started for it."""
         for name in ("reply", "error"):
             (self.folder / name).unlink(missing_ok=True)
-        with (self.folder / "request").open("wb") as file:
-            write_message(file, message(kind, content))
-            write_context(file, context(self.config, self.run))
+        request = message(kind, content), context(self.config, self.run)
+        (self.folder / "request").write_bytes(pickle.dumps(request))
         print(json.dumps([reference, str(self.folder)]), file=self.process.stdin, flush=True)
         return psutil.Process(int(self.process.stdout.readline()))
 
@@ -238,18 +228,18 @@ def test_a_message_is_the_same_after_framing():
         "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
         "metrics": MetricRecord({"loss": 0.1}),
     }
-    sent, stream = message("train", RecordDict(records)), BytesIO()
-    write_message(stream, sent)
-    write_message(stream, Message(Error(3, "why"), reply_to=sent))
-    stream.seek(0)
-    received = read_message(stream)
+    sent = message("train", RecordDict(records))
+    one, other = Pipe()
+    send(one, sent, "more")
+    received, more = receive(other)
     assert received.content == sent.content == RecordDict(records)
     assert list(received.content) == list(records)
-    assert vars(received.metadata) == vars(sent.metadata)
-    assert read_message(stream).error.reason == "why"
-    assert stream.read() == b""
+    assert (vars(received.metadata), more) == (vars(sent.metadata), "more")
+    send(one, Message(Error(3, "why"), reply_to=sent), release=True)
+    assert receive(other)[0].error.reason == "why"
+    one.close()
     with pytest.raises(EOFError):
-        read_message(BytesIO(stream.getvalue()[:30]))
+        receive(other)
 
 
 # --- The real client -----------------------------------------------------------------------------

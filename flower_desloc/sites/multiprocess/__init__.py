@@ -6,8 +6,8 @@ are summed over all ranks before they are clipped, so the reply is the one that 
 would have sent, up to rounding.
 
 ``ddp`` keeps model and optimizer whole in every process, ``fsdp`` a shard in each
-(:mod:`flower_desloc.sites.multiprocess.layouts`). Nothing is pickled: rank 0 sends calls as JSON
-through the process group's store, and tensors through ``torch.distributed``, on loopback.
+(``rank_worker``). Nothing is pickled: rank 0 sends calls as JSON through the process group's store,
+and tensors through ``torch.distributed``, on loopback.
 
 Import single modules: a client of one process needs only ``parallelism``.
 """

@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
-from io import BufferedIOBase
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,14 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.sites.supervisor import on_exit
 from flower_desloc.sites.warm.app import load
-from flower_desloc.sites.warm.framing import (
-    read_context,
-    read_head,
-    read_message,
-    write_context,
-    write_head,
-    write_message,
-)
+from flower_desloc.sites.warm.framing import receive, send
 
 _IDLE_TIMEOUT = 600.0  # seconds
 _GOODBYE = "query.goodbye"
@@ -50,34 +43,29 @@ class Trainer:
         more = True
         with suppress(OSError, EOFError):  # the idle timeout, or the client is gone
             while more:
-                connection, _ = self.listener.accept()
-                with connection, connection.makefile("rwb") as stream:
-                    more = self._serve(stream)
+                accepted, _ = self.listener.accept()
+                with Connection(accepted.detach()) as connection:
+                    more = self._serve(connection)
         self.end()
 
-    def _serve(self, stream: BufferedIOBase) -> bool:
+    def _serve(self, connection: Connection) -> bool:
         """Answer one message; return whether to wait for another."""
-        head = read_head(stream)
-        if head["run"] != self.run:
+        run, task, pid = connection.recv()
+        if run != self.run:
             return False
-        message, context = read_message(stream), read_context(stream)
-        TaskIdentity.task_id = head["task"]
+        message, context = receive(connection)
+        TaskIdentity.task_id = task
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
-        self._end_with_client(head["pid"])
+        self._end_with_client(pid)
         reply: Message | None = None
-        head = {}
+        raised = None
         try:
             reply = load(self.reference)(message, context)
         except Exception as error:
             kind = type(error)
-            head = {"raised": [kind.__module__, kind.__qualname__, str(error)]}
-            head["traceback"] = traceback.format_exc()
+            raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
         self.client = 0
-        write_head(stream, head)
-        write_context(stream, context)
-        if reply is not None:
-            write_message(stream, reply, release=True)
-        stream.flush()
+        send(connection, reply, context.state, raised, release=True)
         # After an error the process itself may be broken, as after an error of CUDA.
         return reply is not None and message.metadata.message_type != _GOODBYE
 

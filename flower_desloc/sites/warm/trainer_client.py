@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.sites.supervisor import describe_exit
-from flower_desloc.sites.warm.framing import (
-    read_context,
-    read_head,
-    read_message,
-    write_context,
-    write_head,
-    write_message,
-)
+from flower_desloc.sites.warm.framing import receive, send
 
 _EXIT_TIMEOUT = 10.0  # seconds a trainer may take to end after its connection has closed
 _DISCONNECTED = (OSError, EOFError)
@@ -73,19 +67,13 @@ class TrainerClient:
             ) from error
 
     def _ask(self, message: Message, context: Context) -> Message:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(self.path))
-            with connection.makefile("rwb") as stream:
-                head = {"run": self.run, "task": TaskIdentity.task_id, "pid": os.getpid()}
-                write_head(stream, head)
-                write_message(stream, message)
-                write_context(stream, context)
-                stream.flush()
-                head = read_head(stream)
-                context.state = read_context(stream).state
-                if "raised" in head:
-                    raise _as_raised(head)
-                reply = read_message(stream)
+        reply: Message
+        with Client(str(self.path), "AF_UNIX") as connection:
+            connection.send((self.run, TaskIdentity.task_id, os.getpid()))
+            send(connection, message, context)
+            reply, context.state, raised = receive(connection)
+        if raised is not None:
+            raise _as_raised(*raised)
         # Flower keeps the message while it copies and sends the reply: three times the memory.
         # Only the message's metadata is needed from here on, and it is not sent again.
         if message.has_content():
@@ -137,15 +125,14 @@ def _how_it_ended(trainer: subprocess.Popen[bytes]) -> str:
         return "closed the connection"
 
 
-def _as_raised(head: dict[str, Any]) -> Exception:
+def _as_raised(module: str, name: str, text: str, trace: str) -> Exception:
     """Return an exception with the type name and text of the one in the trainer.
 
     Flower sends both to the server; the type itself may exist in the trainer only.
     """
-    module, name, text = head["raised"]
     kind = type(name, (Exception,), {"__module__": module, "__str__": lambda _: text})
     error: Exception = kind(text)
-    error.add_note(f"In the trainer:\n{head['traceback']}")
+    error.add_note(f"In the trainer:\n{trace}")
     return error
 
 
