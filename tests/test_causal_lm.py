@@ -165,18 +165,6 @@ def test_a_partition_without_a_document(config, tmp_path):
         task.client_data(Site(4, 6))
 
 
-@pytest.mark.parametrize("partition", ["iid", "by_domain", "dirichlet"])
-def test_a_hundred_clients_share_the_builtin_text(config, partition):
-    config.data = replace(
-        config.data, source="builtin", max_bytes=400_000, partition=partition, seq_len=128
-    )
-    task = CausalLM(config)
-    for client in (0, 1, 50, 99):
-        data = task.client_data(Site(client, 100))
-        assert data.num_examples > 0
-        assert list(data.heldout())
-
-
 # ------------------------------------------------------------------------------------------ tokens
 
 
@@ -372,17 +360,6 @@ def test_the_measures_are_those_worked_out_by_hand(task):
     assert metrics["perplexity"] == pytest.approx(math.exp(nats / 4))
     assert metrics["nats_per_byte"] == pytest.approx(nats / 8)
     assert metrics["bits_per_byte"] == pytest.approx(6 / 8)
-
-
-def test_bits_per_byte_are_those_of_the_logits(task):
-    model = task.build_model()
-    (batch, *_) = task.heldout()["b"]
-    log_p = model(input_ids=batch.tokens[:, :-1]).logits.double().log_softmax(-1)
-    nats = -log_p.gather(-1, batch.tokens[:, 1:, None]).sum().item()
-    metrics = task.metrics(task.evaluate(model, [batch]))
-    num_bytes = batch.tokens[:, 1:].numel()  # One token a byte.
-    assert metrics["bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
-    assert metrics["loss"] == pytest.approx(metrics["nats_per_byte"])
 
 
 def test_the_activation_norm_is_that_of_what_the_last_block_hands_to_the_final_norm(task):

@@ -25,9 +25,6 @@ from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, load
-from flower_desloc.core.local_steps import Clipping, local_steps
-from flower_desloc.core.lr_schedule import constant
-from flower_desloc.optim import ADOPT
 from flower_desloc.runs.figures.partition import labels, unlikeness
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.summary import fairness
@@ -254,25 +251,6 @@ def test_patches_are_a_quarter_of_the_side_or_less(side, patch):
 def test_a_model_that_does_not_fit_is_an_error_that_names_the_setting(overrides, told):
     with pytest.raises(ValueError, match=told):
         digits(*overrides).build_model()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
-def test_the_loss_falls(kind, dtype):
-    small = ["model.hidden_size=16", "model.num_hidden_layers=1"] if kind == "resnet" else []
-    task = digits(f"model.type={kind}", f"model.dtype={dtype}", "data.partition=iid", *small)
-    model, data = task.build_model(), task.client_data(Site(0, 1))
-    steps = local_steps(
-        model,
-        ADOPT(model.parameters(), 3e-3),
-        lambda step: task.loss(model, data.train_batch(step)),
-        start=0,
-        stop=40,
-        lr_schedule=constant(),
-        clipping=Clipping(norm=1.0),
-    )
-    assert abs(steps.losses[0] - np.log(10)) < 0.8
-    assert np.mean(steps.losses[-5:]) < 0.7 * steps.losses[0]
 
 
 # ----------------------------------------------------------------------------------------- metrics

@@ -18,6 +18,10 @@ TASKS = {
     "text": ("quickstart", TEXT),
     "streamed text": ("quickstart", [*STREAMED, "data.seq_len=15", "evaluation.sequences=4"]),
     "images": ("digits", [*MODEL, "data.partition=iid"]),
+    "images, convolutional": (
+        "digits",
+        [*MODEL, "data.partition=iid", "model.type=resnet", "model.dtype=float64"],
+    ),
 }
 Make = Callable[..., Task]
 
@@ -66,7 +70,7 @@ def test_the_weights_are_a_function_of_the_seed_and_leave_the_global_generator_a
 
 
 def test_evaluating_changes_nothing_and_totals_add(make):
-    task = make("model.type=resnet") if "Image" in type(make()).__name__ else make()
+    task = make()
     model = task.build_model().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = [batch for each in task.heldout().values() for batch in each]
@@ -82,12 +86,13 @@ def test_evaluating_changes_nothing_and_totals_add(make):
 
 def test_the_loss_is_the_metric_of_its_batch_and_falls(make):
     task = make()
-    model, data = task.build_model(), task.client_data(Site(0, 1))
+    model, data = task.build_model().eval(), task.client_data(Site(0, 1))
     batch = data.train_batch(0)
     loss = task.metrics(task.evaluate(model, [batch]))["loss"]
     assert task.loss(model, batch).item() == pytest.approx(loss, rel=1e-5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = task.metrics(task.evaluate(model, data.heldout()))["loss"]
+    model.train()
     for step in range(30):
         optimizer.zero_grad()
         task.loss(model, data.train_batch(step)).backward()

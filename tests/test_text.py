@@ -185,52 +185,54 @@ def test_plain_text_is_cut_at_paragraph_ends(tmp_path, suffix):
     assert len(documents) < 10
 
 
-def test_a_folder_has_a_domain_a_file_or_subfolder(tmp_path):
-    write(tmp_path / "b-1.5.jsonl.gz", prose("b"))
-    write(tmp_path / "a" / "train-0.jsonl", prose("a"))
-    write(tmp_path / "a" / "train-1.parquet", prose("more"))
-    write(tmp_path / "a" / "validation.jsonl", ["kept"])
-    write(tmp_path / ".hidden.jsonl", ["hidden"])
-    write(tmp_path / ".git" / "a.jsonl", ["hidden"])
-    (tmp_path / "README.md").write_text("passed over")
-    corpus = read(Source(str(tmp_path)))
-    assert corpus.domains == ("a", "b-1.5")
-    assert sorted(texts(corpus.train, "a")) == sorted(prose("a") + prose("more"))
-    assert texts(corpus.heldout, "a") == ["kept"]
-    assert len(texts(corpus.heldout, "b-1.5")) == 4
+# File -> the domain its text is trained on, or "DOMAIN held out", or None if it is not read.
+LAYOUTS = {
+    "a file or subfolder for each domain": {
+        "b-1.5.jsonl.gz": "b-1.5",
+        "a/train-0.jsonl": "a",
+        "a/train-1.parquet": "a",
+        "a/validation.jsonl": "a held out",
+        ".hidden.jsonl": None,
+        ".git/a.jsonl": None,
+    },
+    "training and validation files side by side": {
+        "train-00000-of-00001.jsonl": "site",
+        "valid_00000-of-00001.jsonl": "site held out",
+        "extra/more.jsonl": "extra",
+    },
+    "training and validation folders side by side": {
+        "train/a.jsonl": "site",
+        "train/test-drive.jsonl": "site",
+        "test/b.jsonl": "site held out",
+        "more/c.jsonl": "more",
+    },
+    "such folders within one of several domains": {
+        "inner/train/a.jsonl": "inner",
+        "inner/test/b.jsonl": "inner held out",
+        "other.jsonl": "other",
+    },
+}
 
 
-def test_training_and_validation_files_side_by_side_are_one_domain(tmp_path):
-    write(tmp_path / "site" / "train.jsonl", prose("a"))
-    write(tmp_path / "site" / "validation.jsonl", ["kept"])
+@pytest.mark.parametrize("files", LAYOUTS.values(), ids=LAYOUTS)
+def test_files_and_folders_make_domains_and_held_out_parts(tmp_path, files):
+    for name in files:
+        write(tmp_path / "site" / name, prose(name, 20))
+    (tmp_path / "site" / "README.md").write_text("not read")
     corpus = read(Source(str(tmp_path / "site")))
-    assert corpus.domains == ("site",)
-    assert texts(corpus.heldout) == ["kept"]
-
-
-def test_folders_beside_training_and_validation_files_are_read_too(tmp_path):
-    write(tmp_path / "site" / "train-00000-of-00001.jsonl", prose("a"))
-    write(tmp_path / "site" / "valid_00000-of-00001.jsonl", ["kept"])
-    write(tmp_path / "site" / "extra" / "more.jsonl", prose("more"))
-    corpus = read(Source(str(tmp_path / "site")))
-    assert corpus.domains == ("extra", "site")
-    assert texts(corpus.heldout, "site") == ["kept"]
-    assert sorted(texts(corpus.train, "extra") + texts(corpus.heldout, "extra")) == sorted(
-        prose("more")
-    )
-
-
-def test_training_and_validation_folders_side_by_side_are_one_domain(tmp_path):
-    write(tmp_path / "site" / "train" / "a.jsonl", prose("a"))
-    write(tmp_path / "site" / "train" / "test-drive.jsonl", prose("drive"))
-    write(tmp_path / "site" / "test" / "b.jsonl", ["kept"])
-    write(tmp_path / "site" / "more" / "c.jsonl", prose("c"))
-    corpus = read(Source(str(tmp_path / "site")))
-    assert corpus.domains == ("more", "site")
-    assert texts(corpus.heldout, "site") == ["kept"]
-    assert sorted(texts(corpus.train, "site")) == sorted(prose("a") + prose("drive"))
-    # So also within a domain of several.
-    assert texts(read(Source(str(tmp_path))).heldout, "site")[:1] == ["kept"]
+    domains = {place.removesuffix(" held out") for place in files.values() if place}
+    assert corpus.domains == tuple(sorted(domains))
+    for domain in domains:
+        own, heldout = (
+            sorted(t for name, place in files.items() if place == of for t in prose(name, 20))
+            for of in (domain, f"{domain} held out")
+        )
+        found = [sorted(texts(part, domain)) for part in (corpus.train, corpus.heldout)]
+        if heldout:
+            assert found == [own, heldout]
+        else:
+            assert sorted(found[0] + found[1]) == own
+            assert len(found[1]) == round(0.1 * len(own))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -323,23 +325,30 @@ def test_a_source_that_does_not_exist(name):
         read(Source(name))
 
 
-def test_a_config_that_does_not_exist(repository):
-    with pytest.raises(ValueError, match=r"data.source=.*:de: .* no such config, only en, fr"):
-        read(Source(f"{repository}:de"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"domains": ("a", "x")}, r"data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"),
+        ({"source": "builtin", "domains": ("x",)}, "data.domains=.* it has docs, code, docstrings"),
+        ({"text_field": "body"}, "data.text_field=body: .* it has text$"),
+        ({"domain_field": "site"}, "data.domain_field=site: .* it has text$"),
+    ],
+)
+def test_a_domain_or_column_that_does_not_exist(three, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(replace(three, **changes))
 
 
-def test_a_domain_that_does_not_exist(three):
-    with pytest.raises(ValueError, match=r"data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"):
-        read(replace(three, domains=("a", "x")))
-    with pytest.raises(ValueError, match=r"data.domains=.* it has docs, code, docstrings, ref"):
-        read(Source("builtin", ("x",)))
-
-
-def test_a_column_that_does_not_exist(three):
-    with pytest.raises(ValueError, match=r"data.text_field=body: .* it has text$"):
-        read(replace(three, text_field="body"))
-    with pytest.raises(ValueError, match=r"data.domain_field=site: .* it has text$"):
-        read(replace(three, domain_field="site"))
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ("de", {}, r"data.source=.*:de: .* no such config, only en, fr"),
+        ("en", {"domain_field": "text", "streaming": True}, r"data.domains=\[\]: state the values"),
+    ],
+)
+def test_a_config_or_domain_that_a_data_set_cannot_give(repository, config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(Source(f"{repository}:{config}", **changes))
 
 
 def test_a_column_that_is_not_text(tmp_path):
@@ -347,11 +356,6 @@ def test_a_column_that_is_not_text(tmp_path):
     path.write_text('{"text": 1}')
     with pytest.raises(ValueError, match=r"data.text_field=text: .* holds int, not text$"):
         read(Source(str(path)))
-
-
-def test_domains_of_a_stream_are_to_be_stated(repository):
-    with pytest.raises(ValueError, match=r"data.domains=\[\]: state the values of data.domain_fi"):
-        read(Source(f"{repository}:en", domain_field="text", streaming=True))
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -456,29 +460,6 @@ def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(th
     for domain in ("b", "c"):  # Those who hold a domain hold equal parts of it.
         held = [client[domain] for client in clients if client[domain]]
         assert max(held) - min(held) <= 1
-
-
-def test_a_client_alone_has_everything(three):
-    total = Counter(read(three).train["domain"][:])
-    assert all(mixture(three, name, 1) == [total] for name in RULES)
-
-
-def test_iid_every_client_has_as_many_documents(three):
-    sizes = [client.total() for client in mixture(three, "iid", 7)]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def skew(clients: list[Counter]) -> float:
-    """Mean share of a client's largest domain."""
-    return sum(max(client.values()) / client.total() for client in clients) / len(clients)
-
-
-def test_a_smaller_alpha_is_more_unlike(three):
-    assert (
-        skew(mixture(three, "iid", 9))
-        < skew(mixture(three, "dirichlet", 9, alpha=1.0))
-        < skew(mixture(three, "dirichlet", 9, alpha=0.01))
-    )
 
 
 @pytest.mark.parametrize("name", ["by_domain", "dirichlet"])

@@ -167,6 +167,7 @@ def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
     """Read the files as a stream: only what is needed, and no copy of private text in a cache."""
     for builder, paths in _by_builder(files):
         shards = _open_files(source, builder, paths).shards
+        rows: Iterator[Row]
         rows = chain.from_iterable(read_rows(source, each.name, each.open()) for each in shards)
         if builder == "text":
             rows = ({"text": text} for text in cut(row["text"] for row in rows))

@@ -444,9 +444,7 @@ class StreamedShard:
         data, source = config.data, Source.of(config.data)
         if site.data_path:
             source = source.at_site(site.data_path)
-        self._shares = retry_network(
-            source, lambda: client_shares(source, data.weights, data.partition, site)
-        )
+        self._shares = client_shares(source, data.weights, data.partition, site)
         spec = PackingSpec(
             shares=tuple(self._shares),
             tokenizer=data.tokenizer,
@@ -484,9 +482,8 @@ class StreamedShard:
 def streamed_heldout(config: Config) -> dict[str, list[TextBatch]]:
     """Return held-out batches of every domain of the common source."""
     source = Source.of(config.data)
-    names = retry_network(source, lambda: domain_names(source))
     sequences = config.evaluation.sequences
-    return {name: _domain_batches(config, source, name, sequences) for name in names}
+    return {n: _domain_batches(config, source, n, sequences) for n in domain_names(source)}
 
 
 def _domain_batches(config: Config, source: Source, name: str, sequences: int) -> list[TextBatch]:

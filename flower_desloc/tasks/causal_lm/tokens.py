@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -38,23 +38,88 @@ class Tokens:
         return Tokens(self.ids[part], self.num_bytes[part])
 
 
-class Tokenizer(Protocol):
-    """Encodes documents."""
+class ByteTokenizer:
+    """One token for each UTF-8 byte; a blank line between documents."""
 
-    vocab_size: int
-    eos_id: int | None
+    vocab_size = 256
+    eos_id: int | None = None
     """The token that ends a document, if there is one."""
-    fingerprint: str
+    fingerprint = BYTES
     """Equal for tokenizers that produce equal tokens."""
 
     def encode(self, documents: Sequence[str]) -> Tokens:
         """Return the tokens of all documents, joined."""
+        ids = np.frombuffer(_SEPARATOR.join(documents).encode(), dtype=np.uint8)
+        return Tokens(ids, np.broadcast_to(np.uint8(1), ids.shape))
 
     def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
         """Yield the tokens of each document, with its separator or end-of-text token."""
+        return (self.encode([text, ""]) for text in documents)
 
     def save(self, folder: Path) -> None:
-        """Write what ``transformers.AutoTokenizer`` needs into ``folder``."""
+        """Write an equal tokenizer that ``transformers`` can load."""
+        # The library represents a byte as a printable character: itself, otherwise one of the next
+        # free ones, in order. (With its byte fallback, one wrong byte would turn a whole text into
+        # replacement characters.)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        free = iter(sorted(character for character in alphabet if ord(character) > 255))
+        vocabulary = {chr(b) if chr(b) in alphabet else next(free): b for b in range(256)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        _wrapped(tokenizer, None).save_pretrained(folder)
+
+
+class SubwordTokenizer:
+    """A tokenizer of the ``tokenizers`` library; its end-of-text token ends every document.
+
+    Without such a token, a blank line separates documents.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size: int = 1 + max(self._backend.get_vocab().values())
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.fingerprint = f"{blake2b(self._backend.to_str().encode()).hexdigest()} {self.eos_id}"
+
+    def encode(self, documents: Sequence[str]) -> Tokens:
+        """Return the tokens of all documents, joined."""
+        if self.eos_id is None:
+            documents = [text + _SEPARATOR for text in documents[:-1]] + [*documents[-1:]]
+        empty = Tokens(np.empty(0, self._dtype), np.empty(0, np.uint32))
+        return joined([empty, *self._each(documents)])
+
+    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        """Yield the tokens of each document, with its separator or end-of-text token."""
+        return self._each(
+            documents if self.eos_id is not None else [text + _SEPARATOR for text in documents]
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        self._tokenizer.save_pretrained(folder)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.min_scalar_type(self.vocab_size - 1)
+
+    def _each(self, documents: Sequence[str]) -> Iterator[Tokens]:
+        end = [] if self.eos_id is None else [self.eos_id]
+        for start in range(0, len(documents), _CHUNK):
+            chunk = [*documents[start : start + _CHUNK]]
+            encodings = self._backend.encode_batch(chunk, add_special_tokens=False)
+            for text, encoding in zip(chunk, encodings, strict=True):
+                sizes = _bytes_per_token(text, encoding.offsets)
+                yield Tokens(
+                    np.asarray([*encoding.ids, *end], self._dtype),
+                    np.append(sizes, np.zeros(len(end), np.uint32)),
+                )
+
+
+Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
 @lru_cache(maxsize=4)
@@ -92,88 +157,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 def knows_nothing(tokenizer: Any) -> bool:
     """Return whether its vocabulary is empty, as transformers makes it when files are missing."""
     return len(tokenizer) <= len(tokenizer.all_special_ids)
-
-
-class ByteTokenizer:
-    """One token for each UTF-8 byte; a blank line between documents."""
-
-    vocab_size = 256
-    eos_id: int | None = None
-    fingerprint = BYTES
-
-    def encode(self, documents: Sequence[str]) -> Tokens:
-        """Return the bytes of the documents."""
-        ids = np.frombuffer(_SEPARATOR.join(documents).encode(), dtype=np.uint8)
-        return Tokens(ids, np.broadcast_to(np.uint8(1), ids.shape))
-
-    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        """Yield the bytes of each document and of the blank line after it."""
-        return (self.encode([text, ""]) for text in documents)
-
-    def save(self, folder: Path) -> None:
-        """Write an equal tokenizer that ``transformers`` can load."""
-        # The library represents a byte as a printable character: itself, otherwise one of the next
-        # free ones, in order. (With its byte fallback, one wrong byte would turn a whole text into
-        # replacement characters.)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        free = iter(sorted(character for character in alphabet if ord(character) > 255))
-        vocabulary = {chr(b) if chr(b) in alphabet else next(free): b for b in range(256)}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        _wrapped(tokenizer, None).save_pretrained(folder)
-
-
-class SubwordTokenizer:
-    """A tokenizer of the ``tokenizers`` library; its end-of-text token ends every document.
-
-    Without such a token, a blank line separates documents.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.vocab_size: int = 1 + max(self._backend.get_vocab().values())
-        self.eos_id: int | None = tokenizer.eos_token_id
-        self.fingerprint = f"{blake2b(self._backend.to_str().encode()).hexdigest()} {self.eos_id}"
-
-    def encode(self, documents: Sequence[str]) -> Tokens:
-        """Return the tokens of the documents."""
-        if self.eos_id is None:
-            documents = [text + _SEPARATOR for text in documents[:-1]] + [*documents[-1:]]
-        empty = Tokens(np.empty(0, self._dtype), np.empty(0, np.uint32))
-        return joined([empty, *self._each(documents)])
-
-    def encode_each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        """Yield the tokens of each document and of its end."""
-        return self._each(
-            documents if self.eos_id is not None else [text + _SEPARATOR for text in documents]
-        )
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer."""
-        self._tokenizer.save_pretrained(folder)
-
-    @property
-    def _dtype(self) -> np.dtype[Any]:
-        return np.min_scalar_type(self.vocab_size - 1)
-
-    def _each(self, documents: Sequence[str]) -> Iterator[Tokens]:
-        end = [] if self.eos_id is None else [self.eos_id]
-        for text, encoding in self._encodings(documents):
-            yield Tokens(
-                np.asarray([*encoding.ids, *end], self._dtype),
-                np.append(_bytes_per_token(text, encoding.offsets), np.zeros(len(end), np.uint32)),
-            )
-
-    def _encodings(self, documents: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        for start in range(0, len(documents), _CHUNK):
-            chunk = [*documents[start : start + _CHUNK]]
-            yield from zip(
-                chunk, self._backend.encode_batch(chunk, add_special_tokens=False), strict=True
-            )
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:

@@ -50,15 +50,9 @@ def read(source: Source, names: tuple[str, ...] = ()) -> ImageCorpus:
     """
     train, heldout = (_digits(), None) if source.source == "builtin" else _stored_parts(source)
     names = names or train.names or _sorted({*train.labels, *(heldout or train).labels})
-    numbers = _numbers(source, train, names)
     if heldout is None:
-        held = _is_held_out(numbers, source.validation_fraction)
-        parts = _select(train, numbers, ~held), _select(train, numbers, held)
-    else:
-        parts = (
-            LabelledImages(train.images, numbers),
-            LabelledImages(heldout.images, _numbers(source, heldout, names)),
-        )
+        train, heldout = _split(train, _numbers(source, train, names), source.validation_fraction)
+    parts = [LabelledImages(p.images, _numbers(source, p, names)) for p in (train, heldout)]
     for part, what in zip(parts, ("to train on", "held out"), strict=True):
         if not len(part):
             raise ValueError(
@@ -88,19 +82,18 @@ def _digits() -> _Stored:
     return _Stored(shades, [str(name) for name in bunch.target])
 
 
-def _is_held_out(labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
-    """Choose the same fraction of every label, independent of the run's seed."""
+def _split(part: _Stored, labels: NDArray[np.int64], fraction: float) -> tuple[_Stored, _Stored]:
+    """Hold out the same fraction of every label, independent of the run's seed."""
     rng = np.random.default_rng(0)
     held = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == label))
         held[rows[: round(fraction * len(rows))]] = True
-    return held
-
-
-def _select(part: _Stored, numbers: NDArray[np.int64], chosen: NDArray[np.bool_]) -> LabelledImages:
-    rows = np.flatnonzero(chosen).tolist()
-    return LabelledImages([part.images[row] for row in rows], numbers[rows])
+    train, heldout = (
+        _Stored([part.images[row] for row in rows], [part.labels[row] for row in rows])
+        for rows in (np.flatnonzero(~held).tolist(), np.flatnonzero(held).tolist())
+    )
+    return train, heldout
 
 
 def _numbers(source: Source, part: _Stored, names: tuple[str, ...]) -> NDArray[np.int64]:
