@@ -313,6 +313,15 @@ def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwis
         parse("sync: {params: 1}\nouter: {eps: 0.1}")
 
 
+def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
+    child = "extends: base\noptimizer: {name: sgdm}\nsync: {params: 4, momentum_buffer: 4}\n"
+    base = BASE.replace("lr: 0.5", "lr: 0.5, betas: [0.8, 0.9]")
+    config = load("child", presets=presets(base=base, child=child))
+    assert (config.optimizer.lr, config.optimizer.betas) == (0.5, Config().optimizer.betas)
+    with pytest.raises(ConfigError, match=r"^optimizer.betas=.*sgdm has no such setting"):
+        load("child", "optimizer.betas=[0.8,0.9]", presets=presets())
+
+
 def test_a_run_of_an_earlier_version_that_stated_what_its_optimizer_lacks_can_be_read():
     config = quickstart()
     config.optimizer.momentum = 0.8

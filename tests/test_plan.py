@@ -115,9 +115,9 @@ def test_the_drift_bound_of_the_first_moment_is_reached_when_the_gradient_change
 @pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"])
 def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     torch.manual_seed(3)
-    words = ["run.steps=60", f"optimizer.name={name}", "optimizer.betas=[0.8,0.9]"]
+    words = ["run.steps=60", f"optimizer.name={name}"]
     config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
-    config.optimizer.momentum = 0.8
+    config.optimizer.betas, config.optimizer.momentum = (0.8, 0.9), 0.8
     if name == "amsgrad":
         config.sync["max_exp_avg_sq"] = 7
     streams = planned_streams(config)

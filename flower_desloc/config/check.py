@@ -101,11 +101,17 @@ def _options(config: Config) -> Iterator[str]:
         )
 
 
+def unused(optimizer: str) -> list[str]:
+    """Return the settings that an optimizer does not have."""
+    every = ("betas", "momentum", "eps", "weight_decay")
+    return [key for key in every if key not in _SETTINGS.get(optimizer, ())]
+
+
 def _unused(config: Config) -> Iterator[str]:
     optimizer, default = config.optimizer, Optimizer()
-    for key in ("betas", "momentum", "eps", "weight_decay"):
+    for key in unused(optimizer.name):
         value = getattr(optimizer, key)
-        if value == getattr(default, key) or key in _SETTINGS.get(optimizer.name, ()):
+        if value == getattr(default, key):
             continue
         stated = f"optimizer.{key}={value}"
         if optimizer.name in _SETTINGS:

@@ -11,7 +11,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flower_desloc.config.check import check, check_used
+from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.schema import Config
 
@@ -42,8 +42,8 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         # A file's sync section is one decision; sync.params=32 as an override changes one period.
         if _SYNC in layer:
             merged.pop(_SYNC, None)
-        merged = _merge(merged, layer)
-    typed = _typed(_merge(merged, _dotlist(overrides)))
+        merged = _on_top(layer, merged)
+    typed = _typed(_on_top(_dotlist(overrides), merged))
     check_used(typed)
     return typed
 
@@ -137,6 +137,15 @@ def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> N
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key}={value}: a section; set {prefix}{key}.KEY=VALUE")
             _refuse_unknown(value, known[key], f"{prefix}{key}.")
+
+
+def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``layer`` over ``base``, without what is stated there for another optimizer only."""
+    optimizer, stated = layer.get("optimizer"), base.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(stated, dict) and "name" in optimizer:
+        lacking = unused(str(optimizer["name"]))
+        base = {**base, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
+    return _merge(base, layer)
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
