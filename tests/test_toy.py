@@ -143,7 +143,7 @@ def test_a_verdict_counts_the_settings_at_which_desloc_converges():
         "reset_farther": 2, "reset_closer": 1,
     }  # fmt: skip
     assert set(search.verdict(rows, "niid").values()) == {0}
-    closest = {row["method"]: row["lr"] for row in search.best(rows[:8])}
+    closest = search.best(rows[:8]).set_index("method")["lr"].to_dict()
     assert closest == dict(zip(METHODS, (0.1, 0.2, 0.2, 0.1), strict=True))
     named = {name: len(some) for name, some in search.groups(rows)}
     assert named == {"all": 16, "adam": 16, "β₁ 0.9": 16} | {

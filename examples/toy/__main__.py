@@ -2,27 +2,34 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.toy.figures import draw, draw_map
 from examples.toy.problem import SPLITS
-from examples.toy.runs import NUM_PARTS, ToySize, run_all
-from examples.toy.search import SearchGrid, search, where_all_hold, write
-from examples.toy.setting import METHODS, ToySetting
-from examples.toy.tables import best_table, distances_table, final_distances, verdicts_table
+from examples.toy.runs import ToySize, final_distances, run_all
+from examples.toy.search import (
+    CONVERGED,
+    MARGIN,
+    SearchGrid,
+    best,
+    groups,
+    search,
+    verdict,
+    where_all_hold,
+)
+from examples.toy.setting import ToySetting
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.flower.engine import FederationError
 from flower_desloc.setup.machine import cores
 
-T = TypeVar("T")
+SETTING, SIZE = ToySetting(), ToySize()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -31,25 +38,21 @@ def toy(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the figures and numbers.", file_okay=False)
     ] = Path("runs/toy"),
-    workers: Annotated[int, typer.Option(min=1, help="Clients.")] = ToySize.workers,
+    workers: Annotated[int, typer.Option(min=1, help="Clients.")] = SIZE.workers,
     rounds: Annotated[
         int,
         typer.Option(min=1, help="Rounds through Flower, 192 local steps of every client each."),
-    ] = ToySize.rounds,
+    ] = SIZE.rounds,
     transcribed: Annotated[
         int, typer.Option(min=1, help="Rounds of the transcription, which takes seconds.")
-    ] = ToySize.transcribed,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs with different noise.")] = ToySize.seeds,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = ToySetting.lr,
-    beta1: Annotated[
-        float, typer.Option(min=0, help="Decay of the first moment.")
-    ] = ToySetting.betas[0],
-    beta2: Annotated[
-        float, typer.Option(min=0, help="Decay of the second moment.")
-    ] = ToySetting.betas[1],
+    ] = SIZE.transcribed,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with different noise.")] = SIZE.seeds,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = SETTING.lr,
+    beta1: Annotated[float, typer.Option(min=0, help="Decay of u.")] = SETTING.betas[0],
+    beta2: Annotated[float, typer.Option(min=0, help="Decay of v.")] = SETTING.betas[1],
     clip: Annotated[
         float, typer.Option(min=0, help="Bound of every coordinate of a gradient; 0: none.")
-    ] = ToySetting.clip or 0.0,
+    ] = SETTING.clip or 0.0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default one for each CPU core.")
     ] = None,
@@ -88,47 +91,51 @@ def run_figures(
     setting: ToySetting, size: ToySize, folder: Path, jobs: int, console: Console
 ) -> None:
     """Run every method; write ``toy.json`` and both figures."""
-    console.print(f"{setting.describe()}; {size.workers} workers, {size.seeds} seeds")
+    print(f"{setting.describe()}; {size.workers} workers, {size.seeds} seeds")
     try:
-        *_, results = _with_bar(run_all(setting, size, jobs), NUM_PARTS, "runs", console)
+        runs = run_all(setting, size, jobs, console)
     except FederationError as error:
         fail(FAILED, f"{error}; the learning rate is --lr {setting.lr:g}")
-    found = final_distances(results)
-    content = {
-        "setting": asdict(setting),
-        "size": asdict(size),
-        "ends": [asdict(end) for end in found],
-    }
+    ends = final_distances(runs)
+    content = {"setting": asdict(setting), "size": asdict(size), "ends": ends}
     (folder / "toy.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    console.print(distances_table(found, results))
-    for path in draw(results, folder):
-        _print_path(path, console)
+    print("Distance to the optimum, mean and std over seeds:")
+    print(_table(ends))
+    for path in draw(runs, setting, size, folder):
+        print(path)
 
 
 def run_search(grid: SearchGrid, folder: Path, jobs: int, console: Console) -> None:
     """Search ``grid``; write ``search.csv`` and ``map.png``."""
-    parts = _with_bar(search(grid, jobs), len(grid.batches()) * len(METHODS), "batches", console)
-    rows = pd.DataFrame([row for part in parts for row in part])
-    write(rows, folder / "search.csv")
-    console.print(verdicts_table(rows))
+    rows = search(grid, jobs, console)
+    rows.to_csv(folder / "search.csv", index=False, float_format="%.4g")
+    print(
+        f"Settings at which DES-LOC ends within {CONVERGED:g} of the optimum; of those, settings "
+        f"at which another method ends more than {MARGIN:.0%} farther or closer:"
+    )
+    print(
+        _table(
+            {"settings": name, "split": split, **verdict(some, split)}
+            for name, some in groups(rows)
+            for split in SPLITS
+        )
+    )
     all_hold = where_all_hold(rows)
-    total = len(rows) // len(METHODS) // len(SPLITS)
-    console.print(f"All claims on both splits: at {len(all_hold)} of {total} settings")
+    total = sum(map(len, grid.batches()))
+    print(f"All claims on both splits: at {len(all_hold)} of {total} settings")
     for setting in all_hold:
-        console.print(f"  {setting.describe()}", highlight=False)
-    console.print(best_table(rows))
-    _print_path(folder / "search.csv", console)
-    _print_path(draw_map(rows, folder, like=ToySetting()), console)
+        print(f"  {setting.describe()}")
+    print(f"Closest over all settings:\n{best(rows).to_string(index=False)}")
+    print(folder / "search.csv")
+    print(draw_map(rows, folder, like=SETTING))
 
 
-def _with_bar(parts: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        yield from progress.track(parts, total=total)
-
-
-def _print_path(path: Path, console: Console) -> None:
-    console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+def _table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return rows as text; a pair is a mean and a standard deviation."""
+    table = pd.DataFrame(rows).map(
+        lambda cell: "{:.3f} ± {:.3f}".format(*cell) if isinstance(cell, tuple) else cell
+    )
+    return str(table.to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from examples.toy.problem import OPTIMUM, SPLITS, START, Reals, distance, value
-from examples.toy.runs import PATH_EVERY, ToyResults
+from examples.toy.runs import PATH_EVERY, MethodRuns, ToySize
 from examples.toy.setting import K_X, METHODS, ToySetting
 from flower_desloc.runs.figures.style import GREY, INK, figure, title
 
@@ -26,14 +26,7 @@ _DASHES: Final = {"local_adam": (0, (4, 2))}
 """Dashes of a line that would hide another."""
 _BACK_TO_FRONT: Final = ("favg_reset_opt", "favg_keep_opt", "local_adam", "desloc")
 _TEXT: Final = 9.5
-_STAR: Final[dict[str, Any]] = {
-    "marker": "*",
-    "ms": 13,
-    "color": "white",
-    "mec": INK,
-    "mew": 1.1,
-    "zorder": 5,
-}
+_STAR: Final[dict[str, Any]] = {"marker": "*", "color": "white", "mec": INK, "zorder": 5}
 _NEAR: Final = 0.3
 """Half of the height of the picture of the end."""
 _SPLIT_NAMES: Final = {
@@ -42,9 +35,20 @@ _SPLIT_NAMES: Final = {
 }
 
 
-def draw(results: ToyResults, folder: Path) -> list[Path]:
+Runs = dict[str, MethodRuns]
+
+
+def draw(runs: Runs, setting: ToySetting, size: ToySize, folder: Path) -> list[Path]:
     """Draw ``toy_iid.png`` and ``toy_niid.png``; return their paths."""
-    return [_draw(results, split, folder / f"toy_{split}.png") for split in SPLITS]
+    paths = []
+    for at, split in enumerate(SPLITS):
+        made, (left, right) = figure(1, 2, 5.2, width_ratios=(1.25, 1))
+        made.set_figwidth(12.8)
+        _distances(left, runs, size, at)
+        _contour(right, runs, at)
+        meaning = f"{size.workers} workers, {K_X} local steps a round; {setting.describe()}"
+        paths.append(_save(made, _SPLIT_NAMES[split], meaning, folder / f"toy_{split}.png"))
+    return paths
 
 
 def draw_map(rows: pd.DataFrame, folder: Path, *, like: ToySetting) -> Path:
@@ -80,29 +84,11 @@ def draw_map(rows: pd.DataFrame, folder: Path, *, like: ToySetting) -> Path:
             short = _SPLIT_NAMES[split].partition(":")[0]
             panel.set_ylabel(f"{short}: final distance", fontsize=_TEXT, color=INK)
     _legend(panels[0], loc="upper left", ncols=1)
-    _head(
-        made, "Final distance of every method", f"{like.describe(lr=False)}; mean ± std over seeds"
-    )
-    return _save(made, folder / "map.png")
+    meaning = f"{like.describe(lr=False)}; mean ± std over seeds"
+    return _save(made, "Final distance of every method", meaning, folder / "map.png")
 
 
-def _draw(results: ToyResults, split: str, path: Path) -> Path:
-    at = SPLITS.index(split)
-    made, (left, right) = figure(1, 2, 5.2, width_ratios=(1.25, 1))
-    made.set_figwidth(12.8)
-    _distances(left, results, at)
-    _contour(right, results, at)
-    size = results.size
-    _head(
-        made,
-        _SPLIT_NAMES[split],
-        f"{size.workers} workers, {K_X} local steps a round; {results.setting.describe()}",
-    )
-    return _save(made, path)
-
-
-def _distances(panel: Axes, results: ToyResults, split: int) -> None:
-    size = results.size
+def _distances(panel: Axes, runs: Runs, size: ToySize, split: int) -> None:
     title(
         panel,
         "Distance to the optimum",
@@ -110,11 +96,11 @@ def _distances(panel: Axes, results: ToyResults, split: int) -> None:
         "dots: through Flower, lines: transcription",
     )
     for method in METHODS:
-        away = _distance(results.averages[method][:, :, split])
+        away = _distance(runs[method].averages[:, :, split])
         low, middle, high = np.quantile(away, (0.25, 0.5, 0.75), axis=1)
         panel.plot(middle, **_style(method))
         panel.fill_between(range(len(away)), low, high, color=_COLOURS[method], alpha=0.18, lw=0)
-        through = np.median(_distance(results.federated[method][:, :, split]), 1)
+        through = np.median(_distance(runs[method].federated[:, :, split]), 1)
         panel.plot(through, ls="", marker="o", ms=5.5, mec="white", mew=0.7, color=_COLOURS[method])
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -126,22 +112,22 @@ def _distances(panel: Axes, results: ToyResults, split: int) -> None:
     _legend(panel, loc="upper right", ncols=2)
 
 
-def _contour(panel: Axes, results: ToyResults, split: int) -> None:
+def _contour(panel: Axes, runs: Runs, split: int) -> None:
     title(panel, "Path of the mean", f"mean of the workers every {PATH_EVERY} steps; one seed")
     panel.grid(visible=False)
     _levels(panel, (-1.6, 1.9), (-0.5, 2.6))
     for method in _BACK_TO_FRONT:
-        x1, x2 = results.means[method][:, :, split, 0].T
+        x1, x2 = runs[method].means[:, :, split, 0].T
         panel.plot(x1, x2, color=_COLOURS[method], lw=0.9, alpha=0.8)
     panel.plot(*START, marker="s", ms=6, color=INK)
     panel.annotate("start", START, xytext=(-4, -16), textcoords="offset points", fontsize=_TEXT)
-    panel.plot(*OPTIMUM, **_STAR)
+    panel.plot(*OPTIMUM, ms=13, mew=1.1, **_STAR)
     panel.set_xlabel("x₁", fontsize=_TEXT, color=INK)
     panel.set_ylabel("x₂", fontsize=_TEXT, color=INK)
-    _end(panel.inset_axes((0.24, 0.52, 0.4, 0.46)), results, split)
+    _end(panel.inset_axes((0.24, 0.52, 0.4, 0.46)), runs, split)
 
 
-def _end(panel: Axes, results: ToyResults, split: int) -> None:
+def _end(panel: Axes, runs: Runs, split: int) -> None:
     """Draw the averages of the last half of the rounds, about the optimum."""
     panel.set_facecolor("white")
     panel.set_xticks([])
@@ -149,10 +135,10 @@ def _end(panel: Axes, results: ToyResults, split: int) -> None:
     panel.spines[:].set_color(GREY)
     _levels(panel, (1 - _NEAR / 2, 1 + _NEAR / 2), (1 - _NEAR, 1 + _NEAR))
     for method in ("favg_reset_opt", "local_adam", "desloc", "favg_keep_opt"):
-        averages = results.averages[method]
+        averages = runs[method].averages
         x1, x2 = averages[len(averages) // 2 :, :, split].swapaxes(0, 1)
         panel.plot(x1, x2, ls="", marker="o", ms=2.2, mew=0, color=_COLOURS[method], alpha=0.8)
-    panel.plot(*OPTIMUM, **{**_STAR, "ms": 9})
+    panel.plot(*OPTIMUM, ms=9, mew=1.1, **_STAR)
     panel.annotate(
         "averages of the second half",
         (0.03, 0.03),
@@ -185,14 +171,12 @@ def _legend(panel: Axes, **where: Any) -> None:
     panel.legend(handles=handles, fontsize=_TEXT, frameon=False, labelcolor=INK, **where)
 
 
-def _head(made: Figure, name: str, meaning: str) -> None:
+def _save(made: Figure, name: str, meaning: str, path: Path) -> Path:
+    """Write a title above the panels, and save the figure."""
     height = made.get_figheight()
     made.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - 0.8 / height))  # type: ignore[union-attr, call-arg]
     top: dict[str, Any] = {"va": "top", "color": INK}
     made.text(0.015, 1 - 0.14 / height, name, fontsize=15, fontweight="bold", **top)
     made.text(0.015, 1 - 0.46 / height, meaning, fontsize=11, **top)
-
-
-def _save(made: Figure, path: Path) -> Path:
     made.savefig(path, dpi=100, pil_kwargs={"optimize": True})
     return path

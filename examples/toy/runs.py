@@ -4,20 +4,27 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from flwr.common.logger import FLOWER_LOGGER
+from rich.console import Console
+from rich.progress import track
 
-from examples.toy.problem import Reals
+from examples.toy.federation import federate
+from examples.toy.problem import SPLITS, Reals, distance
 from examples.toy.setting import K_X, METHODS, NUM_WORKERS, ToySetting
+from examples.toy.transcription import noise, transcribe
 
 PATH_EVERY = 8  # steps
-NUM_PARTS = 2 * len(METHODS)
 
 
 @dataclass(frozen=True)
@@ -32,63 +39,73 @@ class ToySize:
     seeds: int = 8
 
 
-@dataclass
-class ToyResults:
-    """The parameters over time by method; all arrays end in (splits, seeds)."""
+class MethodRuns(NamedTuple):
+    """The parameters over time of one method; all arrays end in (splits, seeds)."""
 
-    setting: ToySetting
-    size: ToySize
-    federated: dict[str, Reals] = field(default_factory=dict)
+    federated: Reals
     """Averages of the parameters through the federation: (1 + rounds, 2, ...)."""
-    averages: dict[str, Reals] = field(default_factory=dict)
+    averages: Reals
     """The same by transcription, over more rounds."""
-    means: dict[str, Reals] = field(default_factory=dict)
+    means: Reals
     """The workers' mean every :data:`PATH_EVERY` steps, by transcription: (times, 2, ...)."""
 
 
-def run_all(setting: ToySetting, size: ToySize, jobs: int) -> Iterator[ToyResults]:
-    """Run everything; yield the results so far after each of :data:`NUM_PARTS` parts."""
-    results = ToyResults(setting, size)
+def run_all(
+    setting: ToySetting, size: ToySize, jobs: int, console: Console
+) -> dict[str, MethodRuns]:
+    """Return the runs of every method; a bar on ``console`` shows the progress."""
     # The clients' state files are written often and needed only until the end: keep them in memory.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with (
         tempfile.TemporaryDirectory(prefix="desloc-toy-", dir=memory) as folder,
         processes(jobs) as pool,
     ):
-        # The federation's parts take longest, so they go first.
-        parts = [
-            (kind, name, setting, size, Path(folder))
-            for kind in ("federated", "transcribed")
-            for name in METHODS
-        ]
-        for kind, name, arrays in pool.imap_unordered(_part, parts):
-            if kind == "federated":
-                (results.federated[name],) = arrays
-            else:
-                results.averages[name], results.means[name] = arrays
-            yield results
-
-
-def _part(job: tuple[str, str, ToySetting, ToySize, Path]) -> tuple[str, str, Sequence[Reals]]:
-    kind, name, setting, size, folder = job
-    method, seeds = METHODS[name], range(size.seeds)
-    if kind == "federated":
-        from examples.toy.federation import federate
-
-        averages = federate(
-            setting,
-            method,
-            num_workers=size.workers,
-            num_steps=K_X * size.rounds,
-            seeds=seeds,
-            state_dir=folder,
+        runs = pool.imap(partial(_run, setting, size, Path(folder)), METHODS)
+        return dict(
+            zip(METHODS, track(runs, "methods", len(METHODS), console=console), strict=True)
         )
-        return kind, name, [averages]
-    from examples.toy.transcription import noise, transcribe
 
+
+def _run(setting: ToySetting, size: ToySize, folder: Path, name: str) -> MethodRuns:
+    method, seeds = METHODS[name], range(size.seeds)
+    federated = federate(
+        setting,
+        method,
+        num_workers=size.workers,
+        num_steps=K_X * size.rounds,
+        seeds=seeds,
+        state_dir=folder,
+    )
     noises = noise(size.workers, K_X * size.transcribed, seeds)
     course = transcribe([setting], method, noises, every=PATH_EVERY)
-    return kind, name, [course.averages[:, :, 0], course.means[:, :, 0]]
+    return MethodRuns(federated, course.averages[:, :, 0], course.means[:, :, 0])
+
+
+def final_distances(runs: dict[str, MethodRuns]) -> list[dict[str, Any]]:
+    """Return the final distances of every method on every split, as mean and std over seeds.
+
+    - federated: after the last round through Flower
+    - same_round: after the same round, by transcription
+    - last: mean over the second half of the rounds, by transcription, as are the next two
+    - offset: distance from the optimum to the centre of those averages
+    - sway: standard deviation of those averages about their centre
+    """
+    rows = []
+    for (j, split), name in product(enumerate(SPLITS), METHODS):
+        # (2, rounds, seeds)
+        federated, points = (way[:, :, j].swapaxes(0, 1) for way in runs[name][:2])
+        late = points[:, points.shape[1] // 2 :]
+        same_round = min(federated.shape[1], points.shape[1]) - 1
+        by_seed = {
+            "federated": distance(federated[:, -1]),
+            "same_round": distance(points[:, same_round]),
+            "last": distance(late).mean(axis=0),
+            "offset": distance(late.mean(axis=1)),
+            "sway": np.sqrt(late.var(axis=1).sum(axis=0)),
+        }
+        ends = {what: (float(x.mean()), float(x.std())) for what, x in by_seed.items()}
+        rows.append({"split": split, "method": name, **ends})
+    return rows
 
 
 @contextmanager
@@ -101,6 +118,4 @@ def processes(jobs: int) -> Iterator[Pool]:
 def _prepare() -> None:
     torch.set_num_threads(1)
     np.seterr(over="ignore", invalid="ignore")  # the client reports a run that diverges
-    from flwr.common.logger import FLOWER_LOGGER  # which sets its level when it is imported
-
     FLOWER_LOGGER.setLevel(logging.WARNING)

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from examples.toy.problem import SPLITS, distance
@@ -49,15 +50,17 @@ class SearchGrid:
         ]
 
 
-def search(grid: SearchGrid, jobs: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each batch and method when they are done.
+def search(grid: SearchGrid, jobs: int, console: Console) -> pd.DataFrame:
+    """Return a row for each setting, split and method; a bar on ``console`` shows the progress.
 
     ``distance`` is the mean over the last rounds and the seeds, infinite if a run diverged;
     ``spread`` is the standard deviation of the seeds' means.
     """
     parts = [(batch, method, grid) for batch in grid.batches() for method in METHODS]
     with processes(jobs) as pool:
-        yield from pool.imap_unordered(search_part, parts)
+        done = track(pool.imap(search_part, parts), "batches", len(parts), console=console)
+        rows = pd.DataFrame([row for part in done for row in part])
+    return rows.sort_values([*SETTING, "split", "method"])
 
 
 def search_part(job: tuple[list[ToySetting], str, SearchGrid]) -> list[dict[str, Any]]:
@@ -86,12 +89,6 @@ def search_part(job: tuple[list[ToySetting], str, SearchGrid]) -> list[dict[str,
             }
         )
     return rows
-
-
-def write(rows: pd.DataFrame, path: Path) -> None:
-    """Write rows as CSV, in an order that does not depend on which part ended first."""
-    ordered = rows.sort_values([*SETTING, "split", "method"])
-    ordered.to_csv(path, index=False, float_format="%.4g")
 
 
 def ratios(rows: pd.DataFrame) -> pd.DataFrame:
@@ -128,14 +125,15 @@ def where_all_hold(rows: pd.DataFrame) -> list[ToySetting]:
     others = some[["favg_keep_opt", "favg_reset_opt"]].min(axis=1)
     hold = some[_equal(some["local_adam"]) & (others > 1 + MARGIN)]
     both = hold.groupby(SETTING).size() == len(SPLITS)
-    return [to_setting(row) for row in both[both].reset_index().to_dict("records")]
+    return [
+        ToySetting(rule, lr, (beta1, beta2), clip or None)
+        for rule, clip, beta1, beta2, lr in both[both].index
+    ]
 
 
-def best(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def best(rows: pd.DataFrame) -> pd.DataFrame:
     """Return for each split and method the row that ends closest to the optimum."""
-    closest = rows.loc[rows.groupby(["split", "method"])["distance"].idxmin()]
-    found = {(row["split"], row["method"]): row for row in closest.to_dict("records")}
-    return [found[pair] for pair in product(SPLITS, METHODS) if pair in found]
+    return rows.loc[rows.groupby(["split", "method"])["distance"].idxmin()]
 
 
 def groups(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -147,11 +145,6 @@ def groups(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield f"lr {lr:g}", some
     for beta1, some in rows.groupby("beta1"):
         yield f"β₁ {beta1:g}", some
-
-
-def to_setting(row: dict[str, Any]) -> ToySetting:
-    """Return the setting of a row."""
-    return ToySetting(row["rule"], row["lr"], (row["beta1"], row["beta2"]), row["clip"] or None)
 
 
 def _equal(ratio: pd.Series) -> pd.Series:

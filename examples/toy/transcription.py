@@ -50,13 +50,18 @@ def transcribe(
     The workers' mean is recorded every ``every`` steps.
     """
     eps, adam = settings[0].eps, settings[0].rule == "adam"
-    columns = _columns(settings)
+    # lr, beta1, beta2, rho: (4, settings, 1, 1)
+    rows = [(s.lr, *s.betas, torch.inf if s.clip is None else s.clip) for s in settings]
+    columns = torch.tensor(rows, dtype=torch.float64).T[:, :, None, None]
     averages: list[Tensor] = []
     means: list[Tensor] = []
     origin = 0  # where the states were last reset
     for n, xi in enumerate(noises, start=1):
         if n == 1:
-            x, u, v = _start(xi, len(settings))
+            # (2, workers, settings, splits, seeds)
+            shape = (*xi.shape[:2], len(settings), *xi.shape[3:])
+            x = torch.tensor(START, dtype=xi.dtype).reshape(2, 1, 1, 1, 1).expand(shape)
+            u, v = torch.zeros_like(x), torch.zeros_like(x)
             lr, beta1, beta2, rho = columns.to(xi.dtype)
             averages.append(_mean(x))
             means.append(_mean(x))
@@ -87,19 +92,6 @@ def transcribe(
             if method.exp_avg == RESET:
                 u, v, origin = torch.zeros_like(x), torch.zeros_like(x), n
     return Course(averages=_history(averages), means=_history(means))
-
-
-def _start(like: Tensor, num_settings: int) -> tuple[Tensor, Tensor, Tensor]:
-    # (2, workers, settings, splits, seeds)
-    shape = (*like.shape[:2], num_settings, *like.shape[3:])
-    x = torch.tensor(START, dtype=like.dtype).reshape(2, 1, 1, 1, 1).expand(shape)
-    return x, torch.zeros_like(x), torch.zeros_like(x)
-
-
-def _columns(settings: Sequence[ToySetting]) -> Tensor:
-    # lr, beta1, beta2, rho: (4, settings, 1, 1)
-    rows = [(s.lr, *s.betas, torch.inf if s.clip is None else s.clip) for s in settings]
-    return torch.tensor(rows, dtype=torch.float64).T[:, :, None, None]
 
 
 def _mean(stream: Tensor) -> Tensor:
