@@ -16,20 +16,16 @@ FLOPs utilization counts 6 FLOPs per parameter and token, and 12 per layer, posi
 width for attention, relative to the device's dense bf16 peak; null if that is unknown.
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+import typer
+from common import Times, ratios, report, spread
 from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional
@@ -99,10 +95,10 @@ def loop(config: Config, device: torch.device, batches: list[Tensor]) -> Window:
 
 def measure(
     contenders: dict[str, Window], steps: int, windows: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> tuple[Times, dict[str, float]]:
     """Return the seconds of each window, and of each first window, which includes compilation."""
     first: dict[str, float] = {}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: Times = {name: [] for name in contenders}
     for number in range(windows + 2):
         for name, window in contenders.items():
             began = time.perf_counter()
@@ -138,84 +134,63 @@ def flops_a_token(config: Config, num_parameters: int) -> float:
     return 6 * num_parameters + attention
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(values, n=10)
-    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--windows", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=8, help="local steps per window")
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE, for the preset quickstart")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    cuda = device.type == "cuda"
-    given = [*(ON_CUDA.split() if cuda else []), *args.overrides, "lr_schedule.name=constant"]
+def main(
+    overrides: list[str] = typer.Argument(None, help="KEY=VALUE"),  # noqa: B008
+    device: str = "cpu",
+    threads: int = 1,
+    compile: bool = False,  # noqa: A002
+    windows: int = 20,
+    steps: int = 8,
+    json: Path | None = None,
+) -> None:
+    """A client's local steps, compared with a hand-written PyTorch loop."""
+    torch.set_num_threads(threads)
+    where = torch.device(device)
+    cuda = where.type == "cuda"
+    given = [*(ON_CUDA.split() if cuda else []), *(overrides or []), "lr_schedule.name=constant"]
     config = load("quickstart", given)
     compiled = load("quickstart", [*given, "model.compile=true"])
     shard = build_task(config).client_data(Site(0, CLIENTS))
-    batches = [shard.train_batch(step).tokens.to(device) for step in range(64)]
-    contenders = {"loop": loop(config, device, batches), "desloc": desloc(config, device)}
-    if args.compile:
-        contenders["loop, compiled"] = loop(compiled, device, batches)
-        contenders["desloc, compiled"] = desloc(compiled, device)
+    batches = [shard.train_batch(step).tokens.to(where) for step in range(64)]
+    contenders = {"loop": loop(config, where, batches), "desloc": desloc(config, where)}
+    if compile:
+        contenders["loop, compiled"] = loop(compiled, where, batches)
+        contenders["desloc, compiled"] = desloc(compiled, where)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        times, first = measure(contenders, args.steps, args.windows)
-    on_device: dict[str, Any] = {}
-    if cuda:
-        numbers = (args.steps, 2 * args.steps)
-        on_device = {
-            "waits_by_steps_a_window": {n: waits(contenders["desloc"], n) for n in numbers},
-            "four_clients": shared(config, device),
-        }
-        print(json.dumps(on_device))
+        times, first = measure(contenders, steps, windows)
 
     num_parameters = sum(p.numel() for p in build_task(config).build_model().parameters())
-    tokens = args.steps * config.data.batch_size * config.data.seq_len
-    name = torch.cuda.get_device_name(device) if cuda else ""
-    peak = next((flops for part, flops in BF16_PEAK.items() if part in name), None)
+    tokens = config.data.batch_size * config.data.seq_len
+    speeds = {name: steps * tokens / statistics.median(took) for name, took in times.items()}
     result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": name or f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "threads": args.threads,
         "parameters": num_parameters,
         "settings": given,
-        "windows": args.windows,
-        "steps_a_window": args.steps,
-        "tokens_a_step": tokens // args.steps,
-        **on_device,
-        "contenders": {},
+        "windows": windows,
+        "steps_a_window": steps,
+        "tokens_a_step": tokens,
     }
-    for contender, seconds in times.items():
-        speed = tokens / statistics.median(seconds)
-        beside = {
-            other: spread([b / a for a, b in zip(seconds, times[other], strict=True)])
-            for other in times
-            if other.startswith("loop") and other != contender
+    if cuda:
+        counts = {n: waits(contenders["desloc"], n) for n in (steps, 2 * steps)}
+        result |= {"waits_by_steps_a_window": counts, "four_clients": shared(config, where)}
+    name = torch.cuda.get_device_name(where) if cuda else ""
+    peak = next((flops for part, flops in BF16_PEAK.items() if part in name), None)
+    flops = flops_a_token(config, num_parameters)
+    result["contenders"] = {
+        name: {
+            "tokens_a_second": speeds[name],
+            "flops_utilization": speeds[name] * flops / peak if peak else None,
+            "seconds_of_the_first_window": first[name],
+            "speed_to": {
+                other: spread(ratios(times[other], to=took))
+                for other in times
+                if other.startswith("loop") and other != name
+            },
         }
-        utilization = speed * flops_a_token(config, num_parameters) / peak if peak else None
-        result["contenders"][contender] = {
-            "tokens_a_second": speed,
-            "flops_utilization": utilization,
-            "seconds_of_the_first_window": first[contender],
-            "speed_to": beside,
-        }
-        ratios = "   ".join(
-            f"{r['median']:.2f} times {other} ({r['p10']:.2f} to {r['p90']:.2f})"
-            for other, r in beside.items()
-        )
-        print(f"{contender:17} {speed:10.0f} tokens/s   {ratios}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        for name, took in times.items()
+    }
+    report(result, json, where)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -14,20 +14,17 @@ nats per image (2.30 for guessing), as mean and standard deviation over the seed
 last client + all the others together were left out, over all seeds.
 """
 
-import argparse
-import json
 import logging
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import flwr
 import numpy as np
 import torch
+import typer
+from common import Windows, report
 from flwr.app import Context, Message
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
@@ -135,55 +132,36 @@ def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
             reply.content["exp_avg"] = to_record(lie(zero, own, wild))
         return reply
 
-    last, others = 0, 0
-
-    class Count:
-        def started(self, plan: Any) -> None: ...
-
-        def joined(self, client: str, about: Any) -> None: ...
-
-        def window(self, record: Any) -> None:
-            nonlocal last, others
-            out = f"client-{CLIENTS - 1}" in record.left_out
-            last, others = last + out, others + len(record.left_out) - out
-
     policy = Policy(**{"on_failure": "continue", **GUARDS[guard]})
     strategy = DesLoc(SyncSchedule(PERIODS), STEPS, policy=policy, evaluate_clients=False)
-    module = network(seed)
+    module, watch = network(seed), Windows()
     with tempfile.TemporaryDirectory() as folder:
         nodes = [{"partition-id": m, "state-dir": folder} for m in range(CLIENTS)]
         params = to_record(dict(module.named_parameters()))
         try:
-            result = strategy.start(InProcessGrid(app, nodes), params, observer=Count())
+            result = strategy.start(InProcessGrid(app, nodes), params, observer=watch)
+            module.load_state_dict(from_record(result.arrays))
+            with torch.no_grad():
+                loss = float(data.loss(module, data.held))
         except FederationError:  # every client's training diverged
-            return float("inf"), last, others
-    module.load_state_dict(from_record(result.arrays))
-    with torch.no_grad():
-        return float(data.loss(module, data.held)), last, others
+            loss = float("inf")
+    out = [name for record in watch.records for name in record.left_out]
+    last = out.count(f"client-{CLIENTS - 1}")
+    return loss, last, len(out) - last
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def main(seeds: int = 3, json: Path | None = None) -> None:
+    """Held-out loss with one hostile site of eight, under the mean and under each guard."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     cells = {
-        guard: {attack: [run(guard, attack, s) for s in range(args.seeds)] for attack in ATTACKS}
+        guard: {attack: [run(guard, attack, s) for s in range(seeds)] for attack in ATTACKS}
         for guard in GUARDS
     }
     print(f"| average | {' | '.join(ATTACKS)} |\n|---|{'---|' * len(ATTACKS)}")
     for guard, row in cells.items():
         print(f"| {guard} | {' | '.join(map(_cell, row.values()))} |")
-    if args.json:
-        about = {
-            "date": date.today().isoformat(),
-            "machine": platform.machine(),
-            "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
-            "loss_and_how_often_the_last_client_and_others_were_left_out": cells,
-        }
-        args.json.write_text(json.dumps(about, indent=2) + "\n")
+    report({"loss_and_how_often_the_last_client_and_others_were_left_out": cells}, json)
 
 
 def _cell(runs: list[tuple[float, int, int]]) -> str:
@@ -194,4 +172,4 @@ def _cell(runs: list[tuple[float, int, int]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

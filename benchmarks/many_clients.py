@@ -9,24 +9,20 @@ seconds; the peak memory of all processes (PSS, which counts shared memory once)
 the second half of the windows.
 """
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import flwr
-import numpy as np
 import psutil
-import torch
+import typer
+from common import report, slope
+
+from flower_desloc.runs.folder import read_lines
 
 SETTINGS = [
     "run.eval_every=0",
@@ -45,79 +41,51 @@ SETTINGS = [
 WARM_UP = 3  # windows in which processes start and the text is partitioned
 
 
-class Memory(threading.Thread):
-    """Samples the memory of a process and its descendants, and the window, once a second."""
-
-    def __init__(self, process: psutil.Process, metrics: Path) -> None:
-        super().__init__(daemon=True)
-        self._process, self._metrics = process, metrics
-        self.samples: list[tuple[int, int]] = []
-
-    def run(self) -> None:
-        while self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
-            window = self._metrics.read_text().count("\n") if self._metrics.exists() else 0
-            total = 0
-            for one in [self._process, *self._process.children(recursive=True)]:
-                try:
-                    total += one.memory_full_info().pss
-                except psutil.Error:
-                    continue
-            self.samples.append((window, total))
-            time.sleep(1)
+def samples(process: psutil.Popen, metrics: Path) -> Iterator[tuple[int, int]]:
+    """Yield the window and the memory of a process and its descendants, once a second."""
+    while process.poll() is None:
+        total = 0
+        for one in [process, *process.children(recursive=True)]:
+            try:
+                total += one.memory_full_info().pss
+            except psutil.Error:
+                continue
+        yield metrics.read_text().count("\n") if metrics.exists() else 0, total
+        time.sleep(1)
 
 
 def measure(clients: int, windows: int, folder: Path) -> dict[str, Any]:
     desloc = str(Path(sys.executable).with_name("desloc"))
     command = [desloc, "run", "quickstart", *SETTINGS, f"run.steps={2 * windows}"]
     command += [f"federation.num_clients={clients}", f"federation.min_clients={clients}"]
-    with subprocess.Popen(
-        [*command, "--output-dir", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        memory = Memory(psutil.Process(process.pid), folder / "quickstart" / "metrics.jsonl")
-        memory.start()
-        output, _ = process.communicate()
-    assert process.returncode == 0, output.decode()
-    lines = [json.loads(x) for x in (folder / "quickstart/metrics.jsonl").read_text().splitlines()]
-    later = lines[1 + WARM_UP :]
-    seconds = [line["seconds"] for line in later]
+    metrics = folder / "quickstart" / "metrics.jsonl"
+    process = psutil.Popen([*command, "--output-dir", str(folder)], stdout=subprocess.DEVNULL)
+    memory = list(samples(process, metrics))
+    assert process.returncode == 0
+    later = list(read_lines(metrics))[1 + WARM_UP :]
+    seconds = median(line["seconds"] for line in later)
     # The clients' own seconds: two at a time share the machine.
-    own = [sum(client["seconds"] for client in line["clients"].values()) for line in later]
-    half = [(w, m) for w, m in memory.samples if 1 + windows // 2 <= w <= windows]
-    slope = np.polyfit(*np.array(half).T, 1)[0]
+    own = median(sum(c["seconds"] for c in line["clients"].values()) for line in later)
     return {
         "clients": clients,
-        "window_seconds": statistics.median(seconds),
-        "window_seconds_per_client": statistics.median(seconds) / clients,
-        "clients_own_seconds_per_client": statistics.median(own) / clients,
-        "peak_memory_bytes": max(m for _, m in memory.samples),
-        "memory_slope_bytes_per_window": float(slope),
+        "window_seconds": seconds,
+        "window_seconds_per_client": seconds / clients,
+        "clients_own_seconds_per_client": own / clients,
+        "peak_memory_bytes": max(size for _, size in memory),
+        "memory_slope_bytes_per_window": slope([m for m in memory if m[0] <= windows]),
         "state_files_left": len(list(folder.rglob("client-*"))),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", default="64,128,256")
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    args = parser.parse_args()
-    found = []
-    for clients in map(int, args.clients.split(",")):
-        with tempfile.TemporaryDirectory() as temporary:
-            one = measure(clients, args.windows, Path(temporary))
-        found.append(one)
-        print(json.dumps(one), flush=True)
-    per_client = [one["window_seconds_per_client"] for one in found]
-    print(f"seconds per client and window, max over min: {max(per_client) / min(per_client):.2f}")
-    if args.json:
-        result = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
-            "runs": found,
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+def main(clients: str = "64,128,256", windows: int = 12, json: Path | None = None) -> None:
+    """Time of a window and memory with hundreds of simulated clients on one machine."""
+    runs = []
+    for number in map(int, clients.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(measure(number, windows, Path(folder)))
+    per_client = [run["window_seconds_per_client"] for run in runs]
+    report({"runs": runs, "slowest_to_fastest": max(per_client) / min(per_client)}, json)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -5,31 +5,30 @@
 Eager optimizers are compared with Adam's foreach form; with --compile, compiled ones with Adam's
 compiled. Two models: the tensors of a Llama, and 300 small ones, where overhead dominates. The
 optimizers alternate in one process, each right after the Adam it is compared with; a ratio is the
-median over rounds. `one list` is ADOPT's step called once for all tensors; `loop` is ADOPT written
-one tensor at a time; `torch-adopt` is the package of ADOPT's authors, if it is installed.
+median over rounds. `one list` is ADOPT's step called once for all tensors, `loop` once for each
+tensor; `torch-adopt` is the package of ADOPT's authors, if it is installed.
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
+from common import Times, ratios, report, spread
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from flower_desloc.optim import ADOPT, SGDM
 
 Shapes = list[tuple[int, ...]]
+Make = Callable[[list[Tensor]], Optimizer]
 LR, EPS = 1e-4, 1e-6
-BETA1, BETA2 = 0.9, 0.9999
+BETAS = (0.9, 0.9999)
+FOREACH, COMPILED = "Adam, foreach", "Adam, compiled"
 
 
 def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
@@ -40,56 +39,6 @@ def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
     return [(vocabulary, width), *block * layers, (width,)]
 
 
-class Loop(Optimizer):
-    """ADOPT as a formula, one tensor at a time."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {})
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self, _closure: None = None) -> None:  # type: ignore[override]
-        for x in self.param_groups[0]["params"]:
-            g, state = x.grad, self.state[x]
-            if not state:
-                state["u"], state["v"] = torch.zeros_like(x), g * g
-                continue
-            u, v = state["u"], state["v"]
-            clip = self._steps**0.25
-            n = torch.div(g, v.sqrt().clamp_(min=EPS)).clamp_(-clip, clip)
-            u.lerp_(n, 1 - BETA1)
-            x.add_(u, alpha=-LR)
-            v.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
-        self._steps += 1
-
-
-Make = Callable[[list[Tensor]], Optimizer]
-FOREACH, COMPILED = "Adam, foreach", "Adam, compiled"
-
-
-def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
-    """Return what makes each optimizer, and the Adam it is compared with."""
-    betas = (BETA1, BETA2)
-    found: dict[str, tuple[Make, str]] = {
-        FOREACH: (lambda p: Adam(p, LR, betas, foreach=True), FOREACH),
-        "Adam, single": (lambda p: Adam(p, LR, betas, foreach=False, fused=False), FOREACH),
-        "Adam, fused": (lambda p: Adam(p, LR, betas, fused=True), FOREACH),
-        "ADOPT": (lambda p: ADOPT(p, LR, betas, EPS), FOREACH),
-        "ADOPT, one list": (lambda p: OneList(p, LR, betas, EPS), FOREACH),
-        "ADOPT, loop": (Loop, FOREACH),
-        "SGDM": (lambda p: SGDM(p, LR, BETA1), FOREACH),
-    }
-    if compiled:
-        found[COMPILED] = (compiled_adam, COMPILED)
-        found["ADOPT, compiled"] = (lambda p: compiled_step(ADOPT(p, LR, betas, EPS)), COMPILED)
-        found["SGDM, compiled"] = (lambda p: compiled_step(SGDM(p, LR, BETA1)), COMPILED)
-    with suppress(ImportError):
-        import adopt
-
-        found["torch-adopt"] = (lambda p: adopt.ADOPT(p, LR, betas, EPS), FOREACH)
-    return found
-
-
 class OneList(ADOPT):
     """ADOPT's step in one call for all tensors, on every device."""
 
@@ -97,8 +46,37 @@ class OneList(ADOPT):
         yield slice(None)
 
 
+class Loop(ADOPT):
+    """ADOPT's step in one call for each tensor."""
+
+    def _parts(self, params: list[Tensor]) -> Iterator[slice]:
+        yield from (slice(i, i + 1) for i in range(len(params)))
+
+
+def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
+    """Return what makes each optimizer, and the Adam it is compared with."""
+    found: dict[str, tuple[Make, str]] = {
+        FOREACH: (lambda p: Adam(p, LR, BETAS, foreach=True), FOREACH),
+        "Adam, single": (lambda p: Adam(p, LR, BETAS, foreach=False, fused=False), FOREACH),
+        "Adam, fused": (lambda p: Adam(p, LR, BETAS, fused=True), FOREACH),
+        "ADOPT": (lambda p: ADOPT(p, LR, BETAS, EPS), FOREACH),
+        "ADOPT, one list": (lambda p: OneList(p, LR, BETAS, EPS), FOREACH),
+        "ADOPT, loop": (lambda p: Loop(p, LR, BETAS, EPS), FOREACH),
+        "SGDM": (lambda p: SGDM(p, LR, BETAS[0]), FOREACH),
+    }
+    if compiled:
+        found[COMPILED] = (compiled_adam, COMPILED)
+        found["ADOPT, compiled"] = (lambda p: compiled_step(ADOPT(p, LR, BETAS, EPS)), COMPILED)
+        found["SGDM, compiled"] = (lambda p: compiled_step(SGDM(p, LR, BETAS[0])), COMPILED)
+    with suppress(ImportError):
+        import adopt
+
+        found["torch-adopt"] = (lambda p: adopt.ADOPT(p, LR, BETAS, EPS), FOREACH)
+    return found
+
+
 def compiled_adam(params: list[Tensor]) -> Optimizer:
-    adam = Adam(params, LR, (BETA1, BETA2), foreach=True)
+    adam = Adam(params, LR, BETAS, foreach=True)
     adam.step = torch.compile(adam.step)  # type: ignore[method-assign]
     return adam
 
@@ -110,8 +88,17 @@ def compiled_step(optimizer: ADOPT | SGDM) -> Optimizer:
 
 def measure(shapes: Shapes, device: torch.device, rounds: int, *, compiled: bool) -> dict[str, Any]:
     """Return the time of a step of each optimizer, and its ratio to Adam's in the same form."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def seconds(name: str) -> float:
+        synchronize()
+        began = time.perf_counter()
+        steps[name]()
+        synchronize()
+        return time.perf_counter() - began
+
     found = contenders(compiled=compiled)
-    steps = {}
+    steps: dict[str, Callable[[], object]] = {}
     for name, (make, _) in found.items():
         generator = torch.Generator(device).manual_seed(0)
         draw = [torch.randn(s, generator=generator, device=device) for s in shapes + shapes]
@@ -121,80 +108,47 @@ def measure(shapes: Shapes, device: torch.device, rounds: int, *, compiled: bool
         steps[name] = make(params).step
         for _ in range(3):
             steps[name]()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    ratios: dict[str, list[float]] = {name: [] for name in steps}
+    times: Times = {name: [] for name in steps}
+    references: Times = {name: [] for name in steps}
     for _ in range(rounds):
-        for name, step in steps.items():
+        for name, (_, reference) in found.items():
             # One right after the other, because the speed of a shared machine varies.
-            reference, taken = seconds(steps[found[name][1]], device), seconds(step, device)
-            times[name].append(taken)
-            ratios[name].append(taken / reference)
+            references[name].append(seconds(reference))
+            times[name].append(seconds(name))
     return {
         name: {
-            "compared_with": found[name][1],
+            "compared_with": reference,
             "milliseconds": 1e3 * statistics.median(times[name]),
-            "ratio": {
-                "median": statistics.median(ratios[name]),
-                "p10": statistics.quantiles(ratios[name], n=10)[0],
-                "p90": statistics.quantiles(ratios[name], n=10)[-1],
-            },
+            "ratio": spread(ratios(times[name], to=references[name])),
         }
-        for name in steps
+        for name, (_, reference) in found.items()
     }
 
 
-def seconds(step: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - began
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--compile", action="store_true", help="compiled optimizers as well")
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    cuda = device.type == "cuda"
+def main(
+    device: str = "cpu",
+    threads: int = 2,
+    rounds: int = 60,
+    compile: bool = False,  # noqa: A002
+    json: Path | None = None,
+) -> None:
+    """Time of a step of ADOPT and SGDM, relative to PyTorch's Adam in the same form."""
+    torch.set_num_threads(threads)
+    where = torch.device(device)
     models = {
-        "llama": llama(576, 1536, 30, 49152) if cuda else llama(576, 1536, 6, 8192),
+        "llama": llama(576, 1536, 30, 49152) if device != "cpu" else llama(576, 1536, 6, 8192),
         "300 small": [(64, 64), (64,), (32, 64)] * 100,
     }
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name(device)
-        if cuda
-        else f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__},
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "models": {},
+    found = {
+        model: {
+            "tensors": len(shapes),
+            "parameters": sum(torch.Size(s).numel() for s in shapes),
+            "steps": measure(shapes, where, rounds, compiled=compile),
+        }
+        for model, shapes in models.items()
     }
-    for model, shapes in models.items():
-        numbers = sum(torch.Size(s).numel() for s in shapes)
-        found = measure(shapes, device, args.rounds, compiled=args.compile)
-        result["models"][model] = {"tensors": len(shapes), "parameters": numbers, "steps": found}
-        print(f"{model}: {numbers:,} parameters")
-        for name, row in found.items():
-            ratio = row["ratio"]
-            print(
-                f"  {name:16}{row['milliseconds']:9.3f} ms   {ratio['median']:.2f} "
-                f"({ratio['p10']:.2f} to {ratio['p90']:.2f}) of {row['compared_with']}"
-            )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    report({"rounds": rounds, "models": found}, json, where)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

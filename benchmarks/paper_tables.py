@@ -17,13 +17,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flower_desloc.runs.folder import read_lines
+
 Line = dict[str, Any]
 Row = dict[str, float]
+Columns = dict[str, list[float]]
+Table = Callable[[list[Line], int], Row]
 
 
-def rates(lines: list[Line], step: int) -> Row:
+def rates(lines: list[Line], _step: int) -> Row:
     """Return the median rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment (RQ1)."""
-    del step
     row: Row = {}
     for stream in ("exp_avg", "exp_avg_sq"):
         drifts = [line["drift"][stream] for line in lines if stream in line["drift"]]
@@ -36,9 +39,8 @@ def rates(lines: list[Line], step: int) -> Row:
     return row
 
 
-def norms(lines: list[Line], step: int) -> Row:
+def norms(lines: list[Line], _step: int) -> Row:
     """Return the final norms, and the largest held-out activations during training (RQ4)."""
-    del step
     last = [line for line in lines if line["clients"]][-1]["clients"].values()
     seen = [
         line["evaluation"]["central"]["overall"]["activation_norm"]
@@ -79,9 +81,8 @@ def doubling(lines: list[Line], step: int) -> Row:
     }
 
 
-def clients(lines: list[Line], step: int) -> Row:
+def clients(lines: list[Line], _step: int) -> Row:
     """Return the best, the worst and the spread of the held-out losses on clients' own data."""
-    del step
     parts = next(
         line["evaluation"]["federated"]["parts"]
         for line in reversed(lines)
@@ -95,16 +96,6 @@ def clients(lines: list[Line], step: int) -> Row:
     }
 
 
-def against(study: Path, reference: str) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield by how many percent each cell's score exceeds the ``reference``'s, seed by seed."""
-    cells = dict(_scores(study))
-    for labels, scores in cells.items():
-        other = cells[(reference, *labels[1:])]
-        if len(scores) == len(other):  # no pairs if a seed diverged
-            more = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
-            yield ", ".join(labels), {f"% above {reference}": more}
-
-
 def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
     return statistics.fmean(
         norm
@@ -115,26 +106,31 @@ def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
     )
 
 
-def _read(study: Path) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    for cell in json.loads((study / "results.json").read_text())["cells"]:
-        # The axes come first, and their labels are all the strings but the tuned setting's name.
-        yield tuple(v for k, v in cell.items() if isinstance(v, str) and k != "key"), cell
+def cells(study: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the cells of a study by their labels."""
+    found = json.loads((study / "results.json").read_text())["cells"]
+    # The axes come first, and their labels are all the strings but the tuned setting's name.
+    return {tuple(v for k, v in c.items() if isinstance(v, str) and k != "key"): c for c in found}
 
 
-def _scores(study: Path) -> Iterator[tuple[tuple[str, ...], list[float]]]:
-    for labels, cell in _read(study):
-        yield labels, cell["scores"]
-
-
-def _cells(study: Path) -> Iterator[tuple[str, list[Path]]]:
-    for labels, cell in _read(study):
+def from_runs(study: Path, table: Table, step: int) -> Iterator[tuple[str, Columns]]:
+    """Yield the label of each cell, and a table's columns with a value for each seed."""
+    for labels, cell in cells(study).items():
         # In the study's folder, which may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
-        yield ", ".join(labels), runs
+        rows = [table(list(read_lines(run / "metrics.jsonl")), step) for run in runs]
+        if rows:
+            yield ", ".join(labels), {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _lines(run: Path) -> list[Line]:
-    return [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+def against(study: Path, reference: str) -> Iterator[tuple[str, Columns]]:
+    """Yield by how many percent each cell's score exceeds the ``reference``'s, seed by seed."""
+    found = cells(study)
+    for labels, cell in found.items():
+        scores, other = cell["scores"], found[(reference, *labels[1:])]["scores"]
+        if len(scores) == len(other):  # no pairs if a seed diverged
+            more = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
+            yield ", ".join(labels), {f"% above {reference}": more}
 
 
 def _spread(values: list[float]) -> str:
@@ -142,34 +138,26 @@ def _spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-def _rows(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    if arguments.table == "against":
-        yield from against(arguments.study, arguments.reference)
-        return
-    table = _TABLES[arguments.table]
-    for label, runs in _cells(arguments.study):
-        rows = [table(_lines(run), arguments.step) for run in runs]
-        yield label, {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-
-
-_TABLES = {table.__name__: table for table in (rates, norms, doubling, clients)}
+TABLES = {table.__name__: table for table in (rates, norms, doubling, clients)}
 
 
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("table", choices=[*_TABLES, "against"])
+    parser.add_argument("table", choices=[*TABLES, "against"])
     parser.add_argument("study", type=Path, help="a study's folder, with its results.json")
     parser.add_argument("--step", type=int, default=288, help="when the workers doubled")
     parser.add_argument("--reference", help="label of the cell to compare with, on the first axis")
-    arguments = parser.parse_args()
-    heading: list[str] = []
-    for label, columns in _rows(arguments):
-        if columns and not heading:
-            heading = list(columns)
-            print("| |", " | ".join(heading), "|")
-            print("|---|" + "---|" * len(heading))
-        print(f"| {label} |", " | ".join(_spread(columns[name]) for name in heading), "|")
+    given = parser.parse_args()
+    if given.table == "against":
+        rows = against(given.study, given.reference)
+    else:
+        rows = from_runs(given.study, TABLES[given.table], given.step)
+    for number, (label, columns) in enumerate(rows):
+        if number == 0:
+            print("| |", " | ".join(columns), "|")
+            print("|---|" + "---|" * len(columns))
+        print(f"| {label} |", " | ".join(map(_spread, columns.values())), "|")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ which has one folder for each domain; without DIR they are skipped. `compare` pr
 are equal bit for bit, and the largest difference of the others.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import typer
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,65 +42,50 @@ SMALL = [
 ]
 
 
-def run(code: Path, out: Path, name: str, preset: str, *overrides: str) -> None:
-    if (out / name / "summary.json").exists():
-        return
-    command = [sys.executable, "-c", "from flower_desloc.cli import app; app()", "run", preset]
+app = typer.Typer(help=__doc__)
+
+
+@app.command("run")
+def run_presets(out: Path, code: Path = ROOT, data: Path | None = None) -> None:
+    """Train every preset with the code of a checkout; keep the runs that are in OUT."""
+    runs = {path.stem: [path.stem] for path in sorted((code / "configs").glob("*.yaml"))}
+    for name in [name for name in runs if name.startswith("smollm2")]:
+        if data is None:
+            del runs[name]
+        else:
+            runs[name] += [f"data.source={data.resolve()}", *SMALL]
+    for name, arguments in (runs | VARIANTS).items():
+        if not (out / name / "summary.json").exists():
+            run(code.resolve(), out.resolve(), name, *arguments)
+
+
+def run(code: Path, out: Path, name: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", "from flower_desloc.cli import app; app()", "run", *arguments]
     command += ["--engine", "inprocess", "--output-dir", str(out), f"run.name={name}"]
-    command += ["run.steps=32", "run.eval_every=16", *overrides]
+    command += ["run.steps=32", "run.eval_every=16"]
     environment = {**os.environ, "PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True)
     print(name, "completed" if done.returncode == 0 else done.stdout + done.stderr, flush=True)
 
 
-def compare(before: Path, after: Path) -> int:
-    different = 0
+@app.command()
+def compare(before: Path, after: Path) -> None:
+    """Print which final weights are equal bit for bit, and how far apart the others are."""
     for path in sorted(before.glob("*/summary.json")):
         name = path.parent.name
-        ours = after / name / "summary.json"
-        if not ours.exists():
+        both = [path, after / name / "summary.json"]
+        if not both[1].exists():
             print(f"{name:16}  not run")
-            different += 1
             continue
-        hashes = {json.loads(p.read_text()).get("weights_sha256") for p in (path, ours)}
-        if len(hashes) == 1 and None not in hashes:
+        first, second = (json.loads(p.read_text()).get("weights_sha256") for p in both)
+        if first is not None and first == second:
             print(f"{name:16}  bit for bit")
             continue
-        a, b = (load_file(p.parent / "final" / "model.safetensors") for p in (path, ours))
+        a, b = (load_file(p.parent / "final" / "model.safetensors") for p in both)
         apart = max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
         size = max(float(t.abs().max()) for t in a.values())
         print(f"{name:16}  differ by at most {apart:.1e}, of weights up to {size:.2g}")
-        different += 1
-    return different
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    train = verbs.add_parser("run")
-    train.add_argument("out", type=Path)
-    train.add_argument("--code", type=Path, default=ROOT)
-    train.add_argument("--data", type=Path)
-    check = verbs.add_parser("compare")
-    check.add_argument("before", type=Path)
-    check.add_argument("after", type=Path)
-    arguments = parser.parse_args()
-    if arguments.verb == "compare":
-        compare(arguments.before, arguments.after)
-        return
-    out = arguments.out.resolve()
-    for preset in sorted(path.stem for path in (arguments.code / "configs").glob("*.yaml")):
-        if preset.startswith("smollm2"):
-            if arguments.data:
-                source = f"data.source={arguments.data.resolve()}"
-                run(arguments.code.resolve(), out, preset, preset, source, *SMALL)
-        else:
-            run(arguments.code.resolve(), out, preset, preset)
-    for name, (preset, *overrides) in VARIANTS.items():
-        run(arguments.code.resolve(), out, name, preset, *overrides)
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,37 +9,28 @@ the least-squares slopes of memory and of open files over the second half, and t
 files, checkpoints and processes that are left.
 """
 
-import argparse
-import json
 import os
-import platform
 import random
 import tempfile
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-import flwr
 import numpy as np
 import psutil
 import torch
+import typer
+from common import report, simulate, slope
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
+from flwr.serverapp import Grid
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client import STATE_DIR, client_app
 from flower_desloc.flower.client_state import StateFiles
-from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
 from flower_desloc.flower.worker import Worker
@@ -47,18 +38,18 @@ from flower_desloc.optim import Adam
 
 WIDTH = 64
 EVERY = 10
-CLIENT_FAULTS = ("raises before", "raises after", "sends NaN", "loses its files", "loses a byte")
 SERVER = "the server dies"
+CLIENT_FAULTS = ("raises before", "raises after", "sends NaN", "loses its files", "loses a byte")
 
 
 class Died(BaseException):
     """Simulated death of the server."""
 
 
-def fault_of(seed: int, step: int, num_clients: int) -> tuple[str, int] | None:
+def fault_of(seed: int, step: int, num_clients: int) -> tuple[str, int]:
     """Return the fault in the window that begins at ``step``, and its client."""
     if step % EVERY != EVERY - 1:
-        return None
+        return "", -1
     draw = random.Random(f"{seed}/{step}")
     return draw.choice([*CLIENT_FAULTS, SERVER]), draw.randrange(num_clients)
 
@@ -78,17 +69,21 @@ def build(_config: Any, context: Context) -> Worker:
     )
 
 
-def clients(seed: int, num_clients: int) -> ClientApp:
-    """Return the app, with the faults of its clients drawn from the seed."""
-    sound, app = client_app(build), ClientApp()
+class Faulty(ClientApp):
+    """Our ClientApp, with the faults of its clients drawn from the seed."""
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def __init__(self, seed: int, num_clients: int) -> None:
+        super().__init__()
+        self._seed, self._num_clients = seed, num_clients
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        sound = client_app(build)
         config = message.content.config_records["config"]
-        fault = fault_of(seed, int(config["start-step"]), num_clients)
         partition = int(context.node_config["partition-id"])
-        what = fault[0] if fault and fault[1] == partition else ""
-        own = StateFiles(Path(os.environ[STATE_DIR]), str(config["run-key"]), f"client-{partition}")
+        what, who = fault_of(self._seed, int(config["start-step"]), self._num_clients)
+        if message.metadata.message_type != "train" or who != partition:
+            return sound(message, context)
+        own = StateFiles(Path(os.environ[STATE_DIR]), str(config["run-key"]), f"client-{who}")
         if what == "raises before":
             raise RuntimeError(what)
         if what == "loses its files":
@@ -107,19 +102,8 @@ def clients(seed: int, num_clients: int) -> ClientApp:
                     record[key] = type(array)(array.numpy() * np.nan)
         return reply
 
-    for name in ("hello", "goodbye"):
-        app.query(name)(_passed_on(sound))
-    return app
 
-
-def _passed_on(app: ClientApp) -> Callable[[Message, Context], Message]:
-    def answer(message: Message, context: Context) -> Message:
-        return app(message, context)
-
-    return answer
-
-
-class Watch:
+class Watch(Observer):
     """Observer that measures memory and open files, and raises the server's faults."""
 
     def __init__(self, seed: int, num_clients: int) -> None:
@@ -130,15 +114,11 @@ class Watch:
         self.events: Counter[str] = Counter()
         self.died: set[int] = set()
 
-    def started(self, plan: Any) -> None: ...
-
-    def joined(self, client: str, about: Any) -> None: ...
-
     def window(self, record: WindowRecord) -> None:
         for reason in record.left_out.values():
             self.events[reason.partition(":")[0]] += 1
-        fault = fault_of(self.seed, record.start, self.num_clients) if record.round else None
-        if fault and fault[0] == SERVER and record.step not in self.died:
+        dies = fault_of(self.seed, record.start, self.num_clients)[0] == SERVER
+        if dies and record.step not in self.died:
             self.died.add(record.step)
             self.events[SERVER] += 1
             raise Died
@@ -152,13 +132,8 @@ class Watch:
 
 def soak(seed: int, num_clients: int, num_windows: int, folder: Path) -> dict[str, Any]:
     watch = Watch(seed, num_clients)
-    server = ServerApp()
-    seconds = 0.0
 
-    @server.main()
     def main(grid: Grid, _context: Context) -> None:
-        nonlocal seconds
-        began = time.perf_counter()
         checkpoints = Checkpoints(folder / "checkpoints", 1)
         while True:
             found = checkpoints.all()
@@ -174,19 +149,13 @@ def soak(seed: int, num_clients: int, num_windows: int, folder: Path) -> dict[st
             initial = to_record(dict(torch.nn.Linear(WIDTH, WIDTH).named_parameters()))
             try:
                 strategy.start(grid, initial, ConfigRecord(), observer=watch)
-                break
+                return
             except Died:
                 continue
-        seconds = time.perf_counter() - began
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_simulation(
-            server,
-            clients(seed, num_clients),
-            num_supernodes=num_clients,
-            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
-        )
+    began = time.perf_counter()
+    simulate(main, Faulty(seed, num_clients), num_clients)
+    seconds = time.perf_counter() - began
     left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)[1]
     return {
         "seconds": seconds,
@@ -203,34 +172,13 @@ def soak(seed: int, num_clients: int, num_windows: int, folder: Path) -> dict[st
     }
 
 
-def slope(points: list[tuple[int, int]]) -> float:
-    """Return the least-squares slope over the second half."""
-    half = points[len(points) // 2 :]
-    return float(np.polyfit(*zip(*half, strict=True), 1)[0])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    args = parser.parse_args()
+def main(windows: int = 1000, clients: int = 3, seed: int = 0, json: Path | None = None) -> None:
+    """Memory, open files and leftovers over a thousand windows with faults."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STATE_DIR] = str(Path(folder) / "clients")
-        found = soak(args.seed, args.clients, args.windows, Path(folder))
-    result = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
-        "windows": args.windows,
-        "clients": args.clients,
-        **found,
-    }
-    print(json.dumps(result, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        found = soak(seed, clients, windows, Path(folder))
+    report({"windows": windows, "clients": clients, **found}, json)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,187 +1,188 @@
 """Overhead of a window in simulation, beyond the clients' own work, compared with Flower's FedAvg.
 
-    python benchmarks/window_overhead.py [--clients 4] [--windows 60] [--json FILE]
+    python benchmarks/window_overhead.py [--windows 60] [--json FILE]
+    python benchmarks/window_overhead.py --large [--parameters 135000000] [--json FILE]
 
-The model has six parameters, so that only the round trip is measured: DesLoc with three streams and
-different periods, then Flower's FedAvg on the same nodes. Overhead is a window's wall-clock time
-minus the slowest client's own time. The first windows start processes and are left out.
+The model has six parameters, so that only the round trip is measured. With --large it has 135
+million in 16 tensors, on two clients, in four turns of five windows. Three arms take turns on the
+same nodes. The first windows of every turn are warm-up.
+
+- echo: Flower's transport alone; every client returns the parameters that it receives.
+- fedavg: Flower's FedAvg, with clients as in Flower's examples.
+- desloc: DesLoc with three streams of different periods; with --large its moments stay local, so
+  that the traffic is FedAvg's. Its clients store what was not averaged in a file.
+
+Overhead is a window's wall-clock time minus the slowest client's own time. The own time includes
+reading the state file and copying received values into the model, but neither the serialisation of
+the reply nor the writing of the state file. The time to write the file is also printed separately:
+it lets a client resume after a crash, which FedAvg's clients cannot.
+
+In Flower's simulation a message is pickled into Ray's object store in shared memory and unpickled
+in the other process, and back; it is not hashed. A stream of P parameters takes about 40 P bytes of
+memory in total for two clients, and 16 P bytes of disk for each.
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
+import tempfile
 import time
-import warnings
-from collections.abc import Iterable
-from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-import flwr
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
-from flwr.simulation import run_simulation
+import typer
+from common import TimedFedAvg, Windows, report, simulate, spread
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower.client import client_app
-from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.client import STATE_DIR, client_app
+from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.records import to_record
 from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import ADOPT
 
-WARM_UP = 5
+SHAPE = "BENCHMARK_SHAPE"  # Ray's processes inherit the environment
+ARMS = ("desloc", "echo", "fedavg")
 
 
-def build(_config: Any, _context: Context) -> Worker:
-    module = torch.nn.Linear(2, 2)
+class Many(torch.nn.Module):
+    def __init__(self, tensors: int, values: int) -> None:
+        super().__init__()
+        each = torch.randn(values, generator=torch.Generator().manual_seed(0))
+        self.parts = torch.nn.ParameterList([each + i for i in range(tensors)])
+
+    def loss(self) -> torch.Tensor:
+        return sum((part * 1e-3).sum() for part in self.parts)
+
+
+@cache
+def module() -> Many:
+    """Return the model of this process, built once for all arms."""
+    return Many(*map(int, os.environ[SHAPE].split()))
+
+
+@cache
+def worker() -> Worker:
+    model = module()
+    optimizer = ADOPT(model.parameters())
+    time_file_writes()
     return Worker(
-        module=module,
-        optimizer=ADOPT(module.parameters()),
-        loss_at=lambda _step: module(torch.ones(2)).square().sum(),
-        num_examples=1,
+        module=model, optimizer=optimizer, loss_at=lambda _step: model.loss(), num_examples=1
     )
 
 
-desloc_client = client_app(build)
-fedavg_client = ClientApp()
+def time_file_writes() -> None:
+    """Record how long each write of a client's state takes."""
+    write = StateFiles.write
+
+    def timed(self: StateFiles, *args: Any) -> None:
+        began = time.perf_counter()
+        write(self, *args)
+        took = time.perf_counter() - began
+        with Path(os.environ[STATE_DIR], "writes").open("a") as file:
+            file.write(f"{took}\n")
+
+    StateFiles.write = timed  # type: ignore[method-assign]
 
 
-@fedavg_client.train()
-def train(message: Message, _context: Context) -> Message:
-    """Do the same work as in Flower's examples."""
+app = client_app(lambda _config, _context: worker())
+
+
+@app.query("echo")
+def echo(message: Message, _context: Context) -> Message:
+    return Message(message.content, reply_to=message)
+
+
+@app.train("fedavg")
+def fedavg(message: Message, _context: Context) -> Message:
+    """Take one step, as in Flower's examples."""
     began = time.perf_counter()
-    module = torch.nn.Linear(2, 2)
-    module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    optimizer = ADOPT(module.parameters())
+    model = module()
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    optimizer = ADOPT(model.parameters())
     optimizer.zero_grad()
-    module(torch.ones(2)).square().sum().backward()
+    model.loss().backward()
     optimizer.step()
     metrics = MetricRecord({"num-examples": 1, "seconds": time.perf_counter() - began})
-    content = RecordDict({"arrays": ArrayRecord(module.state_dict()), "metrics": metrics})
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
     return Message(content, reply_to=message)
 
 
-class Timed(FedAvg):
-    """FedAvg that records the overhead of each round."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.overheads: list[float] = []
-        self._began = 0.0
-
-    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
-        self._began = time.perf_counter()
-        return super().configure_train(*args, **kwargs)
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        replies = list(replies)
-        result = super().aggregate_train(server_round, replies)
-        slowest = max(r.content.metric_records["metrics"]["seconds"] for r in replies)
-        self.overheads.append(time.perf_counter() - self._began - slowest)
-        return result
-
-
-class Overheads:
-    """Observer that records the overhead of each window."""
-
-    def __init__(self) -> None:
-        self.overheads: list[float] = []
-
-    def started(self, plan: Any) -> None: ...
-
-    def joined(self, client: str, about: Any) -> None: ...
-
-    def window(self, record: WindowRecord) -> None:
-        if record.round > 0:
-            self.overheads.append(record.seconds["total"] - record.seconds["clients"])
+def overheads(arm: str, grid: Grid, windows: int, *, local: bool) -> list[float]:
+    """Return the overhead of each window of one turn of an arm."""
+    if arm == "desloc":
+        watch = Windows()
+        moments = ("never", "never") if local else (3, 6)
+        schedule = {"params": 1, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        strategy = DesLoc(SyncSchedule(schedule), windows, evaluate_clients=False)
+        strategy.start(grid, to_record(dict(module().named_parameters())), observer=watch)
+        return watch.overheads()
+    arrays = ArrayRecord(module().state_dict())
+    if arm == "fedavg":
+        fedavg = TimedFedAvg()
+        fedavg.start(grid, arrays, num_rounds=windows)
+        return fedavg.overheads
+    times = []
+    for _ in range(windows):
+        began = time.perf_counter()
+        content = RecordDict({"arrays": arrays})
+        nodes = grid.get_node_ids()
+        list(grid.send_and_receive([Message(content, node, "query.echo") for node in nodes]))
+        times.append(time.perf_counter() - began)
+    return times
 
 
-def both() -> ClientApp:
-    """One ClientApp that serves both strategies: DesLoc's messages carry a run key."""
-    app = ClientApp()
-
-    @app.train()
-    def dispatch(message: Message, context: Context) -> Message:
-        desloc = "run-key" in message.content.config_records.get("config", ConfigRecord())
-        return (desloc_client if desloc else fedavg_client)(message, context)
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return desloc_client(message, context)
-
-    @app.query("goodbye")
-    def goodbye(message: Message, context: Context) -> Message:
-        return desloc_client(message, context)
-
-    return app
+def slowest(writes: list[float], clients: int) -> list[float]:
+    """Return the longest write of each window; each client writes once in it."""
+    return [max(writes[i : i + clients]) for i in range(0, len(writes), clients)]
 
 
-def measure(num_clients: int, num_windows: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    server = ServerApp()
+def main(
+    large: bool = False,
+    parameters: int | None = None,
+    windows: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Overhead of a window in simulation, beyond the clients' own work."""
+    clients, tensors, turns, warm_up = (2, 16, 4, 2) if large else (4, 2, 1, 5)
+    parameters = parameters or (135_000_000 if large else 6)
+    windows = windows or (5 if large else 60)
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
 
-    @server.main()
-    def main(grid: Grid, _context: Context) -> None:
-        schedule = SyncSchedule({"params": 1, "exp_avg": 3, "exp_avg_sq": 6})
-        watch = Overheads()
-        initial = to_record(dict(torch.nn.Linear(2, 2).named_parameters()))
-        strategy = DesLoc(schedule, num_windows, evaluate_clients=False)
-        strategy.start(grid, initial, observer=watch)
-        fedavg = Timed(fraction_evaluate=0.0, min_available_nodes=num_clients)
-        initial = ArrayRecord(torch.nn.Linear(2, 2).state_dict())
-        fedavg.start(grid, initial, num_rounds=num_windows)
-        found["desloc"] = watch.overheads[WARM_UP:]
-        found["fedavg"] = fedavg.overheads[WARM_UP:]
+    def serve(grid: Grid, _context: Context) -> None:
+        for turn in range(turns):
+            for arm in sorted(ARMS, reverse=turn % 2 == 1):
+                found[arm] += overheads(arm, grid, windows, local=large)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_simulation(
-            server,
-            both(),
-            num_supernodes=num_clients,
-            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
-        )
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--windows", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="write the result here as well")
-    args = parser.parse_args()
-    found = measure(args.clients, args.windows)
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"flwr": flwr.__version__, "torch": torch.__version__},
-        "clients": args.clients,
-        "windows": args.windows - WARM_UP,
-        "overhead_seconds": {
-            name: {
-                "median": statistics.median(times),
-                "p10": statistics.quantiles(times, n=10)[0],
-                "p90": statistics.quantiles(times, n=10)[-1],
-            }
-            for name, times in found.items()
-        },
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {SHAPE: f"{tensors} {parameters // tensors}", STATE_DIR: folder}
+        simulate(serve, app, clients)
+        writes = [float(line) for line in Path(folder, "writes").read_text().splitlines()]
+    found["its file"] = slowest(writes, clients)
+    found = {  # without the first windows of every turn
+        name: [time for i, time in enumerate(times) if i % windows >= warm_up]
+        for name, times in found.items()
     }
-    medians = {name: spread["median"] for name, spread in result["overhead_seconds"].items()}
-    result["ratio"] = medians["desloc"] / medians["fedavg"]
-    for name, spread in result["overhead_seconds"].items():
-        print(f"{name:8}", *(f"{what} {seconds:.3f} s  " for what, seconds in spread.items()))
-    print(f"desloc / fedavg  {result['ratio']:.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    pairs = zip(found["desloc"], found["its file"], strict=True)
+    found["desloc without"] = [total - file for total, file in pairs]
+    median = {name: statistics.median(times) for name, times in found.items()}
+    result = {
+        "parameters": parameters,
+        "clients": clients,
+        "windows": len(found["desloc"]),
+        "overhead_seconds": {name: spread(times) for name, times in found.items()},
+        "desloc_to_fedavg": median["desloc"] / median["fedavg"],
+        "desloc_to_echo": median["desloc"] / median["echo"],
+        "desloc_without_file_to_fedavg": median["desloc without"] / median["fedavg"],
+        "desloc_without_file_to_echo": median["desloc without"] / median["echo"],
+    }
+    report(result, json)
 
 
 if __name__ == "__main__":
-    main()
+    # Ray pickles objects of __main__ by value, which would lose the caches.
+    import window_overhead
+
+    typer.run(window_overhead.main)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 BEGAN = time.time()  # Flower's own imports are done
 
-from flwr.app import Context, Message, MetricRecord
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from flower_desloc.sites.warm import WarmClientApp
@@ -19,22 +19,17 @@ class Both(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         called = time.time()
         config = message.content.config_records["config"]
-        ours = "run-key" in config
-        if not ours:
-            app = load("bench_fedavg:app")
+        if "run-key" not in config:
+            app = load("bench_trainer:fedavg")
         elif config.get("cold"):
-            app = load("bench_desloc:app")
+            app = load("bench_trainer:desloc")
         else:
-            app = WarmClientApp("bench_desloc:app")
+            app = WarmClientApp("bench_trainer:desloc")
         reply = app(message, context)
         if "times" in reply.content:
             reply.content["times"].update(
                 {"process": _started(), "began": BEGAN, "called": called, "answered": time.time()}
             )
-        if not ours:  # FedAvg accepts one MetricRecord per reply
-            times = reply.content.pop("times")
-            assert isinstance(times, MetricRecord)
-            reply.content["metrics"].update({f"times/{k}": v for k, v in times.items()})
         return reply
 
 

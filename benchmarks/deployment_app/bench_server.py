@@ -2,7 +2,6 @@
 
 import json
 import time
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.config import Config, dump, load
-from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.config import dump, load
+from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
 from flower_desloc.tasks import build_task
@@ -25,68 +24,50 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Write the measurements, or the traceback, to the file ``output``."""
-    config = context.run_config
-    found: dict[str, Any]
-    try:
-        found = {"windows": measure(grid, int(config["blocks"]), int(config["windows"]), config)}
-    except Exception:
-        found = {"error": traceback.format_exc()}
-    partial = Path(str(config["output"])).with_suffix(".partial")
-    partial.write_text(json.dumps(found))
-    partial.rename(str(config["output"]))
+    """Write the measurements to the file ``output``."""
+    run = context.run_config
+    windows, steps = int(run["windows"]), int(run["blocks"]) * int(run["windows"])
+    config = load("quickstart", f"{run['overrides']} run.steps={steps}")
+    params = to_record(dict(build_task(config).build_model().named_parameters()))
+    turns = Turns(Watched(grid), {"settings": dump(config)}, params, windows)
+    turns.desloc(steps, "warm")
+    Path(str(run["output"])).write_text(json.dumps({"windows": turns.found}))
 
 
-def measure(grid: Grid, blocks: int, windows: int, run_config: Any) -> list[dict[str, Any]]:
-    steps = blocks * windows
-    config = load("quickstart", f"{run_config['overrides']} run.steps={steps}")
-    watched = Watched(grid)
-    turns = Turns(watched, config, windows)
-    settings = ConfigRecord({"settings": dump(config)})
-    strategy(steps).start(watched, turns.params, settings, observer=turns)
-    return turns.found
+class Turns(Observer):
+    """DesLoc's observer: runs a block of the other variants after every block of warm windows."""
 
-
-def strategy(steps: int) -> DesLoc:
-    schedule = SyncSchedule({"params": 1, "exp_avg": 3, "exp_avg_sq": 6})
-    return DesLoc(schedule, steps, policy=Policy(min_clients=CLIENTS), evaluate_clients=False)
-
-
-class Turns:
-    """DesLoc's observer: runs a block of the other variants after every block of windows."""
-
-    def __init__(self, grid: "Watched", config: Config, windows: int) -> None:
+    def __init__(self, grid: "Watched", settings: dict[str, Any], params: Any, block: int) -> None:
         self.found: list[dict[str, Any]] = []
-        self.params = to_record(dict(build_task(config).build_model().named_parameters()))
-        self._grid = grid
-        self._settings = dump(config)
-        self._windows = windows
-        self._who = "warm"
+        self._grid, self._settings, self._params, self._block = grid, settings, params, block
+        self._who = ""
 
-    def started(self, plan: Any) -> None: ...
-
-    def joined(self, client: str, about: Any) -> None: ...
+    def desloc(self, steps: int, who: str) -> None:
+        before, self._who = self._who, who
+        strategy = DesLoc(
+            SyncSchedule({"params": 1, "exp_avg": 3, "exp_avg_sq": 6}),
+            steps,
+            policy=Policy(min_clients=CLIENTS),
+            evaluate_clients=False,
+        )
+        settings = ConfigRecord({**self._settings, "cold": who == "cold"})
+        strategy.start(self._grid, self._params, settings, observer=self)
+        self._who = before
 
     def window(self, record: WindowRecord) -> None:
         exchanges = self._grid.take()
         if record.round == 0:
             return
         self._note(self._who, record.round, record.seconds["total"], exchanges)
-        if record.round % self._windows == 0 and self._who == "warm":
-            self._cold()
+        if record.round % self._block == 0 and self._who == "warm":
+            self.desloc(self._block, "cold")
+            self._grid.take()
             self._fedavg()
-
-    def _cold(self) -> None:
-        self._who = "cold"
-        settings = ConfigRecord({"settings": self._settings, "cold": True})
-        strategy(self._windows).start(self._grid, self.params, settings, observer=self)
-        self._who = "warm"
-        self._grid.take()
 
     def _fedavg(self) -> None:
         fedavg = Timed(fraction_evaluate=0.0, min_available_nodes=CLIENTS)
-        config = ConfigRecord({"settings": self._settings})
-        fedavg.start(self._grid, self.params, self._windows, train_config=config)
+        config = ConfigRecord(self._settings)
+        fedavg.start(self._grid, self._params, self._block, train_config=config)
         exchanges = self._grid.take()
         for number, total in enumerate(fedavg.seconds, start=1):
             mine, exchanges = exchanges[:CLIENTS], exchanges[CLIENTS:]
@@ -94,7 +75,7 @@ class Turns:
 
     def _note(self, who: str, number: int, total: float, exchanges: list[Any]) -> None:
         # The first of a block begins at another point of the polling interval than the others.
-        first = (number - 1) % self._windows == 0
+        first = (number - 1) % self._block == 0
         self.found.append({"who": who, "first": first, "seconds": total, "exchanges": exchanges})
 
 
@@ -120,7 +101,7 @@ class Timed(FedAvg):
         return result
 
 
-class Watched(Grid):
+class Watched:
     """Flower's grid, which also records when messages were sent and replies received."""
 
     def __init__(self, grid: Grid) -> None:
@@ -128,23 +109,13 @@ class Watched(Grid):
         self._sent: dict[str, float] = {}
         self._had: list[dict[str, float | str]] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
     def take(self) -> list[dict[str, float | str]]:
         """Return the exchanges since the last call, one for each reply that has times."""
         had, self._had = self._had, []
         return had
-
-    def set_run(self, run: Any) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         began = time.time()
@@ -169,13 +140,8 @@ class Watched(Grid):
 
     def _note(self, replies: Iterable[Message]) -> None:
         for reply in replies:
-            if reply.has_error():
-                continue
-            metrics = dict(reply.content.metric_records.get("metrics", {}))
-            times = dict(reply.content.metric_records.get("times", {}))
-            times |= {k.removeprefix("times/"): v for k, v in metrics.items() if "times/" in k}
-            if times:
+            if not reply.has_error() and "times" in reply.content:
                 asked = reply.metadata.reply_to_message_id
-                own = metrics["seconds"]
+                own = reply.content["metrics"]["seconds"]
                 extra = {"id": asked, "own": own, "sent": self._sent[asked], "had": time.time()}
-                self._had.append({**times, **extra})
+                self._had.append({**reply.content["times"], **extra})
