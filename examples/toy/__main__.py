@@ -13,7 +13,7 @@ from rich.console import Console
 
 from examples.toy.figures import draw, draw_map
 from examples.toy.problem import SPLITS
-from examples.toy.runs import ToySize, final_distances, run_all
+from examples.toy.runs import final_distances, run_all
 from examples.toy.search import (
     CONVERGED,
     MARGIN,
@@ -24,12 +24,12 @@ from examples.toy.search import (
     verdict,
     where_all_hold,
 )
-from examples.toy.setting import ToySetting
+from examples.toy.setting import NUM_WORKERS, ToySetting
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.flower.engine import FederationError
 from flower_desloc.setup.machine import cores
 
-SETTING, SIZE = ToySetting(), ToySize()
+SETTING = ToySetting()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -38,15 +38,15 @@ def toy(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the figures and numbers.", file_okay=False)
     ] = Path("runs/toy"),
-    workers: Annotated[int, typer.Option(min=1, help="Clients.")] = SIZE.workers,
+    workers: Annotated[int, typer.Option(min=1, help="Clients.")] = NUM_WORKERS,
     rounds: Annotated[
         int,
         typer.Option(min=1, help="Rounds through Flower, 192 local steps of every client each."),
-    ] = SIZE.rounds,
+    ] = 4,
     transcribed: Annotated[
         int, typer.Option(min=1, help="Rounds of the transcription, which takes seconds.")
-    ] = SIZE.transcribed,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs with different noise.")] = SIZE.seeds,
+    ] = 48,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with different noise.")] = 8,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = SETTING.lr,
     beta1: Annotated[float, typer.Option(min=0, help="Decay of u.")] = SETTING.betas[0],
     beta2: Annotated[float, typer.Option(min=0, help="Decay of v.")] = SETTING.betas[1],
@@ -83,25 +83,26 @@ def toy(
             run_search(SearchGrid(workers=workers), output_dir, jobs or cores(), console)
         else:
             setting = ToySetting(lr=lr, betas=(beta1, beta2), clip=clip or None)
-            size = ToySize(workers=workers, rounds=rounds, transcribed=transcribed, seeds=seeds)
+            size = {"workers": workers, "rounds": rounds}
+            size |= {"transcribed": transcribed, "seeds": seeds}
             run_figures(setting, size, output_dir, jobs or cores(), console)
 
 
 def run_figures(
-    setting: ToySetting, size: ToySize, folder: Path, jobs: int, console: Console
+    setting: ToySetting, size: dict[str, int], folder: Path, jobs: int, console: Console
 ) -> None:
     """Run every method; write ``toy.json`` and both figures."""
-    print(f"{setting.describe()}; {size.workers} workers, {size.seeds} seeds")
+    print(f"{setting.describe()}; {size['workers']} workers, {size['seeds']} seeds")
     try:
         runs = run_all(setting, size, jobs, console)
     except FederationError as error:
         fail(FAILED, f"{error}; the learning rate is --lr {setting.lr:g}")
     ends = final_distances(runs)
-    content = {"setting": asdict(setting), "size": asdict(size), "ends": ends}
+    content = {"setting": asdict(setting), "size": size, "ends": ends}
     (folder / "toy.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print("Distance to the optimum, mean and std over seeds:")
     print(_table(ends))
-    for path in draw(runs, setting, size, folder):
+    for path in draw(runs, setting, size["workers"], folder):
         print(path)
 
 

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from examples.toy.problem import OPTIMUM, SPLITS, START, Reals, distance, value
-from examples.toy.runs import PATH_EVERY, MethodRuns, ToySize
+from examples.toy.runs import PATH_EVERY, MethodRuns
 from examples.toy.setting import K_X, METHODS, ToySetting
 from flower_desloc.runs.figures.style import GREY, INK, figure, title
 
@@ -38,15 +38,15 @@ _SPLIT_NAMES: Final = {
 Runs = dict[str, MethodRuns]
 
 
-def draw(runs: Runs, setting: ToySetting, size: ToySize, folder: Path) -> list[Path]:
+def draw(runs: Runs, setting: ToySetting, workers: int, folder: Path) -> list[Path]:
     """Draw ``toy_iid.png`` and ``toy_niid.png``; return their paths."""
     paths = []
     for at, split in enumerate(SPLITS):
         made, (left, right) = figure(1, 2, 5.2, width_ratios=(1.25, 1))
         made.set_figwidth(12.8)
-        _distances(left, runs, size, at)
+        _distances(left, runs, at)
         _contour(right, runs, at)
-        meaning = f"{size.workers} workers, {K_X} local steps a round; {setting.describe()}"
+        meaning = f"{workers} workers, {K_X} local steps a round; {setting.describe()}"
         paths.append(_save(made, _SPLIT_NAMES[split], meaning, folder / f"toy_{split}.png"))
     return paths
 
@@ -73,9 +73,7 @@ def draw_map(rows: pd.DataFrame, folder: Path, *, like: ToySetting) -> Path:
                 there["lr"], there["distance"], there["spread"],
                 **_style(method), marker="o", ms=3.5, elinewidth=0.8,
             )  # fmt: skip
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        panel.set_ylim(4e-3, 6)
+        panel.set(xscale="log", yscale="log", ylim=(4e-3, 6))
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))
         if line == len(SPLITS) - 1:
@@ -88,11 +86,11 @@ def draw_map(rows: pd.DataFrame, folder: Path, *, like: ToySetting) -> Path:
     return _save(made, "Final distance of every method", meaning, folder / "map.png")
 
 
-def _distances(panel: Axes, runs: Runs, size: ToySize, split: int) -> None:
+def _distances(panel: Axes, runs: Runs, split: int) -> None:
     title(
         panel,
         "Distance to the optimum",
-        f"of the averages: median and quartiles of {size.seeds} seeds; "
+        "of the averages: median and quartiles of the seeds; "
         "dots: through Flower, lines: transcription",
     )
     for method in METHODS:
@@ -107,7 +105,7 @@ def _distances(panel: Axes, runs: Runs, size: ToySize, split: int) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    panel.set_xlim(-0.01 * size.transcribed, max(size.rounds, size.transcribed))
+    panel.set_xlim(-0.01 * len(away), None)
     panel.set_xlabel("rounds", fontsize=_TEXT, color=INK)
     _legend(panel, loc="upper right", ncols=2)
 
@@ -130,8 +128,7 @@ def _contour(panel: Axes, runs: Runs, split: int) -> None:
 def _end(panel: Axes, runs: Runs, split: int) -> None:
     """Draw the averages of the last half of the rounds, about the optimum."""
     panel.set_facecolor("white")
-    panel.set_xticks([])
-    panel.set_yticks([])
+    panel.set(xticks=[], yticks=[])
     panel.spines[:].set_color(GREY)
     _levels(panel, (1 - _NEAR / 2, 1 + _NEAR / 2), (1 - _NEAR, 1 + _NEAR))
     for method in ("favg_reset_opt", "local_adam", "desloc", "favg_keep_opt"):
@@ -139,13 +136,8 @@ def _end(panel: Axes, runs: Runs, split: int) -> None:
         x1, x2 = averages[len(averages) // 2 :, :, split].swapaxes(0, 1)
         panel.plot(x1, x2, ls="", marker="o", ms=2.2, mew=0, color=_COLOURS[method], alpha=0.8)
     panel.plot(*OPTIMUM, ms=9, mew=1.1, **_STAR)
-    panel.annotate(
-        "averages of the second half",
-        (0.03, 0.03),
-        xycoords="axes fraction",
-        fontsize=7.5,
-        color="#666666",
-    )
+    caption = "averages of the second half"
+    panel.text(0.03, 0.03, caption, transform=panel.transAxes, fontsize=7.5, color=GREY)
 
 
 def _levels(panel: Axes, x1: tuple[float, float], x2: tuple[float, float]) -> None:
@@ -153,8 +145,7 @@ def _levels(panel: Axes, x1: tuple[float, float], x2: tuple[float, float]) -> No
     grid = np.meshgrid(np.linspace(*x1, 300), np.linspace(*x2, 300))
     levels = np.geomspace(0.01, 3000, 12)
     panel.contour(*grid, value(*grid), levels=levels, colors="#C4C4C4", linewidths=0.7)
-    panel.set_xlim(x1)
-    panel.set_ylim(x2)
+    panel.set(xlim=x1, ylim=x2)
 
 
 def _distance(points: Reals) -> Reals:
@@ -173,10 +164,6 @@ def _legend(panel: Axes, **where: Any) -> None:
 
 def _save(made: Figure, name: str, meaning: str, path: Path) -> Path:
     """Write a title above the panels, and save the figure."""
-    height = made.get_figheight()
-    made.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - 0.8 / height))  # type: ignore[union-attr, call-arg]
-    top: dict[str, Any] = {"va": "top", "color": INK}
-    made.text(0.015, 1 - 0.14 / height, name, fontsize=15, fontweight="bold", **top)
-    made.text(0.015, 1 - 0.46 / height, meaning, fontsize=11, **top)
+    made.suptitle(f"{name}\n{meaning}", x=0.015, ha="left", fontsize=12, color=INK)
     made.savefig(path, dpi=100, pil_kwargs={"optimize": True})
     return path

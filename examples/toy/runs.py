@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing.pool import Pool
@@ -21,22 +20,10 @@ from rich.progress import track
 
 from examples.toy.federation import federate
 from examples.toy.problem import SPLITS, Reals, distance
-from examples.toy.setting import K_X, METHODS, NUM_WORKERS, ToySetting
+from examples.toy.setting import K_X, METHODS, ToySetting
 from examples.toy.transcription import noise, transcribe
 
 PATH_EVERY = 8  # steps
-
-
-@dataclass(frozen=True)
-class ToySize:
-    """Size of the runs."""
-
-    workers: int = NUM_WORKERS
-    rounds: int = 4
-    """Rounds of the federation, each 192 local steps of every worker."""
-    transcribed: int = 48
-    """Rounds of the transcription."""
-    seeds: int = 8
 
 
 class MethodRuns(NamedTuple):
@@ -51,9 +38,13 @@ class MethodRuns(NamedTuple):
 
 
 def run_all(
-    setting: ToySetting, size: ToySize, jobs: int, console: Console
+    setting: ToySetting, size: dict[str, int], jobs: int, console: Console
 ) -> dict[str, MethodRuns]:
-    """Return the runs of every method; a bar on ``console`` shows the progress."""
+    """Return the runs of every method; a bar on ``console`` shows the progress.
+
+    ``size`` has the number of ``workers`` and ``seeds``, and of the ``rounds`` of K_x local steps
+    through the federation and ``transcribed``.
+    """
     # The clients' state files are written often and needed only until the end: keep them in memory.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with (
@@ -61,22 +52,21 @@ def run_all(
         processes(jobs) as pool,
     ):
         runs = pool.imap(partial(_run, setting, size, Path(folder)), METHODS)
-        return dict(
-            zip(METHODS, track(runs, "methods", len(METHODS), console=console), strict=True)
-        )
+        done = track(runs, "methods", len(METHODS), console=console)
+        return dict(zip(METHODS, done, strict=True))
 
 
-def _run(setting: ToySetting, size: ToySize, folder: Path, name: str) -> MethodRuns:
-    method, seeds = METHODS[name], range(size.seeds)
+def _run(setting: ToySetting, size: dict[str, int], folder: Path, name: str) -> MethodRuns:
+    method, seeds = METHODS[name], range(size["seeds"])
     federated = federate(
         setting,
         method,
-        num_workers=size.workers,
-        num_steps=K_X * size.rounds,
+        num_workers=size["workers"],
+        num_steps=K_X * size["rounds"],
         seeds=seeds,
         state_dir=folder,
     )
-    noises = noise(size.workers, K_X * size.transcribed, seeds)
+    noises = noise(size["workers"], K_X * size["transcribed"], seeds)
     course = transcribe([setting], method, noises, every=PATH_EVERY)
     return MethodRuns(federated, course.averages[:, :, 0], course.means[:, :, 0])
 
