@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,7 @@ from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import CONNECTION, SuperLink
 
 Times = dict[str, list[float]]
+DESLOC = str(Path(sys.executable).with_name("desloc"))
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

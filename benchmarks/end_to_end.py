@@ -14,14 +14,13 @@ windows, and of the whole command. Ratios are relative to FedAvg with the same s
 """
 
 import subprocess
-import sys
 import tempfile
 import time
 from json import loads
 from pathlib import Path
 
 import typer
-from common import Times, extremes, ratios, report
+from common import DESLOC, Times, extremes, ratios, report
 
 PEER = "fedavg"
 ARMS = [PEER, "local_adam", "desloc_adam"]
@@ -30,10 +29,9 @@ SAME = ["optimizer.betas=[0.95,0.95]"]  # the paper's for DES-LOC-Adam, in all a
 
 def run(preset: str, seed: int, overrides: list[str], folder: Path) -> dict[str, float]:
     """Return the bytes, seconds and final loss of one run."""
-    desloc = str(Path(sys.executable).with_name("desloc"))
     settings = [*overrides, f"run.seed={seed}", f"run.name={preset}-{seed}"]
     began = time.perf_counter()
-    command = [desloc, "run", preset, *settings, "--output-dir", str(folder)]
+    command = [DESLOC, "run", preset, *settings, "--output-dir", str(folder)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     took = time.perf_counter() - began
     summary = loads((folder / f"{preset}-{seed}" / "summary.json").read_text())

@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any
 
 import psutil
 import typer
-from common import report
+from common import DESLOC, report
 
 from flower_desloc.runs.folder import read_lines, read_summary
 
@@ -63,8 +62,7 @@ def newest(folder: Path) -> Path:
 
 
 def federate(folder: Path) -> list[str]:
-    desloc = str(Path(sys.executable).with_name("desloc"))
-    return [desloc, "federate", NAME, *SMALL, "--nodes", str(NODES), "--output-dir", str(folder)]
+    return [DESLOC, "federate", NAME, *SMALL, "--nodes", str(NODES), "--output-dir", str(folder)]
 
 
 def trial(victim: str, draw: random.Random, folder: Path) -> dict[str, Any]:

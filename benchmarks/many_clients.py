@@ -10,7 +10,6 @@ the second half of the windows.
 """
 
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import psutil
 import typer
-from common import report, slope
+from common import DESLOC, report, slope
 
 from flower_desloc.runs.folder import read_lines
 
@@ -55,8 +54,7 @@ def samples(process: psutil.Popen, metrics: Path) -> Iterator[tuple[int, int]]:
 
 
 def measure(clients: int, windows: int, folder: Path) -> dict[str, Any]:
-    desloc = str(Path(sys.executable).with_name("desloc"))
-    command = [desloc, "run", "quickstart", *SETTINGS, f"run.steps={2 * windows}"]
+    command = [DESLOC, "run", "quickstart", *SETTINGS, f"run.steps={2 * windows}"]
     command += [f"federation.num_clients={clients}", f"federation.min_clients={clients}"]
     metrics = folder / "quickstart" / "metrics.jsonl"
     process = psutil.Popen([*command, "--output-dir", str(folder)], stdout=subprocess.DEVNULL)
