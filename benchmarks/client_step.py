@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import typer
-from common import Times, ratios, report, spread
+from common import Overrides, Times, ratios, report, spread
 from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional
@@ -135,7 +135,7 @@ def flops_a_token(config: Config, num_parameters: int) -> float:
 
 
 def main(
-    overrides: list[str] = typer.Argument(None, help="KEY=VALUE"),  # noqa: B008
+    overrides: Overrides = None,
     device: str = "cpu",
     threads: int = 1,
     compile: bool = False,  # noqa: A002

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 import numpy as np
 import psutil
 import torch
+import typer
 import yaml
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -34,6 +35,7 @@ from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import CONNECTION, SuperLink
 
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the runs, KEY=VALUE")]
 Times = dict[str, list[float]]
 DESLOC = str(Path(sys.executable).with_name("desloc"))
 
@@ -84,12 +86,13 @@ def report(result: dict[str, Any], path: Path | None, device: torch.device | Non
     print(text, flush=True)
     if path is None:
         return
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    memory = psutil.virtual_memory().total / 1e9
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GB"
     if device is not None and device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     about = {
         "date": date.today().isoformat(),
-        "machine": f"{machine}, {psutil.virtual_memory().total / 1e9:.0f} GB",
+        "machine": machine,
         "versions": {name: version(name) for name in ("flwr", "ray", "torch", "transformers")},
         "threads": torch.get_num_threads(),
     }

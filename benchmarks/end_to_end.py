@@ -20,7 +20,7 @@ from json import loads
 from pathlib import Path
 
 import typer
-from common import DESLOC, Times, extremes, ratios, report
+from common import DESLOC, Overrides, Times, extremes, ratios, report
 
 PEER = "fedavg"
 ARMS = [PEER, "local_adam", "desloc_adam"]
@@ -45,7 +45,7 @@ def run(preset: str, seed: int, overrides: list[str], folder: Path) -> dict[str,
 
 
 def main(
-    overrides: list[str] = typer.Argument(None, help="KEY=VALUE, for all runs"),  # noqa: B008
+    overrides: Overrides = None,
     seeds: int = 3,
     json: Path | None = None,
 ) -> None:
