@@ -53,7 +53,7 @@ def main(grid: Grid, context: Context) -> None:
     output_dir = Path(str(run_config["output-dir"]))
     with (
         _folder(config, output_dir) as (folder, checkpoint),
-        RunRecorder(config, schedule, folder, resumed=checkpoint) as recorder,
+        RunRecorder(config, folder, resumed=checkpoint) as recorder,
     ):
         strategy = _strategy(
             config,

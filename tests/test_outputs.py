@@ -35,8 +35,8 @@ from flower_desloc.flower.observer import (
 )
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.figures.curves import drift, heldout
-from flower_desloc.runs.figures.drift import fill_measure
 from flower_desloc.runs.figures.losses import fill_heldout_loss
+from flower_desloc.runs.figures.measures import DRIFT, fill
 from flower_desloc.runs.figures.style import figure
 from flower_desloc.runs.figures.timeline import fill_averages
 from flower_desloc.runs.figures.traffic import fill_bytes
@@ -171,17 +171,16 @@ def record(
     periods: Mapping[str, Any] = PERIODS,
     steps: int = 192,
     *,
-    coin_seed: int | None = None,
     change: Any = lambda window: window,
     stream: io.StringIO | None = None,
     clients: int = 4,
     finish: bool = True,
 ) -> tuple[RunRecorder, RunFolder]:
     """Record the run of :func:`windows_of`."""
-    schedule = SyncSchedule(periods, coin_seed)
+    schedule = SyncSchedule(periods)
     sizes = dict.fromkeys(periods, 275_200)
     run = RunFolder.create(folder, "a-run")
-    recorder = RunRecorder(a_config(periods, steps), schedule, run, stream=stream or io.StringIO())
+    recorder = RunRecorder(a_config(periods, steps), run, stream=stream or io.StringIO())
     recorder.started(a_plan(schedule, steps, sizes, clients))
     for window in windows_of(schedule, steps, sizes, clients):
         recorder.window(change(window))
@@ -442,7 +441,7 @@ def test_a_run_that_is_cut_off_has_a_summary(tmp_path: Path, end: BaseException,
     stream = io.StringIO()
 
     def train() -> None:
-        with RunRecorder(a_config(), schedule, run, stream=stream) as recorder:
+        with RunRecorder(a_config(), run, stream=stream) as recorder:
             recorder.started(a_plan(schedule, 192, SIZES))
             for window in windows_of(schedule, 192, SIZES):
                 if window.step > 100:
@@ -464,7 +463,7 @@ def test_a_run_that_is_cut_off_has_a_summary(tmp_path: Path, end: BaseException,
 def test_a_run_that_never_started_has_a_summary(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "a-run")
     stream = io.StringIO()
-    recorder = RunRecorder(a_config(), SyncSchedule(PERIODS), run, stream=stream)
+    recorder = RunRecorder(a_config(), run, stream=stream)
     recorder.finish("failed", error="no client came")
     recorder.finish("completed")  # too late
     assert summary_of(run)["error"] == "no client came"
@@ -576,7 +575,7 @@ def test_a_printed_line_has_streams_loss_bytes_and_time(
 
 def test_clients_that_join_or_are_left_out_are_printed(tmp_path: Path) -> None:
     schedule, stream = SyncSchedule(PERIODS), io.StringIO()
-    progress = TerminalView(a_config(), schedule, tmp_path, stream)
+    progress = TerminalView(a_config(), tmp_path, stream)
     progress.started(a_plan(schedule, 192, SIZES))
     progress.joined("client-9", {"device": "cuda:0"})
     window = list(windows_of(schedule, 192, SIZES))[3]
@@ -647,7 +646,7 @@ def test_the_panels_of_the_overview_show_the_numbers_of_the_record(
         *(f"{stream}, every {period}" for stream, period in PERIODS.items()),
         "evaluated",
     ]
-    fill_measure(drifts, run)
+    fill(drifts, [run], DRIFT)
     for line, stream in zip(drifts.lines, PERIODS, strict=True):
         assert [*line.get_ydata()] == [*drift(run, stream).y]
     assert drifts.get_yscale() == "log"

@@ -1,6 +1,7 @@
 """Numbers as text for people: bytes, durations, bandwidths, losses, factors."""
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 TEXT: Final = "causal_lm"
@@ -130,6 +131,25 @@ def size_text(size: int, task: str) -> str:
 def period_text(period: object) -> str:
     """Return a sync period: ``every 16``, or ``never``."""
     return f"every {period}" if isinstance(period, int) else str(period)
+
+
+def periods_text(periods: Mapping[str, object], *, coins: bool = False) -> str:
+    """Return the sync period of each stream; with ``coins`` they are means.
+
+    >>> periods_text({"params": 16, "exp_avg": "never"}, coins=True)
+    'params every 16, exp_avg never steps on average'
+    """
+    listed = ", ".join(f"{stream} {period_text(period)}" for stream, period in periods.items())
+    return f"{listed} steps{' on average' if coins else ''}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return a number of things.
+
+    >>> count_text(1, "client"), count_text(4, "client")
+    ('1 client', '4 clients')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _in_units(value: float, units: tuple[tuple[float, str], ...]) -> str:

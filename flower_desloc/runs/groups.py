@@ -1,10 +1,10 @@
 """Groups of runs that differ only in their seed, for comparisons."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
+from statistics import fmean, stdev
 from typing import Any
 
 from flower_desloc.runs.record import RunRecord
@@ -47,12 +47,8 @@ class Spread:
         """
         values = list(values)
         numbers = [value for value in values if value is not None]
-        if not numbers:
-            return cls(None, None, 0, len(values))
-        mean = math.fsum(numbers) / len(numbers)
-        squares = math.fsum((value - mean) ** 2 for value in numbers)
-        std = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None
-        return cls(mean, std, len(numbers), len(values))
+        mean = fmean(numbers) if numbers else None
+        return cls(mean, stdev(numbers) if len(numbers) > 1 else None, len(numbers), len(values))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config import ConfigError, parse
+from flower_desloc.config.units import count_text, periods_text
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.runs.summary import build
-from flower_desloc.setup.build import build_schedule
 
 
 class NoRunError(ValueError):
@@ -67,6 +67,20 @@ class RunRecord:
         """The sync period of each stream."""
         periods: Mapping[str, Any] = self.summary["config"]["periods"]
         return periods
+
+    @property
+    def averaged(self) -> str:
+        """When each stream was averaged, in words."""
+        coins = self.summary["config"]["coin_seed"] is not None
+        return f"averaged: {periods_text(self.periods, coins=coins)}"
+
+    @property
+    def optimizer_and_clients(self) -> str:
+        """The optimizer, Flower's strategy if it is one of its own, and the number of clients."""
+        strategy = self.config.get("strategy", "desloc")
+        by = "" if strategy == "desloc" else f", Flower's own {strategy},"
+        clients = count_text(self.summary["clients"], "client")
+        return f"{self.summary['config']['optimizer']}{by} on {clients}"
 
     @cached_property
     def windows(self) -> list[Line]:
@@ -198,8 +212,7 @@ def _unfinished(folder: RunFolder, text: str, lines: Sequence[Line]) -> dict[str
         raise NoRunError(f"{folder.config}: {error}") from error
     sizes = _stream_sizes(lines)
     plan = Plan(num_steps=config.run.steps, num_windows=0, stream_bytes=sizes, clients={})
-    schedule = build_schedule(config)
-    return build(lines, config=config, schedule=schedule, plan=plan, status="unfinished")
+    return build(lines, config=config, plan=plan, status="unfinished")
 
 
 def _stream_sizes(lines: Iterable[Line]) -> dict[str, int]:

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from flower_desloc.config import Config, dump
-from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
@@ -19,23 +18,8 @@ from flower_desloc.runs.terminal import TerminalView
 _log = logging.getLogger(__name__)
 
 
-class View(Protocol):
-    """Output that a run can do without."""
-
-    def started(self, plan: Plan) -> None:
-        """Called once, before the first evaluation."""
-
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
-        """Called when a client joins after the start."""
-
-    def replay(self, line: Line) -> None:
-        """Called after ``started``, for each window before the one a run resumes from."""
-
-    def window(self, line: Line) -> None:
-        """Called after every window, and once with round 0."""
-
-    def finish(self, record: RunRecord) -> None:
-        """Called once, after the last window."""
+View = TensorBoard | TerminalView
+"""Output that a run can do without."""
 
 
 class RunRecorder(Observer):
@@ -47,7 +31,7 @@ class RunRecorder(Observer):
 
     Used as a context manager, it writes a summary also for a run that an exception or Ctrl-C ends::
 
-        with RunRecorder(config, schedule, folder) as recorder:
+        with RunRecorder(config, folder) as recorder:
             strategy.start(..., observer=recorder)
             recorder.finish("completed", weights_sha256)
     """
@@ -55,14 +39,12 @@ class RunRecorder(Observer):
     def __init__(
         self,
         config: Config,
-        schedule: SyncSchedule,
         folder: RunFolder,
         *,
         resumed: Checkpoint | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._config = config
-        self._schedule = schedule
         self._folder = folder
         self._plan: Plan | None = None
         self._finished = False
@@ -70,7 +52,7 @@ class RunRecorder(Observer):
         resumed_at = resumed.step if resumed else None
         folder.write_config(resumed.settings if resumed else dump(config))
         self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard, resumed_at))
-        self._open("the terminal", lambda: TerminalView(config, schedule, folder.path, stream))
+        self._open("the terminal", lambda: TerminalView(config, folder.path, stream))
 
     def started(self, plan: Plan) -> None:
         """Keep the plan, and draw the partition of the data."""
@@ -106,7 +88,6 @@ class RunRecorder(Observer):
         summary = build(
             lines,
             config=self._config,
-            schedule=self._schedule,
             plan=self._plan,
             status=status,
             error=error,

@@ -13,6 +13,7 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.observer import Plan, client_data, devices
 from flower_desloc.runs.folder import Line
+from flower_desloc.setup.build import build_schedule
 
 Status = Literal["completed", "failed", "unfinished"]
 
@@ -24,6 +25,9 @@ BETTER = {
     "nats_per_byte": min,
 }
 """The metrics of an evaluation, each with the function that returns the better of two values."""
+
+OTHER_METHODS = {"local_adam": "Local Adam", "ddp": "DDP"}
+"""The methods that a run's bytes are compared with, and their names."""
 
 _NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
 
@@ -38,7 +42,6 @@ def build(
     lines: Iterable[Line],
     *,
     config: Config,
-    schedule: SyncSchedule,
     plan: Plan | None,
     status: Status,
     error: str | None = None,
@@ -50,8 +53,7 @@ def build(
     together. Those of the other methods are for the same steps, and for the clients that took part
     in each window. The analytic download is that of clients that took part in all of them.
     """
-    lines = list(lines)
-    plan = plan or _NO_PLAN
+    lines, schedule, plan = list(lines), build_schedule(config), plan or _NO_PLAN
     windows = [line for line in lines if line["round"] > 0]
     names = set(plan.clients).union(*(line["clients"] for line in windows))
     streams = [*dict.fromkeys([*schedule.periods, PARAMS])]
@@ -62,7 +64,7 @@ def build(
     sent = measured["up"]["total"]
     payload = sent + measured["down"]["total"]
     framed = measured["framed_up"] + measured["framed_down"]
-    others = {name: counts[name]["up"]["total"] for name in ("local_adam", "ddp")}
+    others = {name: counts[name]["up"]["total"] for name in OTHER_METHODS}
     places = [
         where
         for where in ("central", "federated")

@@ -5,7 +5,7 @@ Most users see the lines: under Flower the output of the server app goes to a lo
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,18 +18,21 @@ from rich.table import Table
 from flower_desloc.config import Config
 from flower_desloc.config.units import (
     bytes_text,
+    count_text,
     duration_text,
     figures,
     loss_text,
     percent_text,
     period_text,
+    periods_text,
 )
 from flower_desloc.core.formats import EXACT
-from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.record import RunRecord
+from flower_desloc.runs.summary import OTHER_METHODS
+from flower_desloc.setup.build import build_schedule
 
 _MAX_WINDOW_LINES = 200
 _MAX_NAMED_CLIENTS = 16
@@ -41,14 +44,13 @@ class TerminalView:
     def __init__(
         self,
         config: Config,
-        schedule: SyncSchedule,
         folder: Path,
         stream: TextIO | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._schedule = schedule
+        self._schedule = build_schedule(config)
         self._folder = folder
         self._stream = stream or sys.stdout
         self._clock = clock
@@ -118,14 +120,14 @@ class TerminalView:
 
     def _opening(self) -> Iterator[str]:
         plan, run = self._plan, self._config.run
-        periods = ", ".join(f"{s} {period_text(p)}" for s, p in self._schedule.periods.items())
-        average = "" if self._schedule.coin_seed is None else " on average, by coin"
+        schedule, coins = self._schedule, self._schedule.coin_seed is not None
         sizes = ", ".join(f"{s} {bytes_text(size)}" for s, size in plan.stream_bytes.items())
         yield (
             f"run {run.name}: {plan.num_steps} steps in {plan.num_windows} windows, "
             f"{len(plan.clients)} clients, {self._config.optimizer.name}"
         )
-        yield f"averaged: {periods} steps{average}"
+        by = ", by coin" if coins else ""
+        yield f"averaged: {periods_text(schedule.periods, coins=coins)}{by}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(f"{s} {f} {bytes_text(plan.wire_bytes[s])}" for s, f in wire.items())
@@ -157,6 +159,16 @@ class TerminalView:
             self._stream.flush()
 
 
+def number_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
+    """Return a table whose first ``words`` columns are text and the others numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, heading in enumerate(head):
+        table.add_column(heading, justify="left" if index < words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def closing(summary: Mapping[str, Any], folder: Path) -> str:
     """Return what is printed at the end of a run: bytes by stream, results, and the folder."""
     counts = summary["bytes"]
@@ -167,15 +179,16 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     }
     if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
         del columns["Local Adam"]
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("stream")
-    for heading in ("averaged", "times", *columns):
-        table.add_column(heading, justify="right")
-    for stream, period in summary["config"]["periods"].items():
-        sent = (bytes_text(column.get(stream, 0)) for column in columns.values())
-        table.add_row(stream, period_text(period), str(summary["syncs"][stream]), *sent)
-    table.add_row("total", "", "", *(bytes_text(column["total"]) for column in columns.values()))
+    about = {
+        stream: (period_text(period), str(summary["syncs"][stream]))
+        for stream, period in summary["config"]["periods"].items()
+    }
+    rows = [
+        [stream, *cells, *(bytes_text(column.get(stream, 0)) for column in columns.values())]
+        for stream, cells in {**about, "total": ("", "")}.items()
+    ]
     page = StringIO()
+    table = number_table(["stream", "averaged", "times", *columns], rows)
     Console(file=page, width=100, color_system=None, force_terminal=False).print(table)
     return "\n".join([page.getvalue().rstrip(), *_results(summary), f"folder: {folder}"])
 
@@ -185,7 +198,7 @@ def _results(summary: Mapping[str, Any]) -> Iterator[str]:
     others = [
         f"{name} {bytes_text(counts[method]['up']['total'])}, "
         f"{figures(ratio[method])} times as much"
-        for method, name in (("local_adam", "Local Adam"), ("ddp", "DDP"))
+        for method, name in OTHER_METHODS.items()
         if ratio[method] is not None
     ]
     if others:
@@ -200,11 +213,10 @@ def _results(summary: Mapping[str, Any]) -> Iterator[str]:
             yield "; ".join([f"{name}: {_from_to(course['loss'], loss_text)}", *more])
     yield from _by_client(summary.get("fairness"))
     for resumed in summary.get("resumed", []):
-        again = resumed["windows_again"]
+        again = count_text(resumed["windows_again"], "window")
         ended = f"; before, {resumed['ended']}" if resumed.get("ended") else ""
         yield (
-            f"resumed after step {resumed['step']} at {resumed['time']}, "
-            f"{again} window{'' if again == 1 else 's'} repeated{ended}"
+            f"resumed after step {resumed['step']} at {resumed['time']}, {again} repeated{ended}"
         )
     error = f": {summary['error']}" if summary["error"] else ""
     took = duration_text(summary["seconds"].get("total", 0.0))
@@ -222,13 +234,12 @@ def _by_client(fairness: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _from_to(course: Mapping[str, Any], text: Callable[[float | None], str]) -> str:
-    best = course["best"]
-    note = f" (best {text(best)} at step {course['best_step']})"
     if course.get("final_step") == 0:
         return f"{text(course['first'])} before training"
-    return f"{text(course['first'])} to {text(course['final'])}" + (
-        note if best not in (None, course["final"]) else ""
-    )
+    best, words = course["best"], f"{text(course['first'])} to {text(course['final'])}"
+    if best in (None, course["final"]):
+        return words
+    return f"{words} (best {text(best)} at step {course['best_step']})"
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:

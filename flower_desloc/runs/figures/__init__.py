@@ -4,10 +4,9 @@ One run is shown in detail; several are compared, with one line for runs that di
 seed. ``overview.png`` and the report draw the same panels.
 """
 
-from flower_desloc.runs.figures.drift import draw_drift
 from flower_desloc.runs.figures.heldout import draw_heldout
 from flower_desloc.runs.figures.losses import draw_losses, draw_parts
-from flower_desloc.runs.figures.norms import draw_norms
+from flower_desloc.runs.figures.measures import draw_drift, draw_norms
 from flower_desloc.runs.figures.partition import draw_holdings
 from flower_desloc.runs.figures.timeline import draw_timeline
 from flower_desloc.runs.figures.traffic import draw_bytes

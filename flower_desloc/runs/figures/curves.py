@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_desloc.config.units import loss_text, percent_text
-from flower_desloc.runs.folder import Line
 from flower_desloc.runs.record import RunRecord
 
 Array = NDArray[np.float64]
+Point = tuple[float, float | None]
 
 _MAX_POINTS = 400
 
@@ -25,7 +25,7 @@ class Curve:
     y: Array
 
     @classmethod
-    def of(cls, points: Iterable[tuple[float, float | None]]) -> "Curve":
+    def of(cls, points: Iterable[Point]) -> "Curve":
         """Return the curve through ``points``; None is NaN."""
         points = list(points)
         return cls(
@@ -41,10 +41,6 @@ class Curve:
         """The last finite point."""
         index = np.flatnonzero(np.isfinite(self.y))[-1]
         return float(self.x[index]), float(self.y[index])
-
-    def against(self, x: Array) -> "Curve":
-        """Return the same values against ``x``."""
-        return Curve(x, self.y)
 
     def thinned(self) -> "Curve":
         """Return the means of blocks, if the curve has more points than can be seen."""
@@ -110,30 +106,24 @@ def mean(curves: Iterable[Curve]) -> Curve:
     return Band.of(list(curves)).mean()
 
 
-def evaluations(run: RunRecord, where: str) -> list[tuple[Line, Mapping[str, Any]]]:
-    """Return the lines with an evaluation, each with the evaluation."""
-    return [
-        (line, line["evaluation"][where])
-        for line in run.lines
-        if where in line.get("evaluation", {})
-    ]
-
-
 def heldout(run: RunRecord, metric: str, where: str | None = None) -> Curve:
     """Return a held-out metric of the averaged model by step."""
+    where = where or run.where
     return Curve.of(
-        (line["step"], evaluation["overall"].get(metric))
-        for line, evaluation in evaluations(run, where or run.where)
+        (line["step"], line["evaluation"][where]["overall"].get(metric))
+        for line in run.lines
+        if where in line.get("evaluation", {})
     )
 
 
 def heldout_parts(run: RunRecord, metric: str, where: str) -> dict[str, Curve]:
     """Return the same for each domain (``central``) or client (``federated``)."""
-    points: dict[str, list[tuple[float, float | None]]] = {}
-    for line, evaluation in evaluations(run, where):
-        for name, metrics in evaluation["parts"].items():
+    points: dict[str, list[Point]] = {}
+    for line in run.lines:
+        parts = line.get("evaluation", {}).get(where, {}).get("parts", {})
+        for name, metrics in parts.items():
             points.setdefault(name, []).append((line["step"], metrics.get(metric)))
-    return {name: curve for name, each in points.items() if (curve := Curve.of(each))}
+    return _curves(points)
 
 
 def common_metric(runs: Sequence[RunRecord]) -> str:
@@ -147,22 +137,15 @@ def metric_text(value: float, metric: str) -> str:
     return percent_text(value) if metric == "accuracy" else loss_text(value)
 
 
-def by_step(run: RunRecord, what: str) -> dict[str, Curve]:
-    """Return what each client reported for every step: ``losses``, ``grad_norms``, ..."""
-    points: dict[str, list[tuple[float, float | None]]] = {}
+def reported(run: RunRecord, what: str) -> dict[str, Curve]:
+    """Return what each client reported: ``losses`` by step, ``update_norm`` by window, ..."""
+    points: dict[str, list[Point]] = {name: [] for name in run.clients}
     for line in run.windows:
         for name, client in line["clients"].items():
-            points.setdefault(name, []).extend(enumerate(client.get(what, ()), line["start"] + 1))
-    return {name: curve for name in run.clients if (curve := Curve.of(points.get(name, ())))}
-
-
-def by_window(run: RunRecord, what: str) -> dict[str, Curve]:
-    """Return what each client reported for every window: ``update_norm``, ``param_norm``."""
-    points: dict[str, list[tuple[float, float | None]]] = {}
-    for line in run.windows:
-        for name, client in line["clients"].items():
-            points.setdefault(name, []).append((line["step"], client.get(what)))
-    return {name: curve for name in run.clients if (curve := Curve.of(points.get(name, ())))}
+            value = client.get(what)
+            by_step = enumerate(value, line["start"] + 1) if isinstance(value, list) else None
+            points[name].extend(by_step or [(line["step"], value)])
+    return _curves(points)
 
 
 def drift(run: RunRecord, stream: str) -> Curve:
@@ -195,6 +178,11 @@ def at(curve: Curve, steps: Array) -> Array:
     """Return a cumulative ``curve`` at ``steps``, the last value of each step."""
     index = np.searchsorted(curve.x, steps, side="right") - 1
     return curve.y[np.maximum(index, 0)] if curve.x.size else np.zeros(len(steps))
+
+
+def _curves(points: Mapping[str, Iterable[Point]]) -> dict[str, Curve]:
+    """Return the curves that have a finite value."""
+    return {name: curve for name, each in points.items() if (curve := Curve.of(each))}
 
 
 def _drifts(run: RunRecord, stream: str) -> list[tuple[int, Mapping[str, Any]]]:

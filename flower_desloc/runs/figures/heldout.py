@@ -1,30 +1,14 @@
 """Held-out metrics against steps, bytes and time."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flower_desloc.plan.wall_clock import Link
+from flower_desloc.runs.figures import style
 from flower_desloc.runs.figures.curves import Array, Curve, at, heldout, sent
-from flower_desloc.runs.figures.style import (
-    GREY,
-    INK,
-    TEXT_SIZE,
-    by_group,
-    dots,
-    figure,
-    legend,
-    log_axis,
-    log_scale,
-    percent_axis,
-    plot,
-    short_bytes,
-    steps_axis,
-    title,
-)
 from flower_desloc.runs.groups import SeedGroup, grouped
 from flower_desloc.runs.record import RunRecord
 from flower_desloc.runs.time_model import DEFAULT_LINK, modelled
@@ -44,7 +28,7 @@ def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure
     metrics = [m for m in METRICS if any(heldout(run, m) for run in runs)]
     if not metrics:
         return None
-    made, panels = figure(len(metrics), 3, 2.75 * len(metrics) + 0.3, sharey="row")
+    made, panels = style.figure(len(metrics), 3, 2.75 * len(metrics) + 0.3, sharey="row")
     times = {run.path: _time(run, link) for run in runs}
     longest = max(float(time.y[-1]) for time in times.values())
     seconds, unit = next((u for u in _UNITS if longest >= 2 * u[0]), _UNITS[-1])
@@ -53,19 +37,18 @@ def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure
         _draw(steps, groups, metric, lambda _, x: x)
         _draw(sent_up, groups, metric, _bytes_sent)
         _draw(time, groups, metric, lambda run, x: at(times[run.path], x) / seconds)
-        title(steps, METRICS[metric], "against local steps")
-        title(sent_up, "", "against bytes sent by all clients")
-        title(time, "", "against modelled wall-clock")
-        steps_axis(steps, runs)
+        style.title(steps, METRICS[metric], "against local steps")
+        style.title(sent_up, "", "against bytes sent by all clients")
+        style.title(time, "", "against modelled wall-clock")
+        style.steps_axis(steps, runs)
         _bytes_axis(sent_up, runs)
         time.set_xlim(left=0)
-        time.set_xlabel(unit, fontsize=TEXT_SIZE, color=INK)
+        time.set_xlabel(unit)
         if metric == "accuracy":
-            percent_axis(steps.yaxis)
+            steps.yaxis.set_major_formatter(style.percent_tick)
         if metric == "perplexity":
-            log_scale(steps, [heldout(run, metric) for run in runs])
-    if len(groups) > 1:
-        legend(made, groups)
+            style.log_scale(steps, [heldout(run, metric) for run in runs])
+    style.legend(made, groups)
     return made
 
 
@@ -73,19 +56,19 @@ def _draw(panel: Axes, groups: Sequence[SeedGroup], metric: str, cost: Cost) -> 
     if len(groups) == 1 and len(groups[0].runs) == 1:
         run = groups[0].runs[0]
         if run.where == "central" and (on_clients := heldout(run, metric, "federated")):
-            on_clients = on_clients.against(cost(run, on_clients.x))
-            plot(panel, on_clients, GREY, lw=1.2, ls=(0, (4, 2)))
+            on_clients = Curve(cost(run, on_clients.x), on_clients.y)
+            style.plot(panel, on_clients, style.GREY, lw=1.2, ls=style.DASHED)
         if curve := heldout(run, metric):
-            plot(panel, curve.against(cost(run, curve.x)), INK, lw=2, **dots(curve))
+            style.plot(panel, Curve(cost(run, curve.x), curve.y), style.INK, lw=2, dots=True)
         return
     for group in groups:
         if runs := [run for run in group.runs if heldout(run, metric)]:
             curves = [heldout(run, metric) for run in runs]
-            by_group(panel, group, curves, partial(_mean_cost, cost, runs), **dots(curves[0]))
 
+            def mean_cost(steps: Array, runs: Sequence[RunRecord] = runs) -> Array:
+                return np.asarray(np.mean([cost(run, steps) for run in runs], axis=0))
 
-def _mean_cost(cost: Cost, runs: Sequence[RunRecord], steps: Array) -> Array:
-    return np.asarray(np.mean([cost(run, steps) for run in runs], axis=0))
+            style.by_group(panel, group, curves, mean_cost, dots=True)
 
 
 def _bytes_sent(run: RunRecord, steps: Array) -> Array:
@@ -95,11 +78,11 @@ def _bytes_sent(run: RunRecord, steps: Array) -> Array:
 
 
 def _bytes_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_xlabel("bytes", fontsize=TEXT_SIZE, color=INK)
+    panel.set_xlabel("bytes")
     counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
     counts = counts[np.isfinite(counts)]
     if counts.size:
-        log_axis(panel.xaxis, counts.min(), counts.max(), lambda count, _: short_bytes(count))
+        style.log_axis(panel.xaxis, counts.min(), counts.max(), style.bytes_tick)
 
 
 def _time(run: RunRecord, link: Link) -> Curve:

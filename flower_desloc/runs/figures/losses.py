@@ -5,42 +5,19 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flower_desloc.runs.figures import measures, style
 from flower_desloc.runs.figures.curves import (
-    by_step,
     common_metric,
     heldout,
     heldout_parts,
     mean,
     metric_text,
-)
-from flower_desloc.runs.figures.style import (
-    FAINT,
-    GREY,
-    GRID,
-    INK,
-    MAX_NAMES,
-    PARTS,
-    TEXT_SIZE,
-    Label,
-    aside,
-    beside,
-    by_client,
-    by_group,
-    dots,
-    empty,
-    figure,
-    legend,
-    part_colours,
-    percent_axis,
-    plot,
-    rows_axis,
-    steps_axis,
-    title,
+    reported,
 )
 from flower_desloc.runs.groups import SeedGroup, Spread, grouped
 from flower_desloc.runs.record import RunRecord
 
-_KINDS = {"central": "domain", "federated": "client"}
+KINDS = {"central": "domain", "federated": "client"}
 
 
 def draw_losses(runs: Sequence[RunRecord]) -> Figure | None:
@@ -49,17 +26,15 @@ def draw_losses(runs: Sequence[RunRecord]) -> Figure | None:
     Of several runs, the training loss as the mean over clients.
     """
     if len(runs) > 1:
-        return _compared(runs)
+        return measures.draw_training_loss(runs)
     (run,) = runs
-    losses = by_step(run, "losses")
+    trained = bool(measures.TRAINING_LOSS.curves(run))
     domains = bool(heldout_parts(run, "loss", "central"))
-    if not losses and not domains:
+    if not trained and not domains:
         return None
-    made, panels = figure(1, bool(losses) + domains, 3.5)
-    if losses:
-        title(panels[0], "Training loss", "of each client's own batches, each step")
-        steps_axis(panels[0], [run])
-        by_client(panels[0], losses)
+    made, panels = style.figure(1, trained + domains, 3.5)
+    if trained:
+        measures.fill(panels[0], runs, measures.TRAINING_LOSS)
     if domains:
         fill_heldout_loss(panels[-1], run)
     return made
@@ -70,66 +45,52 @@ def fill_heldout_loss(panel: Axes, run: RunRecord) -> None:
 
     The mean training loss is a grey line.
     """
-    title(panel, "Held-out loss", f"of the averaged model, by {_KINDS[run.where]}")
-    steps_axis(panel, [run])
+    style.title(panel, "Held-out loss", f"of the averaged model, by {KINDS[run.where]}")
+    style.steps_axis(panel, [run])
     parts, overall = heldout_parts(run, "loss", run.where), heldout(run, "loss")
     if not overall and not parts:
-        empty(panel, "not evaluated")
+        style.empty(panel, "not evaluated")
         return
     labels = []
-    if training := mean(by_step(run, "losses").values()).thinned():
-        plot(panel, training, FAINT, lw=1, zorder=0)
-        labels.append(Label(training.last, "training", GREY))
-    colours = part_colours([*parts])
+    if training := mean(reported(run, "losses").values()).thinned():
+        style.plot(panel, training, style.FAINT, lw=1, zorder=0)
+        labels.append(style.Label(training.last, "training", style.GREY))
+    colours = style.part_colours([*parts])
+    few = len(parts) <= len(style.PARTS)
     for name, curve in parts.items():
-        plot(panel, curve, colours[name], lw=1.2 if len(parts) <= len(PARTS) else 0.6)
-        if len(parts) <= len(PARTS):
-            labels.append(Label(curve.last, name, colours[name]))
+        style.plot(panel, curve, colours[name], lw=1.2 if few else 0.6)
+        if few:
+            labels.append(style.Label(curve.last, name, colours[name]))
     if overall:
-        plot(panel, overall, INK, lw=2, **dots(overall))
+        style.plot(panel, overall, style.INK, lw=2, dots=True)
         accuracy = run.final("accuracy")
         more = "" if accuracy is None else f", {metric_text(accuracy, 'accuracy')} right"
-        labels.append(Label(overall.last, f"all {overall.last[1]:.3f}{more}", INK, bold=True))
-    beside(panel, labels)
-
-
-def _compared(runs: Sequence[RunRecord]) -> Figure | None:
-    losses = {run.path: mean(by_step(run, "losses").values()) for run in runs}
-    if not any(losses.values()):
-        return None
-    made, (panel,) = figure(1, 1, 3.6)
-    title(panel, "Training loss", "mean over clients, each step")
-    steps_axis(panel, runs)
-    groups = grouped(runs)
-    for group in groups:
-        by_group(panel, group, [losses[run.path] for run in group.runs], lw=1.2)
-    legend(made, groups)
-    return made
+        text = f"all {overall.last[1]:.3f}{more}"
+        labels.append(style.Label(overall.last, text, style.INK, bold=True))
+    style.beside(panel, labels)
 
 
 def draw_parts(runs: Sequence[RunRecord]) -> Figure | None:
     """Draw the final held-out loss, or accuracy, of each domain and each client, worst on top."""
     groups = grouped(runs)
     metric = common_metric(runs)
-    finals = {kind: found for kind in _KINDS if (found := final_values(runs, kind, metric))}
-    if not finals:
+    ranks = {kind: ranked for kind in KINDS if (ranked := worst_first(runs, kind, metric))}
+    if not ranks:
         return None
-    rows = max(3, *map(len, finals.values()))
-    made, panels = figure(1, len(finals), min(6, 1.4 + (0.2 + 0.06 * len(groups)) * rows))
-    for panel, (kind, values) in zip(panels, finals.items(), strict=True):
-        title(panel, f"By {_KINDS[kind]}", f"final held-out {metric}")
-        names = sorted(values, key=values.__getitem__, reverse=metric == "loss")
+    rows = max(3, *map(len, ranks.values()))
+    height = min(6, 1.4 + (0.2 + 0.06 * len(groups)) * rows)
+    made, panels = style.figure(1, len(ranks), height)
+    for panel, (kind, ranked) in zip(panels, ranks.items(), strict=True):
+        style.title(panel, f"By {KINDS[kind]}", f"final held-out {metric}")
         for index, group in enumerate(groups):
             offset = 0.5 * ((index + 0.5) / len(groups) - 0.5)
-            _dots(panel, group, names, kind, metric, offset, alone=len(groups) == 1)
-        rows_axis(panel, names)
+            _dots(panel, group, [*ranked], kind, metric, offset, alone=len(groups) == 1)
+        style.rows_axis(panel, [*ranked])
         panel.margins(x=0.08)
-        panel.set_xlabel(metric, fontsize=TEXT_SIZE, color=INK)
+        panel.set_xlabel(metric)
         if metric == "accuracy":
-            percent_axis(panel.xaxis)
-        panel.grid(visible=True, axis="x", color=GRID, lw=0.8)
-    if len(groups) > 1:
-        legend(made, groups)
+            panel.xaxis.set_major_formatter(style.percent_tick)
+    style.legend(made, groups)
     return made
 
 
@@ -143,11 +104,11 @@ def _dots(
     *,
     alone: bool,
 ) -> None:
-    few = len(names) <= MAX_NAMES
+    few = len(names) <= style.MAX_NAMES
     overall = Spread.of(c.last[1] for run in group.runs if (c := heldout(run, metric, kind)))
     if overall.mean is not None:
-        colour = GREY if alone else group.colour
-        panel.axvline(overall.mean, color=colour, lw=1, ls=(0, (4, 2)), alpha=0.8)
+        colour = style.GREY if alone else group.colour
+        panel.axvline(overall.mean, color=colour, lw=1, ls=style.DASHED, alpha=0.8)
     parts = [heldout_parts(run, metric, kind) for run in group.runs]
     for row, name in enumerate(names):
         spread = Spread.of(curves[name].last[1] for curves in parts if name in curves)
@@ -155,18 +116,19 @@ def _dots(
             continue
         panel.errorbar(
             spread.mean, row + offset, xerr=spread.std or None, fmt="o",
-            color=INK if alone else group.colour, ms=5 if few else 3, elinewidth=1, zorder=3,
+            color=style.INK if alone else group.colour, ms=5 if few else 3, elinewidth=1, zorder=3,
         )  # fmt: skip
         if few:
-            panel.axhline(row, color=FAINT, lw=0.8, zorder=0)
+            panel.axhline(row, color=style.FAINT, lw=0.8, zorder=0)
         if few and alone:
-            aside(panel, row, metric_text(spread.mean, metric))
+            style.aside(panel, row, metric_text(spread.mean, metric))
 
 
-def final_values(runs: Sequence[RunRecord], kind: str, metric: str) -> dict[str, float]:
+def worst_first(runs: Sequence[RunRecord], kind: str, metric: str) -> dict[str, float]:
     """Return the final value of each domain or client, as the mean over the runs that have it."""
     values: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in heldout_parts(run, metric, kind).items():
             values.setdefault(name, []).append(curve.last[1])
-    return {name: sum(each) / len(each) for name, each in values.items()}
+    means = {name: sum(each) / len(each) for name, each in values.items()}
+    return dict(sorted(means.items(), key=lambda item: item[1], reverse=metric == "loss"))

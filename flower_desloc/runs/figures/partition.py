@@ -15,16 +15,7 @@ from numpy.typing import NDArray
 from flower_desloc.config import Config
 from flower_desloc.config.imports import is_path
 from flower_desloc.config.units import TEXT, percent_text, size_text
-from flower_desloc.runs.figures.style import (
-    BAR,
-    FAINT,
-    GREY,
-    HEAD,
-    INK,
-    TEXT_SIZE,
-    figure,
-    headline,
-)
+from flower_desloc.runs.figures import style
 from flower_desloc.runs.record import natural
 
 Holdings = Mapping[str, Mapping[str, int]]
@@ -43,8 +34,8 @@ def draw_partition(data: Holdings, path: Path, *, task: str, title: str) -> None
     """Draw the sizes into ``path``, with a headline."""
     made = draw_holdings(data, task)
     assert made is not None
-    made.set_figheight(made.get_figheight() + HEAD)
-    headline(made, title, unlikeness_text(data, task))
+    made.set_figheight(made.get_figheight() + style.HEAD)
+    style.headline(made, title, unlikeness_text(data, task))
     made.savefig(path, dpi=130)
 
 
@@ -57,7 +48,10 @@ def draw_holdings(data: Holdings, task: str) -> Figure | None:
     column = 0.95 if task == TEXT else 0.62
     height = min(11.3, max(3.5, 1.9 + 0.34 * len(names)))
     ratios = [1.0, max(1.6, 0.34 * len(names))]
-    made, (totals, cells) = figure(2, 1, height, sharex=True, height_ratios=ratios)
+    made, (totals, cells) = style.figure(2, 1, height, sharex=True, height_ratios=ratios)
+    for panel in (totals, cells):
+        panel.spines[:].set_visible(False)
+        panel.grid(visible=False)
     made.set_figwidth(min(13.5, max(8.0, 2.4 + column * len(clients))))
     _draw_totals(totals, sizes.sum(axis=1), task)
     _draw_cells(cells, sizes, names, task)
@@ -115,20 +109,19 @@ def unlikeness_text(data: Holdings, task: str) -> str:
 
 def _draw_totals(panel: Axes, totals: NDArray[np.int64], task: str) -> None:
     most = int(totals.max())
-    panel.bar(range(len(totals)), totals, width=0.86, color=BAR)
-    panel.spines[:].set_visible(False)
-    panel.grid(visible=False)
+    panel.bar(range(len(totals)), totals, width=0.86, color=style.BAR)
     panel.tick_params(length=0, labelbottom=False)
     panel.set_ylim(0, max(1, most) * 1.25)
     panel.set_yticks([])
+    small = style.TEXT_SIZE - 1
     if len(totals) > _MAX_NUMBERED:
-        panel.set_yticks([most], [size_text(most, task)], fontsize=TEXT_SIZE - 1, color=GREY)
-        panel.axhline(most, color=FAINT, lw=0.8, zorder=0)
+        panel.set_yticks([most], [size_text(most, task)], fontsize=small, color=style.GREY)
+        panel.axhline(most, color=style.FAINT, lw=0.8, zorder=0)
         return
     for client, total in enumerate(totals.tolist()):
         panel.annotate(
             size_text(total, task), (client, total), xytext=(0, 2), textcoords="offset points",
-            ha="center", fontsize=TEXT_SIZE - 1, color=INK,
+            ha="center", fontsize=small, color=style.INK,
         )  # fmt: skip
 
 
@@ -139,23 +132,22 @@ def _draw_cells(panel: Axes, sizes: NDArray[np.int64], names: Sequence[str], tas
     lines = 1.0 if len(sizes) <= 40 else 0.4
     panel.pcolormesh(columns, rows, shades, cmap=_BLUES, vmin=0, vmax=1, ec="#EFEFEF", lw=lines)
     panel.invert_yaxis()
-    panel.spines[:].set_visible(False)
-    panel.grid(visible=False)
     panel.tick_params(length=0)
     every = math.ceil(len(names) / _MAX_NAMED)
     panel.set_yticks(range(0, len(names), every), names[::every])
     sums = panel.secondary_yaxis("right")
     totals = [size_text(total, task) for total in sizes.sum(axis=0).tolist()]
-    sums.set_yticks(range(0, len(names), every), totals[::every], color=GREY)
+    sums.set_yticks(range(0, len(names), every), totals[::every], color=style.GREY)
     sums.spines[:].set_visible(False)
-    sums.tick_params(length=0, labelsize=TEXT_SIZE - 1)
+    sums.tick_params(length=0, labelsize=style.TEXT_SIZE - 1)
     if len(sizes) > _MAX_NUMBERED:
         return
     for (client, name), size in np.ndenumerate(sizes):
         if size:
+            colour = "white" if shades[name, client] > 0.62 else style.INK
             panel.text(
                 client, name, size_text(int(size), task), ha="center", va="center",
-                fontsize=TEXT_SIZE - 1.5, color="white" if shades[name, client] > 0.62 else INK,
+                fontsize=style.TEXT_SIZE - 1.5, color=colour,
             )  # fmt: skip
 
 
@@ -167,6 +159,6 @@ def _name_clients(panel: Axes, clients: Sequence[str]) -> None:
     shown = range(0, len(clients), every)
     panel.set_xticks(shown, [clients[i].removeprefix(common) for i in shown])
     if common:
-        panel.set_xlabel(common.rstrip("-_. "), fontsize=TEXT_SIZE, color=INK)
+        panel.set_xlabel(common.rstrip("-_. "))
     elif max(map(len, clients)) > 6:
         panel.tick_params(axis="x", labelrotation=30)

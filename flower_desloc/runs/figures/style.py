@@ -6,21 +6,14 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    MultipleLocator,
-    NullFormatter,
-    NullLocator,
-)
+from matplotlib.ticker import LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -56,6 +49,7 @@ WIDTH: Final = 10.4
 HEAD: Final = 0.66
 """Height of a headline in inches."""
 TEXT_SIZE: Final = 9
+DASHED: Final = (0, (4, 2))
 MAX_NAMES: Final = 30
 """Maximum number of rows that are all labelled with their names."""
 MAX_LINES: Final = 12
@@ -63,6 +57,14 @@ MAX_LINES: Final = 12
 _LEGEND_CHARACTERS: Final = 130
 _LOG_TICKS: Final = ((1.3, (1, 2, 3, 5)), (2.6, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
 """Upper bounds on an axis's decades, each with the digits that have a tick."""
+_RC: Final[dict[Any, Any]] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelsize": TEXT_SIZE,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+}
 
 
 def stream_colours(streams: Iterable[str]) -> dict[str, str]:
@@ -83,13 +85,11 @@ def figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure,
     made = Figure(figsize=(WIDTH, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(made)
     made.get_layout_engine().set(w_pad=0.06, h_pad=0.09, wspace=0.03, hspace=0.06)  # type: ignore[union-attr, call-arg]
-    panels = list(made.subplots(rows, columns, squeeze=False, **grid).flat)
-    for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(GREY)
+    with mpl.rc_context(_RC):
+        panels = list(made.subplots(rows, columns, squeeze=False, **grid).flat)
+    for panel in panels:  # not in _RC, which is read again when the figure is drawn
         panel.tick_params(labelsize=TEXT_SIZE, color=GREY, labelcolor=INK, length=3)
         panel.grid(visible=True, axis="y", color=GRID, lw=0.8)
-        panel.set_axisbelow(True)
         panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     return made, panels
 
@@ -124,7 +124,7 @@ def steps_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
     """Label the horizontal axis in local steps, with ticks at averages of params."""
     steps = max([1, *(run.num_steps for run in runs)])
     panel.set_xlim(0, 1.02 * steps)  # marks at the end are visible
-    panel.set_xlabel("local steps", fontsize=TEXT_SIZE, color=INK)
+    panel.set_xlabel("local steps")
     periods = [run.periods.get(PARAMS, run.periods.get(GRADIENTS)) for run in runs]
     period = max((period for period in periods if isinstance(period, int)), default=0)
     rounds, rest = divmod(steps, period) if period else (0, 1)
@@ -147,8 +147,7 @@ def log_axis(
     subs = next(s for limit, s in _LOG_TICKS if decades * (1 if vertical else 1.8) < limit)
     axis.set_major_locator(LogLocator(subs=subs, numticks=9))
     axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
-    axis.set_major_formatter(FuncFormatter(text))
+    axis.set_major_formatter(text)
 
 
 def log_scale(panel: Axes, curves: Iterable[Curve]) -> None:
@@ -159,30 +158,26 @@ def log_scale(panel: Axes, curves: Iterable[Curve]) -> None:
         log_axis(panel.yaxis, float(values.min()), float(values.max()))
 
 
-def percent_axis(axis: Axis) -> None:
-    """Label an axis of shares in percent."""
-    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g} %"))
+def percent_tick(share: float, _: object = None) -> str:
+    """Return a share of 1 as the label of a tick."""
+    return f"{100 * share:.3g} %"
 
 
-def bytes_axis(axis: Axis) -> None:
-    """Label a linear axis in units of 1000 bytes."""
-    axis.set_major_formatter(FuncFormatter(lambda count, _: short_bytes(count)))
-
-
-def short_bytes(count: float) -> str:
+def bytes_tick(count: float, _: object = None) -> str:
     """Return ``count`` bytes as the label of a tick."""
     return bytes_text(count).replace(".0 ", " ")
 
 
-def rows_axis(panel: Axes, names: Sequence[str]) -> None:
-    """Make the vertical axis one of named rows, the first on top."""
+def rows_axis(panel: Axes, names: Sequence[str], *, grid: bool = True) -> None:
+    """Make the vertical axis one of named rows, the first on top; ``grid`` has vertical lines."""
     every = 1 if len(names) <= MAX_NAMES else -(-len(names) // 12)
-    panel.yaxis.set_major_locator(FixedLocator(list(range(0, len(names), every))))
-    panel.set_yticklabels(names[::every])
+    panel.set_yticks(range(0, len(names), every), names[::every])
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.tick_params(axis="y", length=0)
     panel.spines["left"].set_visible(False)
     panel.grid(visible=False, axis="y")
+    if grid:
+        panel.grid(visible=True, axis="x", color=GRID, lw=0.8)
 
 
 def aside(panel: Axes, row: int, text: str, colour: str = INK) -> None:
@@ -193,17 +188,17 @@ def aside(panel: Axes, row: int, text: str, colour: str = INK) -> None:
     )  # fmt: skip
 
 
-def plot(panel: Axes, curve: Curve, colour: str, **style: Any) -> None:
-    """Draw a curve, or a dot for a single point."""
-    alone = np.isfinite(curve.y).sum() == 1
-    style = {"lw": 1.6, "marker": "o" if alone else None, "ms": 4, **style}
-    # Dots at the edge of the panel are not clipped.
-    panel.plot(curve.x, curve.y, color=colour, clip_on=style["marker"] is None, **style)
+def plot(panel: Axes, curve: Curve, colour: str, *, dots: bool = False, **style: Any) -> None:
+    """Draw a curve; with ``dots`` at each point, smaller where there are many.
 
-
-def dots(curve: Curve) -> dict[str, Any]:
-    """Return the style of a curve with a dot at each point, smaller where there are many."""
-    return {"marker": "o", "ms": 4.5 - len(curve.x) / 25} if len(curve.x) < 60 else {}
+    A single point is always a dot.
+    """
+    style = {"lw": 1.6, **style}
+    if np.isfinite(curve.y).sum() == 1 or (dots and len(curve.x) < 60):
+        # Dots at the edge of the panel are not clipped.
+        size = 4.5 - len(curve.x) / 25 if dots else 4
+        style |= {"marker": "o", "ms": size, "clip_on": False}
+    panel.plot(curve.x, curve.y, color=colour, **style)
 
 
 def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -> None:
@@ -245,14 +240,16 @@ def by_group(
     if not band.x.size:
         return
     x, middle = cost(band.x), band.mean()
-    plot(panel, middle.against(x), group.colour, **style)
+    plot(panel, Curve(x, middle.y), group.colour, **style)
     if len(curves) > 1:
         low, high = middle.y - band.std(), middle.y + band.std()
         panel.fill_between(x, low, high, color=group.colour, alpha=0.18, lw=0)
 
 
 def legend(made: Figure, groups: Sequence[SeedGroup]) -> None:
-    """Name the groups above the panels."""
+    """Name the groups above the panels, if there are several."""
+    if len(groups) < 2:
+        return
     widths = [len(group.label) + 7 for group in groups]
     one_line = sum(widths) <= _LEGEND_CHARACTERS
     made.legend(
@@ -279,8 +276,6 @@ class Label:
 
 def beside(panel: Axes, labels: Sequence[Label]) -> None:
     """Write the labels to the right of the panel, spread so that they do not overlap."""
-    if not labels:
-        return
     panel.set_ylim(panel.get_ylim())  # fixes the scale before it is used
     panel.set_xlim(panel.get_xlim())
     to_axes = panel.transData + panel.transAxes.inverted()

@@ -1,6 +1,6 @@
 """What was averaged when, and which clients took part."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,18 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from flower_desloc.config.units import period_text
-from flower_desloc.runs.figures.style import (
-    ALARM,
-    BAR,
-    FAINT,
-    GREY,
-    aside,
-    figure,
-    rows_axis,
-    steps_axis,
-    stream_colours,
-    title,
-)
+from flower_desloc.runs.figures import style
 from flower_desloc.runs.record import RunRecord
 
 _MAX_BARS = 2000
@@ -31,34 +20,34 @@ def draw_timeline(run: RunRecord) -> Figure | None:
         return None
     rows = len(run.streams) + any("evaluation" in line for line in run.lines)
     heights = (0.36 * rows, min(4.5, max(0.5, 0.2 * len(run.clients))))
-    made, (streams, clients) = figure(
-        2, 1, sum(heights) + 1.5, sharex=True, gridspec_kw={"height_ratios": heights}
+    made, (streams, clients) = style.figure(
+        2, 1, sum(heights) + 1.5, sharex=True, height_ratios=heights
     )
     fill_averages(streams, run)
     _fill_presence(clients, run)
-    steps_axis(clients, [run])
+    style.steps_axis(clients, [run])
     return made
 
 
 def fill_averages(panel: Axes, run: RunRecord) -> None:
     """Draw a mark for each average of each stream, and for each evaluation."""
-    title(panel, "When each stream was averaged", "one mark per average")
-    colours = stream_colours(run.streams)
-    names = []
+    style.title(panel, "When each stream was averaged", "one mark per average")
+    colours = style.stream_colours(run.streams)
+    names, half = [], run.num_steps / 300
     for row, stream in enumerate(run.streams):
         steps = [line["step"] for line in run.windows if stream in line["streams"]]
-        panel.axhline(row, color=FAINT, lw=1, zorder=0)
-        half = run.num_steps / 300
-        _bars(panel, ((step - half, step + half) for step in steps), row, 0.6, colours[stream])
-        aside(panel, row, _times(len(steps)), colours[stream])
+        panel.axhline(row, color=style.FAINT, lw=1, zorder=0)
+        marks = _joined((step - half, step + half) for step in steps)
+        panel.broken_barh(marks, (row - 0.3, 0.6), color=colours[stream], lw=0)
+        style.aside(panel, row, _times(len(steps)), colours[stream])
         period = run.periods.get(stream)
         names.append(stream if period is None else f"{stream}, {period_text(period)}")
     if evaluated := [line["step"] for line in run.lines if "evaluation" in line]:
         row, size = len(names), max(1.5, 4.5 - len(evaluated) / 25)
-        panel.plot(evaluated, [row] * len(evaluated), "D", color=GREY, ms=size, clip_on=False)
-        aside(panel, row, _times(len(evaluated)), GREY)
+        panel.plot(evaluated, [row] * len(evaluated), "D", color=style.GREY, ms=size, clip_on=False)
+        style.aside(panel, row, _times(len(evaluated)), style.GREY)
         names.append("evaluated")
-    rows_axis(panel, names)
+    style.rows_axis(panel, names, grid=False)
     panel.tick_params(axis="y", pad=9)
 
 
@@ -71,16 +60,17 @@ def _fill_presence(panel: Axes, run: RunRecord) -> None:
         if name not in line["clients"] and not reason.startswith("evaluation")
     ]
     meaning = "a bar where a client's work is in the averages"
-    title(panel, "Clients", meaning + ("; a cross where it was left out" if missed else ""))
+    style.title(panel, "Clients", meaning + ("; a cross where it was left out" if missed else ""))
     if len(row) * len(run.windows) > _MAX_BARS:
         _draw_presence_image(panel, run, row)
     else:
         for name in row:
             lines = (line for line in run.windows if name in line["clients"])
-            _bars(panel, ((line["start"], line["step"]) for line in lines), row[name], 0.64, BAR)
+            bars = _joined((line["start"], line["step"]) for line in lines)
+            panel.broken_barh(bars, (row[name] - 0.32, 0.64), color=style.BAR, lw=0)
     if missed:
-        panel.plot(*zip(*missed, strict=True), "x", color=ALARM, ms=5, mew=1.6, clip_on=False)
-    rows_axis(panel, [*row])
+        panel.plot(*zip(*missed, strict=True), "x", color=style.ALARM, ms=5, mew=1.6, clip_on=False)
+    style.rows_axis(panel, [*row], grid=False)
 
 
 def _draw_presence_image(panel: Axes, run: RunRecord, row: dict[str, int]) -> None:
@@ -89,23 +79,19 @@ def _draw_presence_image(panel: Axes, run: RunRecord, row: dict[str, int]) -> No
     for line in run.windows:
         first, last = np.searchsorted(columns, (line["start"], line["step"]))
         for name in line["clients"]:
-            image[row[name], first : max(first + 1, last)] = to_rgb(BAR)
+            image[row[name], first : max(first + 1, last)] = to_rgb(style.BAR)
     extent = (0, run.num_steps, len(row) - 0.5, -0.5)
     panel.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
 
 
-def _bars(
-    panel: Axes, spans: Iterable[tuple[float, float]], row: int, height: float, colour: str
-) -> None:
-    """Draw horizontal bars; those that touch become one."""
+def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return starts and widths of ``spans``; those that touch become one."""
     joined: list[tuple[float, float]] = []
     for start, stop in spans:
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    widths: Sequence[tuple[float, float]] = [(start, stop - start) for start, stop in joined]
-    panel.broken_barh(widths, (row - height / 2, height), color=colour, lw=0)
+        if joined and start <= sum(joined[-1]):
+            start, stop = joined[-1][0], max(stop, sum(joined.pop()))
+        joined.append((start, stop - start))
+    return joined
 
 
 def _times(count: int) -> str:

@@ -10,17 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flower_desloc.config.units import bytes_text, figures
-from flower_desloc.runs.figures.style import (
-    GRID,
-    INK,
-    TEXT_SIZE,
-    bytes_axis,
-    figure,
-    rows_axis,
-    stream_colours,
-)
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.runs.figures import style
 from flower_desloc.runs.groups import grouped
 from flower_desloc.runs.record import RunRecord
+from flower_desloc.runs.summary import OTHER_METHODS
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ def draw_bytes(runs: Sequence[RunRecord]) -> Figure | None:
     bars = _bars(runs)
     if not any(bar.total for bar in bars):
         return None
-    made, (panel,) = figure(1, 1, 0.75 + 0.42 * len(bars))
+    made, (panel,) = style.figure(1, 1, 0.75 + 0.42 * len(bars))
     fill_bytes(panel, runs)
     return made
 
@@ -52,35 +46,34 @@ def draw_bytes(runs: Sequence[RunRecord]) -> Figure | None:
 def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
     """Draw the bars in proportion; one that is far longer than the others leaves the panel."""
     bars = _bars(runs)
-    colours = stream_colours(dict.fromkeys(stream for bar in bars for stream in bar.counts))
+    colours = style.stream_colours(dict.fromkeys(s for bar in bars for s in bar.counts))
     totals = sorted(bar.total for bar in bars)
     end = 1.08 * (totals[-1] if len(totals) < 4 or totals[-1] < 4 * totals[-2] else totals[-2]) or 1
     for row, bar in enumerate(bars):
         left = 0.0
-        style: dict[str, Any] = {"height": 0.62, "lw": 0}
+        look: dict[str, Any] = {"height": 0.62, "lw": 0}
         if bar.by_formula:
-            style |= {"alpha": 0.35, "hatch": "////", "edgecolor": "white"}
+            look |= {"alpha": 0.35, "hatch": "////", "edgecolor": "white"}
         for stream, count in bar.counts.items():
             width = min(count, end - left)
-            panel.barh(row, width, left=left, facecolor=colours[stream], **style)
+            panel.barh(row, width, left=left, facecolor=colours[stream], **look)
             left += width
         text = bytes_text(bar.total) + (f", {figures(bar.factor)} times" if bar.factor else "")
         leaves = bar.total > end
         panel.annotate(
             f"{text} →" if leaves else text, (min(bar.total, end), row),
             xytext=(-6 if leaves else 5, 0), textcoords="offset points", va="center",
-            ha="right" if leaves else "left", fontsize=TEXT_SIZE, color=INK,
+            ha="right" if leaves else "left", fontsize=style.TEXT_SIZE, color=style.INK,
         )  # fmt: skip
     panel.set_xlim(0, end)
-    bytes_axis(panel.xaxis)
-    rows_axis(panel, [bar.name for bar in bars])
-    panel.set_xlabel("bytes of all clients together", fontsize=TEXT_SIZE, color=INK)
-    panel.grid(visible=True, axis="x", color=GRID, lw=0.8)
+    panel.xaxis.set_major_formatter(style.bytes_tick)
+    style.rows_axis(panel, [bar.name for bar in bars])
+    panel.set_xlabel("bytes of all clients together")
     sent = {stream for bar in bars for stream, count in bar.counts.items() if count}
     panel.legend(
         handles=[Patch(color=colours[s], label=s) for s in colours if s in sent],
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=TEXT_SIZE,
-        labelcolor=INK, handlelength=1, handleheight=1, borderaxespad=0.2,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=style.TEXT_SIZE,
+        labelcolor=style.INK, handlelength=1, handleheight=1, borderaxespad=0.2,
     )  # fmt: skip
 
 
@@ -95,11 +88,13 @@ def _bars(runs: Sequence[RunRecord]) -> list[StackedBar]:
             means = {stream: fmean(each.get(stream, 0) for each in counts) for stream in streams}
             bars.append(StackedBar(f"{before}{way}", means))
     if len(groups) == 1:
-        counts, factors = runs[0].summary["bytes"], runs[0].summary["ratio"]
-        if any((local_adam := _streams(counts["local_adam"]["up"])).values()):
-            bars.append(StackedBar("Local Adam, up", local_adam, factors["local_adam"], True))
-        ddp = {"params": counts["ddp"]["up"]["total"]}
-        bars.append(StackedBar("DDP, up", ddp, factors["ddp"], True))
+        summary = runs[0].summary
+        for method, name in OTHER_METHODS.items():
+            sent, factor = summary["bytes"][method]["up"], summary["ratio"][method]
+            # Data parallelism sends gradients, which have the size of params.
+            by_stream = _streams(sent) or {PARAMS: float(sent["total"])}
+            if method == "ddp" or sent["total"]:
+                bars.append(StackedBar(f"{name}, up", by_stream, factor, by_formula=True))
     return bars
 
 

@@ -82,30 +82,21 @@ def render(runs: Sequence[RunRecord], parts: Sequence[Section]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(PAGE)
     images = {part.key: _image(part.figure) for part in parts if part.figure is not None}
-    head = _head_of_one(runs[0]) if len(runs) == 1 else _head_of_many(runs)
+    if len(runs) == 1:
+        run = runs[0]
+        head = {
+            "title": run.name,
+            "badge": run.status,
+            "subtitle": f"{tables.sentence(run)} {tables.progress(run).capitalize()}.",
+            "error": run.summary.get("error"),
+            "tiles": tables.tiles(run),
+        }
+    else:
+        labels = [group.label for group in grouped(runs)]
+        seeds = ", with several seeds" if len(labels) == 1 else ""
+        head = {"title": f"{len(runs)} runs", "subtitle": ", ".join(labels) + seeds}
+        head |= {"badge": "", "error": "", "tiles": []}
     return template.render(**head, sections=parts, images=images, style=STYLE, version=__version__)
-
-
-def _head_of_one(run: RunRecord) -> dict[str, Any]:
-    return {
-        "title": run.name,
-        "badge": run.status,
-        "subtitle": f"{tables.sentence(run)} {tables.progress(run).capitalize()}.",
-        "error": run.summary.get("error"),
-        "tiles": tables.tiles(run),
-    }
-
-
-def _head_of_many(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    groups = grouped(runs)
-    labels = ", ".join(group.label for group in groups)
-    return {
-        "title": f"{len(runs)} runs",
-        "badge": "",
-        "subtitle": labels if len(groups) > 1 else f"{labels}, with several seeds",
-        "error": "",
-        "tiles": [],
-    }
 
 
 def _image(made: Figure) -> dict[str, Any]:

@@ -9,19 +9,20 @@ from typing import get_args
 from flower_desloc.config import Config, dump
 from flower_desloc.config.units import (
     bytes_text,
+    count_text,
     duration_text,
     figures,
     loss_text,
     percent_text,
-    period_text,
 )
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric, metric_text
-from flower_desloc.runs.figures.losses import final_values
+from flower_desloc.runs.figures.losses import worst_first
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
 from flower_desloc.runs.record import RunRecord, natural, plain
+from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.runs.time_model import modelled
 
 NONE = "\N{EN DASH}"
@@ -53,23 +54,14 @@ class Tile:
 
 def sentence(run: RunRecord) -> str:
     """Return in one sentence what was run."""
-    config, clients = run.summary["config"], run.summary["clients"]
-    streams = ", ".join(f"{s} {period_text(p)}" for s, p in run.periods.items())
-    coins = " on average" if config["coin_seed"] is not None else ""
-    strategy = run.config.get("strategy", "desloc")
-    by = f", Flower's own {strategy}," if strategy != "desloc" else ""
-    return (
-        f"{config['optimizer']}{by} on {clients} client{'' if clients == 1 else 's'}, task "
-        f"{config['task']}, seed {config['seed']}; averaged: {streams} steps{coins}."
-    )
+    return f"{run.optimizer_and_clients}, task {run.task}, seed {run.seed}; {run.averaged}."
 
 
 def progress(run: RunRecord) -> str:
     """Return how far the run came."""
     done, planned = run.num_steps, run.summary["config"]["steps"]
     steps = f"{done} steps" if done == planned else f"{done} of {planned} steps"
-    windows = run.summary["windows"]
-    return f"{run.status}, {steps}, {windows} window{'' if windows == 1 else 's'}"
+    return f"{run.status}, {steps}, {count_text(run.summary['windows'], 'window')}"
 
 
 def tiles(run: RunRecord) -> list[Tile]:
@@ -88,7 +80,7 @@ def tiles(run: RunRecord) -> list[Tile]:
             found.append(Tile(name, text(course[metric]["final"]), note))
     up, down = (summary["bytes"]["measured"][way]["total"] for way in ("up", "down"))
     found.append(Tile("sent up", bytes_text(up), f"{bytes_text(down)} down"))
-    for name, key in (("Local Adam", "local_adam"), ("DDP", "ddp")):
+    for key, name in OTHER_METHODS.items():
         if summary["ratio"][key] is not None:
             sent = bytes_text(summary["bytes"][key]["up"]["total"])
             factor = figures(summary["ratio"][key])
@@ -109,8 +101,8 @@ def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
         for metric, digits in (("perplexity", 2), ("accuracy", 4))
         if any(run.final(metric) is not None for run in runs)
     }
-    head = ["", "runs", "status", *metrics, "sent up", "Local Adam sends", "DDP sends"]
-    head = ["held-out loss" if name == "loss" else name for name in head]
+    head = ["", "runs", "status", "held-out loss", *[*metrics][1:], "sent up"]
+    head += [f"{name} sends" for name in OTHER_METHODS.values()]
     head += ["modelled time", "worst domain"]
     rows = [_row(group, link, metrics) for group in by_loss(groups)]
     return TextTable(head, rows, {0, 1, 2, len(head) - 1})
@@ -130,11 +122,10 @@ def _row(group: SeedGroup, link: Link, metrics: Mapping[str, int]) -> list[str]:
     runs = group.counted
     seeds = sorted({run.seed for run in group.runs})
     states = Counter(run.status for run in group.runs)
-    ratios = [Spread.of(run.summary["ratio"][key] for run in runs) for key in ("local_adam", "ddp")]
+    ratios = [Spread.of(run.summary["ratio"][key] for run in runs) for key in OTHER_METHODS]
     seconds = [m["this run"].total for run in runs if (m := modelled(run, link))]
     metric = common_metric(runs)
-    parts = final_values(runs, "central", metric)
-    worst = (max if metric == "loss" else min)(parts, key=parts.__getitem__) if parts else NONE
+    worst = next(iter(worst_first(runs, "central", metric).items()), None)
     return [
         group.label,
         f"{len(group.runs)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
@@ -143,7 +134,7 @@ def _row(group: SeedGroup, link: Link, metrics: Mapping[str, int]) -> list[str]:
         bytes_text(fmean(run.summary["bytes"]["measured"]["up"]["total"] for run in runs)),
         *(NONE if r.mean is None else f"{figures(r.mean)} {TIMES}" for r in ratios),
         duration_text(fmean(seconds)) if seconds else NONE,
-        f"{worst} {metric_text(parts[worst], metric)}" if parts else NONE,
+        f"{worst[0]} {metric_text(worst[1], metric)}" if worst else NONE,
     ]
 
 
@@ -239,11 +230,8 @@ def _attendance(client: str, windows: Sequence[Line]) -> list[list[str]]:
 
 def problems(runs: Sequence[RunRecord]) -> TextTable | None:
     """Return the runs that did not complete, with the error if it is known."""
-    rows = [
-        [str(run.path), progress(run), run.summary.get("error") or NONE]
-        for run in runs
-        if run.status != "completed"
-    ]
+    unfinished = [run for run in runs if run.status != "completed"]
+    rows = [[str(run.path), progress(run), run.summary.get("error") or NONE] for run in unfinished]
     return TextTable(["run", "status", "error"], rows, {0, 1, 2}) if rows else None
 
 
@@ -269,28 +257,26 @@ def differences(groups: Sequence[SeedGroup]) -> tuple[TextTable, list[TextTable]
     return TextTable(head, differ, range(len(head))), _by_section(same, ())
 
 
-def provenance(run: RunRecord) -> TextTable:
-    """Return the run's folder, the versions it was made with, and the hash of its weights."""
-    rows = [
-        ["folder", str(run.path)],
-        *([name, version] for name, version in run.summary.get("versions", {}).items()),
-        ["weights (SHA-256)", run.summary.get("weights_sha256") or NONE],
-    ]
-    return TextTable([], rows, {0, 1})
-
-
-def provenances(runs: Sequence[RunRecord]) -> TextTable:
-    """Return the same for several runs."""
+def provenance(runs: Sequence[RunRecord]) -> TextTable:
+    """Return the folders of runs, the versions they were made with, and hashes of the weights."""
+    if len(runs) == 1:
+        [run] = runs
+        rows = [["folder", str(run.path)], *map(list, run.summary.get("versions", {}).items())]
+        return TextTable([], [*rows, ["weights (SHA-256)", _weights(run)]], {0, 1})
     rows = [
         [
             str(run.path),
             str(run.seed),
             ", ".join(f"{name} {v}" for name, v in run.summary.get("versions", {}).items()) or NONE,
-            run.summary.get("weights_sha256") or NONE,
+            _weights(run),
         ]
         for run in runs
     ]
     return TextTable(["folder", "seed", "versions", "weights (SHA-256)"], rows, {0, 2, 3})
+
+
+def _weights(run: RunRecord) -> str:
+    return run.summary.get("weights_sha256") or NONE
 
 
 def _by_section(settings: Mapping[str, str], marked: Collection[str]) -> list[TextTable]:

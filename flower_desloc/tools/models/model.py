@@ -20,7 +20,6 @@ from flower_desloc.runs import RunFolder
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.resume import completed
 from flower_desloc.runs.summary import build
-from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.initial import is_pretrained
 from flower_desloc.tasks import build_task
 
@@ -73,7 +72,6 @@ class TrainedModel:
         return config, build(
             lines,
             config=config,
-            schedule=build_schedule(config),
             plan=None,
             status="failed",
             weights_sha256=digest(checkpoint.averages[PARAMS]),
