@@ -24,13 +24,14 @@ from flower_desloc.flower.observer import Plan
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.summary import build
 from flower_desloc.setup.build import build_schedule
-from flower_desloc.tools.study import read_study, results, table
+from flower_desloc.tools.study.cells import study_state
 from flower_desloc.tools.study.figures import draw
-from flower_desloc.tools.study.results import markdown, write
+from flower_desloc.tools.study.results import markdown, table, write
 from flower_desloc.tools.study.run_study import run_study
 from flower_desloc.tools.study.search import best, is_bracketed, untried
 from flower_desloc.tools.study.store import OUTCOME, Store
-from flower_desloc.tools.study.workers import WorkerPool, run_job
+from flower_desloc.tools.study.study_file import read_study
+from flower_desloc.tools.study.workers import WorkerPool, run_to_end
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
@@ -46,6 +47,10 @@ LONG = [
     "federation.num_clients=2", "evaluation.federated=false",
 ]  # fmt: skip
 """Enough windows to be interrupted during a run."""
+
+
+def results(made, store):
+    return list(study_state(made, store).values())
 
 
 def study(tmp_path, text):
@@ -191,7 +196,7 @@ def leave(store, run, loss, *, diverged=False):
         clients={},
     )
     status = "failed" if diverged else "completed"
-    folder.write_summary(build(lines, config=config, schedule=schedule, plan=plan, status=status))
+    folder.write_summary(build(lines, config=config, plan=plan, status=status))
     outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
     (folder.path / OUTCOME).write_text(json.dumps({**outcome, "config": dump(config)}))
 
@@ -291,11 +296,11 @@ class Here:
 
     jobs = free = 1
 
-    def start(self, job):
-        self.job = job
+    def start(self, run, store):
+        self.run, self.store = run, store
 
     def ended(self, timeout):
-        yield self.job, run_job(self.job)
+        yield self.run, run_to_end(self.run, self.store.path)
 
 
 class Quiet:

@@ -9,24 +9,24 @@ import typer
 from rich.console import Console
 
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
-from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.cli.run_arguments import OutputDir, Overrides, Preset
+from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
-from flower_desloc.tools.study import Study, read_study, results
+from flower_desloc.runs.terminal import number_table
+from flower_desloc.tools.study.cells import CellState, counts, study_state
+from flower_desloc.tools.study.grid import Study
 from flower_desloc.tools.study.progress import StudyProgress
-from flower_desloc.tools.study.results import rich_table, write
+from flower_desloc.tools.study.results import table, write
 from flower_desloc.tools.study.run_study import run_study
-from flower_desloc.tools.study.state import CellState, study_state
 from flower_desloc.tools.study.store import Store
+from flower_desloc.tools.study.study_file import read_study
 from flower_desloc.tools.study.workers import WorkerPool, default_jobs
 
 
 def study(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
-    file: Annotated[str, typer.Argument(show_default=False)] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    output_dir: Annotated[
-        Path, typer.Option(help="Where the study's folder goes.", file_okay=False)
-    ] = Path("runs"),
+    file: Preset = "",
+    overrides: Overrides = None,
+    output_dir: OutputDir = Path("runs"),
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +47,7 @@ def study(
     table and figures of a complete one. Exits by 0 if the study is complete, by 1 if a
     run failed, by 2 if the study's file is wrong.
     """
-    try:
+    with failing(USAGE, ConfigError, NotACheckoutError):
         app = app_folder()
         if not file:
             fail(USAGE, f"which study? There are\n{listing(opening_comments(app / 'studies'))}")
@@ -63,8 +63,6 @@ def study(
         kept = "finished runs are kept; the same command resumes the study"
         with exit_on_signals(kept), store.locked():
             _run(grid, store, app, jobs)
-    except (ConfigError, NotACheckoutError) as error:
-        fail(USAGE, str(error))
 
 
 def _run(study: Study, store: Store, app: Path, jobs: int | None) -> None:
@@ -73,9 +71,9 @@ def _run(study: Study, store: Store, app: Path, jobs: int | None) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=160)  # no wrapped lines in a log
     with WorkerPool(jobs, app) as pool, StudyProgress(study, store, jobs, console) as progress:
         failed = run_study(study, store, pool, progress)
-    cells = results(study, store)
+    cells = list(study_state(study, store).values())
     write(cells, store.path)
-    console.print(rich_table(cells))
+    console.print(number_table(*table(cells), words=len(study.axes)))
     # matplotlib takes a second to import.
     from flower_desloc.runs.report import write_report
     from flower_desloc.tools.study.figures import draw
@@ -100,8 +98,6 @@ def _print_states(states: Mapping[str, CellState], store: Store) -> None:
             typer.echo(
                 f"  then     more of {state.cell.search.key}, and the other seeds at its best"
             )
-    finished = len(set[str]().union(*(state.finished for state in states.values())))
-    missing = sum(len(state.missing) for state in states.values())
-    later = sum(state.later for state in states.values())
+    finished, missing, later = counts(states)
     more = f", and at least {later} after those" if later else ""
     typer.echo(f"{finished} runs done, {missing} to run{more}; folder: {store.path}")

@@ -1,8 +1,10 @@
 """The state of each cell, from its finished runs: scores, and the runs that are missing."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import Any
 
 from flower_desloc.tools.study.grid import Cell, Study, StudyRun
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -13,6 +15,7 @@ from flower_desloc.tools.study.store import FinishedRun, Store
 class CellState:
     """The search of a cell, then its runs over the seeds at the best value."""
 
+    study: Study
     cell: Cell
     missing: list[StudyRun] = field(default_factory=list)
     """Runs that can start now."""
@@ -20,29 +23,93 @@ class CellState:
     """Whether the missing runs belong to the search."""
     later: int = 0
     """Least number of runs that follow the missing ones."""
-    tried: dict[int, list[FinishedRun]] = field(default_factory=dict)
-    """Finished runs of the search, by position."""
-    scores: dict[int, float] = field(default_factory=dict)
+    search_runs: list[FinishedRun] = field(default_factory=list)
+    """Finished runs of the search."""
+    search_scores: dict[int, float] = field(default_factory=dict)
     """Scores of the search, by position."""
     position: int | None = None
     """The best position; None during a search, without one, and if every value diverged."""
-    seeds: list[FinishedRun] = field(default_factory=list)
+    runs: list[FinishedRun] = field(default_factory=list)
     """Finished runs of the study's seeds at the best value."""
-
-    @property
-    def bracketed(self) -> bool:
-        """Whether both neighbours of the best value were tried."""
-        return is_bracketed(self.scores)
 
     @property
     def finished(self) -> set[str]:
         """Paths of the finished runs."""
-        runs = [*self.seeds, *(run for runs in self.tried.values() for run in runs)]
-        return {str(run.folder.path) for run in runs}
+        return {str(run.folder.path) for run in (*self.runs, *self.search_runs)}
+
+    @property
+    def key(self) -> str | None:
+        """The setting that is tuned."""
+        return self.cell.search.key if self.cell.search else None
+
+    @property
+    def tuned(self) -> float | None:
+        """The value that the search chose; None without one, or if every value diverged."""
+        search, position = self.cell.search, self.position
+        return None if search is None or position is None else search.value(position)
+
+    @property
+    def bracketed(self) -> bool | None:
+        """Whether both neighbours of the tuned value were tried; None without a tuned value."""
+        return None if self.tuned is None else is_bracketed(self.search_scores)
+
+    @property
+    def all_diverged(self) -> bool:
+        """Whether every value of the search diverged."""
+        return bool(self.tried) and self.tuned is None and not self.missing
+
+    @property
+    def tried(self) -> dict[float, float]:
+        """Score of each value of the search; infinity if training diverged."""
+        search, scores = self.cell.search, sorted(self.search_scores.items())
+        return {search.value(position): score for position, score in scores} if search else {}
+
+    @property
+    def scores(self) -> list[float]:
+        """Scores of the seeds that did not diverge."""
+        every = (run.score(self.study.score) for run in self.runs)
+        return [score for score in every if math.isfinite(score)]
+
+    @property
+    def diverged(self) -> int:
+        """Number of seeds that diverged."""
+        return len(self.runs) - len(self.scores)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the scores."""
+        return _mean(self.scores)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation of the scores; None for fewer than two."""
+        return stdev(self.scores) if len(self.scores) > 1 else None
+
+    @property
+    def bytes_up(self) -> float | None:
+        """Payload bytes sent by one client, mean over the seeds that did not diverge."""
+        return _mean(
+            summary["bytes"]["measured"]["up"]["total"] / max(1, summary["clients"])
+            for summary in self._summaries
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall-clock of a run's windows, mean over the seeds that did not diverge."""
+        return _mean(summary["seconds"].get("total", 0.0) for summary in self._summaries)
+
+    def ratio(self, other: str) -> float | None:
+        """Return how many times as much ``local_adam`` or ``ddp`` would send."""
+        ratios = (summary["ratio"].get(other) for summary in self._summaries)
+        return _mean(ratio for ratio in ratios if ratio is not None)
+
+    @property
+    def _summaries(self) -> list[dict[str, Any]]:
+        return [run.summary for run in self.runs if not run.diverged]
 
 
 def study_state(study: Study, store: Store) -> dict[str, CellState]:
-    """Return the state of every cell, by slug."""
+    """Return the state of every cell, by slug; nothing is run."""
     return {cell.slug: cell_state(cell, study, store) for cell in study.cells}
 
 
@@ -51,34 +118,41 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
 
     The search is repeated from its start: the finished runs alone determine how far it is.
     """
-    state = CellState(cell=cell)
+    state = CellState(study=study, cell=cell)
     if cell.search is not None:
-        _search(state, study, store)
+        _search(state, store)
         if state.searching or state.position is None:
             return state
-    state.seeds, state.missing = _find(cell, study.seeds, state.position, store)
+    state.runs, state.missing = _find(cell, study.seeds, state.position, store)
     return state
 
 
-def _search(state: CellState, study: Study, store: Store) -> None:
-    search = state.cell.search
+def counts(states: Mapping[str, CellState]) -> tuple[int, int, int]:
+    """Return how many runs are finished, are missing, and at least follow the missing ones."""
+    finished = set[str]().union(*(state.finished for state in states.values()))
+    missing = sum(len(state.missing) for state in states.values())
+    return len(finished), missing, sum(state.later for state in states.values())
+
+
+def _search(state: CellState, store: Store) -> None:
+    search, study = state.cell.search, state.study
     assert search is not None
-    while positions := untried(state.scores, search.start, search.max_values):
+    while positions := untried(state.search_scores, search.start, search.max_values):
         for position in positions:
             if not state.cell.is_possible(position):
-                state.scores[position] = math.inf  # beyond the setting's limits
+                state.search_scores[position] = math.inf  # beyond the setting's limits
                 continue
             finished, missing = _find(state.cell, search.seeds, position, store)
             state.missing += missing
-            if finished:
-                state.tried[position] = finished
+            state.search_runs += finished
             if not missing:
-                state.scores[position] = fmean(run.score(study.score) for run in finished)
+                score = fmean(run.score(study.score) for run in finished)
+                state.search_scores[position] = score
         if state.missing:
             state.searching = True
             state.later = len(set(study.seeds) - set(search.seeds))
             return
-    state.position = best(state.scores)
+    state.position = best(state.search_scores)
 
 
 def _find(
@@ -89,3 +163,8 @@ def _find(
     found = {seed: store.finished(run) for seed, run in runs.items()}
     finished = [run for run in found.values() if run is not None]
     return finished, [runs[seed] for seed, run in found.items() if run is None]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    every = list(values)
+    return fmean(every) if every else None

@@ -5,8 +5,7 @@ combination of the other axes is one panel.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -14,220 +13,167 @@ from typing import Any, Final
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
+from flower_desloc.runs.figures import style
 from flower_desloc.runs.figures.curves import Array, Band, Curve, at, heldout, sent
-from flower_desloc.runs.figures.style import (
-    GREY,
-    HEAD,
-    INK,
-    PARTS,
-    Label,
-    beside,
-    bytes_axis,
-    figure,
-    headline,
-    log_axis,
-    rows_axis,
-    short_bytes,
-    title,
-)
 from flower_desloc.runs.record import RunRecord, load
+from flower_desloc.tools.study.cells import CellState
 from flower_desloc.tools.study.grid import ScoreSpec
-from flower_desloc.tools.study.results import CellResult
+from flower_desloc.tools.study.results import mean_and_std
 
 _DPI: Final = 130
-_TEXT: Final = 9
 _BYTES: Final = "bytes sent by a client"
 _MOST_TICKS: Final = 7
 _FROM: Final = 0.25
 """Share of a run before which losses do not set the limits of a panel."""
 
 
-def draw(results: Sequence[CellResult], folder: Path) -> list[Path]:
+def draw(cells: Sequence[CellState], folder: Path) -> list[Path]:
     """Draw the figures that have data into ``folder``; return their paths."""
-    figures: dict[str, Callable[[_Layout], Figure]] = {}
-    if any(cell.scores for cell in results):
+    figures: dict[str, Callable[[_Grid], Figure]] = {}
+    if any(cell.scores for cell in cells):
         figures["scores.png"] = _scores
-        figures["loss_by_step.png"] = _loss_by_step
-        figures["loss_by_bytes.png"] = _loss_by_bytes
-    if any(len(cell.tried) > 1 for cell in results):
+        figures["loss_by_step.png"] = lambda grid: _losses(grid, "local steps")
+        figures["loss_by_bytes.png"] = lambda grid: _losses(grid, _BYTES)
+    if any(len(cell.tried) > 1 for cell in cells):
         figures["sweep.png"] = _sweep
-    layout = _Layout.of(results)
     for name, make in figures.items():
-        make(layout).savefig(folder / name, dpi=_DPI)
+        make(_Grid(cells)).savefig(folder / name, dpi=_DPI)
     return [folder / name for name in figures]
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Panel and colour of each cell."""
+class _Grid:
+    """The lines of a study's figures, and the panels that they are in."""
 
-    results: Sequence[CellResult]
-    axis: str | None
-    """The longest axis, whose values are the lines of the panels."""
-    styles: Mapping[str, dict[str, Any]]
-    """Colour of each line; dashed if there are more lines than colours."""
-
-    @classmethod
-    def of(cls, results: Sequence[CellResult]) -> "_Layout":
-        axes = results[0].study.axes
-        axis = max(axes, key=lambda each: len(axes[each]), default=None)
-        names = axes[axis] if axis else (results[0].study.name,)
-        return cls(
-            results,
-            axis,
-            {
-                name: {"color": colour, "ls": "-" if number < len(PARTS) else "--"}
-                for number, (name, colour) in enumerate(zip(names, cycle(PARTS), strict=False))
-            },
-        )
-
-    @property
-    def score(self) -> ScoreSpec:
-        """The number of a run that counts."""
-        return self.results[0].study.score
-
-    @property
-    def seeds(self) -> int:
-        """Number of seeds of a complete cell."""
-        return len(self.results[0].study.seeds)
-
-    @property
-    def panels(self) -> dict[str, dict[str, CellResult]]:
-        """The cell of each line, by panel."""
-        panels: dict[str, dict[str, CellResult]] = {}
-        for cell in self.results:
-            others = [label for axis, label in cell.labels.items() if axis != self.axis]
-            line = cell.labels[self.axis] if self.axis else cell.study.name
-            panels.setdefault(", ".join(others), {})[line] = cell
-        return panels
+    def __init__(self, cells: Sequence[CellState]) -> None:
+        study, axes = cells[0].study, cells[0].study.axes
+        longest = max(axes, key=lambda axis: len(axes[axis]), default=None)
+        self.cells = cells
+        self.name = study.name
+        self.score = study.score
+        self.seeds = len(study.seeds)
+        # Dashed if there are more lines than colours.
+        names, colours = axes[longest] if longest else (study.name,), cycle(style.PARTS)
+        self.styles: dict[str, dict[str, Any]] = {
+            name: {"color": colour, "ls": "-" if number < len(style.PARTS) else "--"}
+            for number, (name, colour) in enumerate(zip(names, colours, strict=False))
+        }
+        self.panels: dict[str, dict[str, CellState]] = {}
+        for cell in cells:
+            others = [label for axis, label in cell.cell.labels.items() if axis != longest]
+            line = cell.cell.labels[longest] if longest else study.name
+            self.panels.setdefault(", ".join(others), {})[line] = cell
 
     def figure(
         self, what: str, height: float
-    ) -> tuple[Figure, list[tuple[Axes, dict[str, CellResult]]]]:
-        """Return a figure, and its panels, ``height`` inches high, with the cells of each."""
-        panels = self.panels
-        columns = min(3, len(panels)) if len(panels) != 4 else 2
-        lines = math.ceil(len(panels) / columns)
-        width = max(7.2, 0.3 + columns * (3.7 + 0.075 * max(map(len, self.styles))))
-        made, axes = figure(lines, columns, HEAD + lines * (height + 0.8))
-        made.set_figwidth(width)
-        headline(made, self.results[0].study.name, what)
-        for panel in axes[len(panels) :]:
+    ) -> tuple[Figure, Iterator[tuple[Axes, dict[str, CellState]]]]:
+        """Return a figure, and its panels, ``height`` inches high, with the cell of each line."""
+        columns = min(3, len(self.panels)) if len(self.panels) != 4 else 2
+        rows = math.ceil(len(self.panels) / columns)
+        made, axes = style.figure(rows, columns, style.HEAD + rows * (height + 0.8))
+        made.set_figwidth(max(7.2, 0.3 + columns * (3.7 + 0.075 * max(map(len, self.styles)))))
+        style.headline(made, self.name, what[0].upper() + what[1:])
+        for panel in axes[len(self.panels) :]:
             panel.set_visible(False)
-        for panel, panel_name in zip(axes, panels, strict=False):
-            title(panel, panel_name)
-        return made, list(zip(axes, panels.values(), strict=False))
+        for panel, name in zip(axes, self.panels, strict=False):
+            style.title(panel, name)
+        return made, zip(axes, self.panels.values(), strict=False)
 
 
-def _scores(layout: _Layout) -> Figure:
+def _scores(grid: _Grid) -> Figure:
     """Draw the score of each seed, their mean and standard deviation."""
-    text = layout.score.text
-    what = _sentence(text)
-    if layout.seeds > 1:
+    what = grid.score.text
+    if grid.seeds > 1:
         what += ": a dot per seed, a bar for the mean, a line for the standard deviation"
-    made, panels = layout.figure(what, 0.25 * len(layout.styles) + 0.3)
+    made, panels = grid.figure(what, 0.25 * len(grid.styles) + 0.3)
     for panel, cells in panels:
-        rows_axis(panel, list(cells))
-        panel.grid(visible=True, axis="x", color="#EDEDED", lw=0.8)
+        style.rows_axis(panel, list(cells))
         panel.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-        panel.set_xlabel(text, fontsize=_TEXT, color=INK)
-        for height, (line, cell) in enumerate(cells.items()):
-            colour = layout.styles[line]["color"]
+        panel.set_xlabel(grid.score.text)
+        for row, (line, cell) in enumerate(cells.items()):
+            colour = grid.styles[line]["color"]
             if cell.mean is not None:
-                spread = cell.std or 0.0
-                panel.plot(
-                    [cell.mean - spread, cell.mean + spread], [height] * 2, color=colour, lw=2
-                )
-                panel.plot(cell.mean, height, "|", color=colour, ms=12, mew=2.4)
-                panel.plot(cell.scores, [height] * len(cell.scores), "o", color=colour, ms=5,
+                panel.errorbar(cell.mean, row, xerr=cell.std or 0, color=colour, lw=2)
+                panel.plot(cell.mean, row, "|", color=colour, ms=12, mew=2.4)
+                panel.plot(cell.scores, [row] * len(cell.scores), "o", color=colour, ms=5,
                            alpha=0.55, mew=0)  # fmt: skip
-            panel.annotate(
-                _text(cell), (1.02, height), xycoords=("axes fraction", "data"), va="center",
-                fontsize=_TEXT, color=INK if cell.mean is not None else GREY,
-            )  # fmt: skip
+            style.aside(panel, row, _text(cell), style.GREY if cell.mean is None else style.INK)
         if not any(cell.scores for cell in cells.values()):
             panel.set_xticks([])
     return made
 
 
-def _sweep(layout: _Layout) -> Figure:
+def _sweep(grid: _Grid) -> Figure:
     """Draw the score by tuned value."""
-    text = layout.score.text
-    what = f"{_sentence(text)} over the values tried; filled: the best; crosses on top: diverged"
-    made, panels = layout.figure(what, 3.3)
-    low, high = _range([list(cell.tried.values()) for cell in layout.results])
+    what = f"{grid.score.text} over the values tried; filled: the best; crosses on top: diverged"
+    made, panels = grid.figure(what, 3.3)
+    low, high = _range([list(cell.tried.values()) for cell in grid.cells])
     handles = {}
-    values = sorted({value for cell in layout.results for value in cell.tried})
+    values = sorted({value for cell in grid.cells for value in cell.tried})
     for panel, cells in panels:
         panel.set_ylim(low, high)
-        log_axis(panel.xaxis, values[0], values[-1])
+        style.log_axis(panel.xaxis, values[0], values[-1])
         if len(values) <= _MOST_TICKS:
-            panel.xaxis.set_major_locator(FixedLocator(values))
+            panel.set_xticks(values)
         for line, cell in cells.items():
             if not cell.tried:
                 continue
-            style = layout.styles[line]
+            look = grid.styles[line]
             tried = {value: s for value, s in cell.tried.items() if math.isfinite(s)}
             [handles[line]] = panel.plot([*tried], [*tried.values()], lw=1.5, marker="o", ms=4.5,
-                                         mfc="white", mew=1.2, label=line, **style)  # fmt: skip
+                                         mfc="white", mew=1.2, label=line, **look)  # fmt: skip
             if lost := [value for value in cell.tried if value not in tried]:
-                panel.plot(lost, [high] * len(lost), "x", color=style["color"], ms=6, mew=1.6,
+                panel.plot(lost, [high] * len(lost), "x", color=look["color"], ms=6, mew=1.6,
                            clip_on=False)  # fmt: skip
             if cell.tuned in tried:
-                panel.plot(cell.tuned, tried[cell.tuned], "o", color=style["color"], ms=6.5)
-        panel.set_xlabel(_keys(cells.values()), fontsize=_TEXT, color=INK)
-        panel.set_ylabel(text, fontsize=_TEXT, color=INK)
-    made.legend(handles=[*handles.values()], loc="outside lower center", ncols=_fit(handles),
-                fontsize=_TEXT, labelcolor=INK, frameon=False)  # fmt: skip
+                panel.plot(cell.tuned, tried[cell.tuned], "o", color=look["color"], ms=6.5)
+        keys = dict.fromkeys(cell.key for cell in cells.values() if cell.key)
+        panel.set_xlabel(" / ".join(keys))
+        panel.set_ylabel(grid.score.text)
+    columns = min(len(handles), max(1, 110 // (max(map(len, handles)) + 7)))
+    made.legend(handles=[*handles.values()], loc="outside lower center", ncols=columns,
+                fontsize=style.TEXT_SIZE, labelcolor=style.INK, frameon=False)  # fmt: skip
     return made
 
 
-def _loss_by_step(layout: _Layout) -> Figure:
-    return _losses(layout, "local steps")
-
-
-def _loss_by_bytes(layout: _Layout) -> Figure:
-    return _losses(layout, _BYTES)
-
-
-def _losses(layout: _Layout, against: str) -> Figure:
-    text = layout.score.text.removeprefix("final ").removeprefix("smallest ")
-    what = f"{_sentence(text)} against {against}"
-    if layout.seeds > 1:
-        what += f": mean over {layout.seeds} seeds, and the standard deviation"
-    made, panels = layout.figure(what, 3.3)
-    bands = {cell.state.cell.slug: _band(cell, against) for cell in layout.results}
+def _losses(grid: _Grid, against: str) -> Figure:
+    """Draw the mean loss over the seeds and its standard deviation, by steps or by bytes."""
+    text = grid.score.text.removeprefix("final ").removeprefix("smallest ")
+    what = f"{text} against {against}"
+    if grid.seeds > 1:
+        what += f": mean over {grid.seeds} seeds, and the standard deviation"
+    made, panels = grid.figure(what, 3.3)
+    bands = {cell.cell.slug: _band(cell, against) for cell in grid.cells}
     drawn = [band for band in bands.values() if band]
     low, high = _range([list(middle[x >= _FROM * x[-1]]) for x, middle, _ in drawn])
-    first = min(x[x >= _FROM * x[-1]][0] for x, _, _ in drawn)
     last = max(x[-1] for x, _, _ in drawn)
-    is_wide = against == _BYTES and last > 8 * min(x[-1] for x, _, _ in drawn)
     for panel, cells in panels:
         panel.set_ylim(low, high)
         panel.set_xlim(0, 1.02 * last)
         panel.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         if against == _BYTES:
-            bytes_axis(panel.xaxis)
-        if is_wide:
-            log_axis(panel.xaxis, 0.8 * first, last, lambda count, _: short_bytes(count))
+            panel.xaxis.set_major_formatter(style.bytes_tick)
+            if last > 8 * min(x[-1] for x, _, _ in drawn):
+                first = min(x[x >= _FROM * x[-1]][0] for x, _, _ in drawn)
+                style.log_axis(panel.xaxis, 0.8 * first, last, style.bytes_tick)
         labels = []
         for line, cell in cells.items():
-            if band := bands[cell.state.cell.slug]:
+            if band := bands[cell.cell.slug]:
                 x, middle, spread = band
-                style = layout.styles[line]
-                panel.plot(x, middle, lw=1.7, **style)
-                panel.fill_between(x, middle - spread, middle + spread, color=style["color"],
+                look = grid.styles[line]
+                panel.plot(x, middle, lw=1.7, **look)
+                panel.fill_between(x, middle - spread, middle + spread, color=look["color"],
                                    alpha=0.15, lw=0)  # fmt: skip
-                labels.append(Label((x[-1], min(middle[-1], high)), line, style["color"]))
-        panel.set_xlabel(against, fontsize=_TEXT, color=INK)
-        panel.set_ylabel(text, fontsize=_TEXT, color=INK)
-        beside(panel, labels)
+                end = (x[-1], min(middle[-1], high))
+                labels.append(style.Label(end, line, look["color"]))
+        panel.set_xlabel(against)
+        panel.set_ylabel(text)
+        style.beside(panel, labels)
     return made
 
 
-def _band(cell: CellResult, against: str) -> tuple[Array, Array, Array] | None:
+def _band(cell: CellState, against: str) -> tuple[Array, Array, Array] | None:
     """Return x, mean and standard deviation over the seeds that did not diverge."""
     runs = [load(done.folder.path) for done in cell.runs if not done.diverged]
     band = Band.of([_loss(run, cell.study.score) for run in runs]).between()
@@ -259,22 +205,8 @@ def _range(courses: Sequence[Sequence[float]]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _text(cell: CellResult) -> str:
+def _text(cell: CellState) -> str:
     if cell.mean is None:
         return "diverged" if cell.diverged or cell.all_diverged else "not run"
-    spread = "" if cell.std is None else f" ± {cell.std:.3f}"
-    return f"{cell.mean:.3f}{spread}" + (f", {cell.diverged} diverged" if cell.diverged else "")
-
-
-def _keys(results: Iterable[CellResult]) -> str:
-    return " / ".join(dict.fromkeys(cell.key for cell in results if cell.key))
-
-
-def _fit(names: Iterable[str]) -> int:
-    """Return how many columns of a legend fit below the panels."""
-    names = list(names)
-    return min(len(names), max(1, 110 // (max(map(len, names)) + 7)))
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    diverged = f", {cell.diverged} diverged" if cell.diverged else ""
+    return mean_and_std(cell, 3) + diverged

@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
 
 from flower_desloc.config import Config, ConfigError, load
+from flower_desloc.runs.groups import flat
 from flower_desloc.tools.study.search import Search
 
 
@@ -136,10 +136,10 @@ def fingerprint(config: Config) -> str:
 
     A key that a later version adds does not change the fingerprint of earlier runs.
     """
-    default = dict(leaves(dataclasses.asdict(Config())))
+    default = flat(dataclasses.asdict(Config()))
     changed = {
         key: value
-        for key, value in leaves(dataclasses.asdict(config))
+        for key, value in flat(dataclasses.asdict(config)).items()
         if key != "run.name" and (key not in default or default[key] != value)
     }
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
@@ -149,15 +149,6 @@ def fingerprint(config: Config) -> str:
 def load_once(config: str, overrides: tuple[str, ...]) -> Config:
     """Load a configuration, or return it from the cache: each run's is needed many times."""
     return load(config, overrides)
-
-
-def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested mapping, with dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _slug(label: str) -> str:

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeElapsedColumn as Elapsed
 
 from flower_desloc.config.units import duration_text
+from flower_desloc.tools.study.cells import CellState, counts
 from flower_desloc.tools.study.grid import Study, StudyRun
-from flower_desloc.tools.study.state import CellState
 from flower_desloc.tools.study.store import FinishedRun, Store
 
 _TAIL: Final = 65536
@@ -48,7 +48,8 @@ class StudyProgress:
     def finished(self, run: StudyRun, result: FinishedRun, states: Mapping[str, CellState]) -> None:
         """Print the run's score."""
         self._seconds.append(result.outcome["seconds"])
-        number, total = _counts(states)
+        number, *others = counts(states)
+        total = number + sum(others)
         spec = self._study.score
         score = "diverged" if result.diverged else f"{spec.metric} {result.score(spec):.4f}"
         took = duration_text(result.outcome["seconds"])
@@ -60,7 +61,8 @@ class StudyProgress:
 
     def tick(self, states: Mapping[str, CellState], running: list[StudyRun]) -> None:
         """Update the bars."""
-        number, total = _counts(states)
+        number, *others = counts(states)
+        total = number + sum(others)
         self._bars.update(self._all, completed=number, total=total)
         for title in self._tasks.keys() - {run.title for run in running}:
             self._bars.remove_task(self._tasks.pop(title))
@@ -76,12 +78,6 @@ class StudyProgress:
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _counts(states: Mapping[str, CellState]) -> tuple[int, int]:
-    """Return the number of finished runs, and of all runs as far as it is known."""
-    finished = len(set[str]().union(*(state.finished for state in states.values())))
-    return finished, finished + sum(len(s.missing) + s.later for s in states.values())
 
 
 def _last_step(folder: Path) -> int:

@@ -15,8 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.runs.groups import flat
 from flower_desloc.setup.build import check_streams
-from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, leaves, load_once
+from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, load_once
 from flower_desloc.tools.study.search import Search, nearest
 
 _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
@@ -210,7 +211,7 @@ def _overrides(values: Any, where: str) -> list[str]:
     if isinstance(values, str):
         return values.split()
     if isinstance(values, dict):
-        return [f"{key}={json.dumps(value)}" for key, value in leaves(values)]
+        return [f"{key}={json.dumps(value)}" for key, value in flat(values).items()]
     if isinstance(values, list) and all(isinstance(item, str) and "=" in item for item in values):
         return list(values)
     raise _StudyFileError(f"{where}: a list of key=value, or a mapping of settings; got {values!r}")
@@ -218,7 +219,7 @@ def _overrides(values: Any, where: str) -> list[str]:
 
 def _numbers(config: Config) -> dict[str, float]:
     # Not integers: the search multiplies by roots.
-    every = leaves(dataclasses.asdict(config))
+    every = flat(dataclasses.asdict(config)).items()
     return {key: value for key, value in every if isinstance(value, float)}
 
 

@@ -1,4 +1,4 @@
-"""Worker processes of a study: each runs many jobs, and its death ends only its current one."""
+"""Worker processes of a study: each takes many runs, and its death ends only its current one."""
 
 import json
 import multiprocessing
@@ -13,31 +13,19 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from flower_desloc.config import Config, dump
 from flower_desloc.setup.machine import cores, memory
-from flower_desloc.tools.study.store import LOG, OUTCOME, Outcome
+from flower_desloc.tools.study.grid import StudyRun
+from flower_desloc.tools.study.store import LOG, OUTCOME, Outcome, Store
 
 _WORKER_BYTES: Final = 1_500_000_000
 """Memory to expect of a worker: mostly PyTorch, transformers and datasets."""
 _NOT_FINITE: Final = "has values that are not finite"
 """In the error of every run that diverged: the server and the clients validate all tensors by
 ``check_finite``. A client's error reaches the server as text only."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, as it is sent to a worker process."""
-
-    name: str
-    config: str
-    """The resolved configuration, YAML."""
-    num_clients: int
-    scratch: Path
-    final: Path
-    failed: Path
 
 
 class WorkerPool:
@@ -47,34 +35,34 @@ class WorkerPool:
         self.jobs = jobs
         self._app = app
         self._idle: list[_Worker] = []
-        self._busy: dict[Future[Outcome], tuple[_Worker, Job]] = {}
+        self._busy: dict[Future[Outcome], tuple[_Worker, StudyRun]] = {}
 
     @property
     def free(self) -> int:
-        """Number of jobs that can start now."""
+        """Number of runs that can start now."""
         return self.jobs - len(self._busy)
 
-    def start(self, job: Job) -> None:
-        """Start ``job`` in an idle or new worker."""
+    def start(self, run: StudyRun, store: Store) -> None:
+        """Start ``run`` in an idle or new worker."""
         worker = self._idle.pop() if self._idle else _Worker(self._app)
-        self._busy[worker.executor.submit(run_job, job)] = (worker, job)
+        self._busy[worker.executor.submit(run_to_end, run, store.path)] = (worker, run)
 
-    def ended(self, timeout: float) -> Iterator[tuple[Job, Outcome | None]]:
-        """Wait up to ``timeout`` seconds for jobs to end; the outcome is None if a worker died."""
+    def ended(self, timeout: float) -> Iterator[tuple[StudyRun, Outcome | None]]:
+        """Wait up to ``timeout`` seconds for runs to end; the outcome is None if a worker died."""
         done, _ = wait(self._busy, timeout, FIRST_COMPLETED)
         for future in done:
-            worker, job = self._busy.pop(future)
+            worker, run = self._busy.pop(future)
             try:
                 outcome = future.result()
             except BrokenProcessPool:
                 worker.kill()
-                yield job, None
+                yield run, None
                 continue
             except Exception as error:  # outside of the run itself, for example a full disk
                 reason = f"{type(error).__name__}: {error}"
                 outcome = Outcome(status="failed", error=reason, seconds=0.0, config="")
             self._idle.append(worker)
-            yield job, outcome
+            yield run, outcome
 
     def __enter__(self) -> Self:
         return self
@@ -108,28 +96,33 @@ def default_jobs(client_cpus: int) -> int:
     return max(1, min(cores() // client_cpus, free // _WORKER_BYTES))
 
 
-def run_job(job: Job) -> Outcome:
-    """Run ``job``, move its folder to its final path, and return how it ended."""
+def run_to_end(run: StudyRun, folder: Path) -> Outcome:
+    """Run ``run``, move its folder to its final path, and return how it ended.
+
+    ``folder`` is the study's.
+    """
     began = time.perf_counter()
-    shutil.rmtree(job.scratch, ignore_errors=True)
-    folder = job.scratch / job.name
-    job.scratch.mkdir(parents=True)
-    with _output_to(job.scratch / LOG):
-        error = _train(job)
+    store = Store(folder.parent, folder.name)
+    scratch, failed, final = store.scratch_path(run), store.failed_path(run), store.final_path(run)
+    written = scratch / run.config.run.name
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    with _output_to(scratch / LOG):
+        error = _train(run.config, scratch)
     status: Literal["completed", "diverged", "failed"] = "completed"
     if error is not None:
         status = "diverged" if _NOT_FINITE in error else "failed"
     seconds = time.perf_counter() - began
-    outcome = Outcome(status=status, error=error, seconds=seconds, config=job.config)
-    folder.mkdir(exist_ok=True)
-    (job.scratch / LOG).rename(folder / LOG)
-    (folder / OUTCOME).write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(job.failed, ignore_errors=True)
-    final = job.failed if status == "failed" else job.final
-    shutil.rmtree(final, ignore_errors=True)  # of a configuration whose defaults have changed since
-    final.parent.mkdir(parents=True, exist_ok=True)
-    folder.rename(final)
-    shutil.rmtree(job.scratch, ignore_errors=True)
+    outcome = Outcome(status=status, error=error, seconds=seconds, config=dump(run.config))
+    written.mkdir(exist_ok=True)
+    (scratch / LOG).rename(written / LOG)
+    (written / OUTCOME).write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(failed, ignore_errors=True)
+    target = failed if status == "failed" else final
+    shutil.rmtree(target, ignore_errors=True)  # of a configuration whose defaults changed since
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written.rename(target)
+    shutil.rmtree(scratch, ignore_errors=True)
     return outcome
 
 
@@ -148,17 +141,16 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _train(job: Job) -> str | None:
-    """Return the error, or None."""
-    config = job.scratch / "config.yaml"
-    config.write_text(job.config, encoding="utf-8")
-    try:
-        from flower_desloc.tools.engines.in_process import run_in_process
+def _train(config: Config, folder: Path) -> str | None:
+    """Run ``config`` in this process, with ``folder`` as its output folder; return the error."""
+    # Imported here: the study's own process does not need PyTorch's models.
+    from flower_desloc.tools.engines.in_process import run_in_process
 
-        run_in_process(
-            {"config": str(config), "overrides": "", "output-dir": str(job.scratch)},
-            job.num_clients,
-        )
+    file = folder / "config.yaml"
+    file.write_text(dump(config), encoding="utf-8")
+    run_config = {"config": str(file), "overrides": "", "output-dir": str(folder)}
+    try:
+        run_in_process(run_config, config.federation.num_clients)
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
