@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flower_desloc.cli.terminal import FAILED, USAGE, fail
+from flower_desloc.cli.terminal import FAILED, USAGE, fail, failing
+from flower_desloc.runs.terminal import number_table
 
 if TYPE_CHECKING:
     from flower_desloc.tools.models.evaluate import TaskScore
 
 
 def evaluate(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
     tasks: Annotated[
         str, typer.Option(help="Names of lm-eval tasks, separated by commas.")
@@ -55,7 +54,7 @@ def evaluate(
 
     if json is not None and not (json.parent.is_dir() and os.access(json.parent, os.W_OK)):
         fail(USAGE, f"--json {json}: there is no writable folder {json.parent}")
-    try:
+    with failing(USAGE, ValueError):
         require_lm_eval()
         model, tokenizer = load(source)
         scores = score(
@@ -67,8 +66,6 @@ def evaluate(
             batch_size=batch_size,
             window=window,
         )
-    except ValueError as error:
-        fail(USAGE, str(error))
     Console(highlight=False).print(_table(scores))
     if cut := {name: score.cut for name, score in scores.items() if score.cut}:
         typer.echo(
@@ -83,19 +80,17 @@ def evaluate(
 
 
 def _table(scores: Mapping[str, "TaskScore"]) -> Table:
-    page = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    page.add_column("task")
-    for heading in ("questions", "acc", "acc_norm", "chance"):
-        page.add_column(heading, justify="right")
-    for name, score in scores.items():
-        page.add_row(
+    rows = [
+        [
             name,
             str(score.questions),
             _percent(score.acc, score.acc_stderr),
             _percent(score.acc_norm, score.acc_norm_stderr),
             f"{100 * score.chance:.1f} %",
-        )
-    return page
+        ]
+        for name, score in scores.items()
+    ]
+    return number_table(["task", "questions", "acc", "acc_norm", "chance"], rows)
 
 
 def _percent(share: float | None, error: float | None) -> str:

@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.terminal import FAILED, USAGE, fail
+from flower_desloc.cli.terminal import FAILED, USAGE, failing
 
 
 def export(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
     folder: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", show_default=False)] = None,
     overwrite: Annotated[
@@ -26,10 +25,7 @@ def export(
     # transformers takes seconds to import.
     from flower_desloc.tools.models.export import export as write
 
-    try:
+    not_written = failing(FAILED, OSError, where="the model was not exported")
+    with failing(USAGE, ValueError), not_written:
         written = write(run, folder, overwrite=overwrite)
-    except ValueError as error:
-        fail(USAGE, str(error))
-    except OSError as error:
-        fail(FAILED, f"the model was not exported: {error}")
     typer.echo(f"model: {written}")

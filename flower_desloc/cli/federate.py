@@ -8,8 +8,14 @@ from typing import Annotated
 import typer
 
 from flower_desloc.cli.run import resume_hint
-from flower_desloc.cli.run_arguments import RunArguments, require_writable
-from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.cli.run_arguments import (
+    OutputDir,
+    Overrides,
+    Preset,
+    RunArguments,
+    require_writable,
+)
+from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
 from flower_desloc.runs.resume import begun_in
 from flower_desloc.sites.supervisor import ProcessError
@@ -19,13 +25,10 @@ from flower_desloc.tools.engines.simulation import flwr_run
 
 
 def federate(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
-    preset: Annotated[str, typer.Argument(show_default=False)] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    preset: Preset = "",
+    overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="SuperNodes, each with a client.")] = 3,
-    output_dir: Annotated[
-        Path, typer.Option(help="Where the run's folder goes.", file_okay=False)
-    ] = Path("runs"),
+    output_dir: OutputDir = Path("runs"),
     data_path: Annotated[
         list[Path] | None,
         typer.Option(
@@ -49,10 +52,8 @@ def federate(
     """
     arguments = RunArguments.parse(preset, overrides or [], lambda given: _quorum(given, nodes))
     output_dir = begun_in(arguments.config, output_dir.expanduser().resolve())
-    try:
+    with failing(USAGE, ConfigError):
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
-    except ConfigError as error:
-        fail(USAGE, str(error))
     require_writable(output_dir)
     config = arguments.config
     command = flwr_run(arguments.app, arguments.run_config(output_dir))
@@ -66,10 +67,8 @@ def federate(
         exit_on_signals(),
         removed_if_empty(clients_folder(output_dir)),
     ):
-        try:
+        with failing(FAILED, ProcessError):
             status = deploy(command, sites, config.federation.client_cpus, verbose=verbose)
-        except ProcessError as error:
-            fail(FAILED, str(error))
         if not status.completed:
             fail(FAILED, status.error)
 

@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.terminal import USAGE, fail
+from flower_desloc.cli.terminal import USAGE, fail, failing
 
 
 def generate(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     source: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", show_default=False)],
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 200,
@@ -28,12 +27,10 @@ def generate(
 
     if not 0 <= temperature < math.inf:
         fail(USAGE, f"--temperature {temperature}: must be a number at least 0")
-    try:
+    with failing(USAGE, ValueError):
         model, tokenizer = load(source)
         count = continue_text(
             model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
-    except ValueError as error:
-        fail(USAGE, str(error))
     if count < tokens:
         typer.echo(f"({count} tokens: end of the text or of the model's length)", err=True)

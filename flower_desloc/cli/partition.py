@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder
-from flower_desloc.cli.terminal import FAILED, USAGE, fail
+from flower_desloc.cli.run_arguments import Overrides, Preset
+from flower_desloc.cli.terminal import FAILED, USAGE, failing
 from flower_desloc.config import ConfigError, load
 from flower_desloc.config.units import TEXT, percent_text, size_text
 from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
+from flower_desloc.runs.terminal import number_table
 from flower_desloc.setup.initial import settled
 from flower_desloc.tasks import Site, build_task
 
@@ -22,9 +23,8 @@ _SHOWN = 20
 
 
 def partition(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
-    preset: Annotated[str, typer.Argument()],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    preset: Preset,
+    overrides: Overrides = None,
     plot: Annotated[
         Path, typer.Option(dir_okay=False, help="The figure, a .png, .pdf or .svg file.")
     ] = Path("partition.png"),
@@ -34,36 +34,28 @@ def partition(
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
-    try:
+    with failing(FAILED, ValueError), failing(USAGE, ConfigError, NotACheckoutError):
         config = settled(load(preset, overrides or [], presets=app_folder() / "configs"))
         task, number = build_task(config), config.federation.num_clients
         data = {
             f"client-{i}": dict(task.client_data(Site(i, number)).description)
             for i in range(number)
         }
-    except (ConfigError, NotACheckoutError) as error:
-        fail(USAGE, str(error))
-    except ValueError as error:
-        fail(FAILED, str(error))
     Console(width=100, highlight=False).print(_table(data, config.task))
     typer.echo(unlikeness_text(data, config.task))
-    try:
+    with failing(USAGE, OSError, ValueError, where=f"--plot {plot}"):
         draw_partition(data, plot, task=config.task, title=title(config))
-    except (OSError, ValueError) as error:
-        fail(USAGE, f"--plot {plot}: {error}")
     typer.echo(f"figure: {plot}")
 
 
 def _table(data: Mapping[str, Mapping[str, int]], task: str) -> Table:
-    page = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    page.add_column("client")
-    for heading in ("size", "domains" if task == TEXT else "labels", "largest part"):
-        page.add_column(heading, justify="right")
+    rows = []
     for client, held in [*data.items()][:_SHOWN]:
         total = sum(held.values())
         name = max(held, key=lambda name: held[name])
         part = f"{name} {percent_text(held[name] / total)}"
-        page.add_row(client, size_text(total, task), str(len(held)), part)
+        rows.append([client, size_text(total, task), str(len(held)), part])
     if len(data) > _SHOWN:
-        page.add_row(f"and {len(data) - _SHOWN} more", "", "", "")
-    return page
+        rows.append([f"and {len(data) - _SHOWN} more"])
+    parts = "domains" if task == TEXT else "labels"
+    return number_table(["client", "size", parts, "largest part"], rows)

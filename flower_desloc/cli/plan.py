@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from flower_desloc.cli.checkout import app_folder, listing, opening_comments
-from flower_desloc.cli.terminal import USAGE, fail
+from flower_desloc.cli.run_arguments import Overrides, Preset
+from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
-from flower_desloc.plan.planned_run import PlannedRun
 from flower_desloc.plan.tables import Assumptions, show
 from flower_desloc.plan.wall_clock import Link
 
@@ -44,9 +44,8 @@ def _below_one(text: str) -> Any:
 
 
 def plan(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
-    preset: Annotated[str, typer.Argument(show_default=False)] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    preset: Preset = "",
+    overrides: Overrides = None,
     params: Annotated[
         float | None, _at_least_one("Parameters of the model, in place of the preset's.")
     ] = None,
@@ -126,7 +125,7 @@ def plan(
     words = overrides or []
     if "=" in preset:
         preset, words = "", [preset, *words]
-    try:
+    with failing(USAGE, ValueError):
         presets = app_folder() / "configs"
         if not preset and params is None:
             known = {**opening_comments(PAPER_CONFIGS), **opening_comments(presets)}
@@ -146,12 +145,15 @@ def plan(
             flops=flops,
             mfu=mfu,
         )
-    except ValueError as error:
-        fail(USAGE, str(error))
     run = replace(run, name=run.name if preset else "plan", alpha=1 - overlap, share=share)
     show(run, Console(), Assumptions(psi, smoothness, dissimilarity))
     if plot is not None:
-        _draw(run, plot)
+        # matplotlib takes a second to import.
+        from flower_desloc.tools.plan_figure import draw
+
+        with failing(USAGE, OSError, ValueError, where=f"--plot {plot}"):
+            draw(run, plot)
+        typer.echo(f"drawn into {plot}")
 
 
 def _set_options(
@@ -164,14 +166,3 @@ def _set_options(
     if beta1 is not None:
         first = config.optimizer.momentum = beta1
     config.optimizer.betas = (first, second if beta2 is None else beta2)
-
-
-def _draw(run: PlannedRun, path: Path) -> None:
-    # matplotlib takes a second to import.
-    from flower_desloc.tools.plan_figure import draw
-
-    try:
-        draw(run, path)
-    except (OSError, ValueError) as error:
-        fail(USAGE, f"--plot {path}: {error}")
-    typer.echo(f"drawn into {path}")

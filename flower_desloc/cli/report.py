@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.terminal import FAILED, USAGE, fail
+from flower_desloc.cli.terminal import FAILED, USAGE, failing
 
 
 def report(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", show_default=False)],
     output: Annotated[
         Path | None,
@@ -34,14 +33,9 @@ def report(
     from flower_desloc.runs.report import NoRunError, write_report
     from flower_desloc.runs.time_model import MBIT
 
-    try:
+    with failing(USAGE, ValueError, where="--bandwidth, --latency"):
         link = Link(bandwidth=bandwidth * MBIT, latency=latency)
-    except ValueError as error:
-        fail(USAGE, f"--bandwidth, --latency: {error}")
-    try:
+    not_written = failing(FAILED, OSError, where="the report was not written")
+    with failing(USAGE, NoRunError), not_written:
         page = write_report([*runs], output, link=link)
-    except NoRunError as error:
-        fail(USAGE, str(error))
-    except OSError as error:
-        fail(FAILED, f"the report was not written: {error}")
     typer.echo(f"report: {page.resolve()}")

@@ -13,8 +13,15 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.run_arguments import RunArguments, override, require_writable
-from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.cli.run_arguments import (
+    OutputDir,
+    Overrides,
+    Preset,
+    RunArguments,
+    override,
+    require_writable,
+)
+from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since
@@ -34,9 +41,8 @@ class Engine(StrEnum):
 
 
 def run(
-    # Typer 0.20 loses the help of arguments with Click 8.5: they are explained below.
-    preset: Annotated[str, typer.Argument(show_default=False)] = "",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    preset: Preset = "",
+    overrides: Overrides = None,
     engine: Annotated[
         Engine,
         typer.Option(
@@ -44,9 +50,7 @@ def run(
             "inprocess: the same apps in this process, for debugging and small studies."
         ),
     ] = Engine.SIMULATION,
-    output_dir: Annotated[
-        Path, typer.Option(help="Where the run's folder goes.", file_okay=False)
-    ] = Path("runs"),
+    output_dir: OutputDir = Path("runs"),
     workers: Annotated[
         int | None,
         typer.Option(
@@ -88,10 +92,8 @@ def run(
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
-        try:
+        with failing(USAGE, ValueError):
             _preflight(config, engine, workers, output_dir, dry=True)
-        except ValueError as error:
-            fail(USAGE, str(error))
         return
     require_writable(output_dir)
     try:
@@ -103,11 +105,9 @@ def run(
     again += ["--workers", str(workers)] if workers is not None else []
     with resume_hint(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
-            wrong = _run_simulation(command, output_dir, verbose=verbose)
+            _run_simulation(command, output_dir, verbose=verbose)
         else:
-            wrong = _run_in_process(arguments, run_config, verbose=verbose)
-        if wrong:
-            fail(FAILED, wrong)
+            _run_in_process(arguments, run_config, verbose=verbose)
 
 
 def _preflight(
@@ -144,29 +144,23 @@ def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Ite
         raise
 
 
-def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> str:
-    """Run to the end; return the error, or an empty text."""
+def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> None:
     typer.echo(shlex.join(command))
     folder = clients_folder(output_dir)
     os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
-    with removed_if_empty(folder):
-        try:
-            status = simulate(command, verbose=verbose)
-        except ProcessError as error:
-            return str(error)
-    return "" if status.completed else status.error
+    with removed_if_empty(folder), failing(FAILED, ProcessError):
+        status = simulate(command, verbose=verbose)
+    if not status.completed:
+        fail(FAILED, status.error)
 
 
 def _run_in_process(
     arguments: RunArguments, run_config: Mapping[str, str], *, verbose: bool
-) -> str:
-    """Run to the end; return the error, or an empty text."""
+) -> None:
     sys.path.insert(0, str(arguments.app))  # where server_app and client_app are
-
     try:
         run_in_process(dict(run_config), arguments.config.federation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()
-        return f"the run failed: {type(error).__name__}: {error}"
-    return ""
+        fail(FAILED, f"the run failed: {type(error).__name__}: {error}")

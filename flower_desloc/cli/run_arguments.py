@@ -6,15 +6,21 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
-from flower_desloc.cli.terminal import USAGE, fail
+from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.runs.resume import AUTO
 from flower_desloc.setup.build import check_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, settled
+
+# Typer 0.20 loses the help of arguments with Click 8.5: the commands' docstrings explain them.
+Preset = Annotated[str, typer.Argument(show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+OutputDir = Annotated[Path, typer.Option(help="Where its folder goes.", file_okay=False)]
 
 _A_LIST = re.compile(r"[^=]+=[\[{]")
 _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
@@ -43,7 +49,7 @@ class RunArguments:
 
         ``add`` returns the overrides of the command's own options, from the given ones.
         """
-        try:
+        with failing(USAGE, ConfigError, NotACheckoutError):
             app = app_folder()
             if not preset:
                 known = listing(opening_comments(app / "configs"))
@@ -58,8 +64,6 @@ class RunArguments:
                 config = load(preset, every, presets=app / "configs")
             config = settled(config)
             check_streams(config)
-        except (ConfigError, NotACheckoutError) as error:
-            fail(USAGE, str(error))
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
         return cls(app, preset, given, every, config)

@@ -20,6 +20,18 @@ def fail(code: int, message: str) -> Never:
 
 
 @contextmanager
+def failing(code: int, *errors: type[Exception], where: str = "") -> Iterator[None]:
+    """Exit with ``code`` and the error's message if the block raises one of ``errors``.
+
+    ``where`` is printed before the message.
+    """
+    try:
+        yield
+    except errors as error:
+        fail(code, f"{where}: {error}" if where else str(error))
+
+
+@contextmanager
 def exit_on_signals(
     left: str = "what the run has recorded so far stays in its folder",
 ) -> Iterator[None]:

@@ -6,7 +6,7 @@ from importlib import import_module
 import typer
 
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder
-from flower_desloc.cli.terminal import USAGE, fail
+from flower_desloc.cli.terminal import USAGE, failing
 
 
 def toy(context: typer.Context) -> None:
@@ -14,8 +14,6 @@ def toy(context: typer.Context) -> None:
 
     The arguments are those of `python -m examples.toy`; `desloc toy --help` shows them.
     """
-    try:
+    with failing(USAGE, NotACheckoutError):
         sys.path.append(str(app_folder()))
-    except NotACheckoutError as error:
-        fail(USAGE, str(error))
     import_module("examples.toy.__main__").app(context.args, prog_name="desloc toy")
