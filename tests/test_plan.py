@@ -19,10 +19,16 @@ from flower_desloc.config import load
 from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_streams
-from flower_desloc.plan.moments import drift_bound, half_life, kept
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.rates import method_rates
-from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
+from flower_desloc.plan.theory import (
+    averaging_limit,
+    drift_bound,
+    half_life,
+    kept,
+    psi,
+    step_size_bound,
+)
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,

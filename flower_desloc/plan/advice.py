@@ -7,8 +7,8 @@ from typing import Final
 
 from flower_desloc.config.units import number_text
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
-from flower_desloc.plan.moments import half_life, kept
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.plan.theory import half_life, kept
 from flower_desloc.plan.wall_clock import Topology
 
 MULTIPLES: Final = {

@@ -10,21 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flower_desloc.config.units import (
-    bandwidth_text,
-    bytes_text,
-    figures,
-    number_text,
-    period_text,
-    seconds_text,
-    times_text,
-)
+from flower_desloc.config import units
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
+from flower_desloc.plan import theory
 from flower_desloc.plan.advice import reasons, recommended, warnings
-from flower_desloc.plan.moments import drift_bound, half_life, kept
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.rates import rate
-from flower_desloc.plan.step_size import averaging_limit, psi, step_size_bound
 from flower_desloc.plan.wall_clock import Topology
 
 _DAY = 86400
@@ -74,16 +65,17 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
 
 
 def _heading(run: PlannedRun) -> Text:
-    link, workers = run.link, run.workers
+    link = run.link
     of_tokens = f" of {run.tokens:,.0f} tokens" if run.tokens else ""
     hidden = f"; {1 - run.alpha:.0%} of communication hidden" if run.alpha < 1 else ""
     coins = "; averaged by coins" if run.coins else ""
     return Text.assemble(
         (run.name, "bold"),
-        f": {run.num_params:,.0f} parameters, {run.optimizer} on {workers} "
-        f"worker{'' if workers == 1 else 's'}\n"
-        f"{run.steps:,} steps{of_tokens}; a step computes {seconds_text(run.compute)}\n"
-        f"{bandwidth_text(link.bandwidth)}, {seconds_text(link.latency)} latency{hidden}{coins}",
+        f": {run.num_params:,.0f} parameters, {run.optimizer} on "
+        f"{units.count_text(run.workers, 'worker')}\n"
+        f"{run.steps:,} steps{of_tokens}; a step computes {units.seconds_text(run.compute)}\n"
+        f"{units.bandwidth_text(link.bandwidth)}, "
+        f"{units.seconds_text(link.latency)} latency{hidden}{coins}",
     )
 
 
@@ -91,7 +83,7 @@ def _moments(run: PlannedRun, share: float) -> Table:
     tau = f"tau_{share:g}"
     table = _table("stream", "averaged", tau, "K / tau", "left", "ceiling", "drift bound")
     for stream in run.streams:
-        table.add_row(stream.name, period_text(stream.period), *_moment(stream, run, share))
+        table.add_row(stream.name, units.period_text(stream.period), *_moment(stream, run, share))
     return table
 
 
@@ -99,16 +91,16 @@ def _moment(stream: PlannedStream, run: PlannedRun, share: float) -> list[str]:
     cells = ["-"] * 5
     if stream.beta is None:
         return cells
-    tau = half_life(stream.beta, share)
+    tau = theory.half_life(stream.beta, share)
     cells[0] = f"{tau:,.1f}"
     if stream.period == RESET:
         return cells  # it is zero after every average of params
     steps = stream.period if isinstance(stream.period, int) else run.steps
-    cells[1] = number_text(steps / tau) if tau else "-"
-    cells[2] = f"{kept(stream.beta, steps):.3g}"
+    cells[1] = units.number_text(steps / tau) if tau else "-"
+    cells[2] = f"{theory.kept(stream.beta, steps):.3g}"
     if stream.ceiling is not None:
         cells[3] = f"{stream.ceiling:.3g}"
-        cells[4] = f"{drift_bound(stream.beta, steps, stream.ceiling):.3g}"
+        cells[4] = f"{theory.drift_bound(stream.beta, steps, stream.ceiling):.3g}"
     return cells
 
 
@@ -120,9 +112,12 @@ def _bytes(run: PlannedRun) -> Table:
         table.add_row(
             method.name,
             f"{sent / run.sizes[PARAMS]:.3g}",
-            bytes_text(sent),
-            bytes_text(sent * _DAY / run.compute),
-            *(times_text(m.num_bytes / sent if sent else math.inf) for m in (ddp, local_adam)),
+            units.bytes_text(sent),
+            units.bytes_text(sent * _DAY / run.compute),
+            *(
+                units.times_text(m.num_bytes / sent if sent else math.inf)
+                for m in (ddp, local_adam)
+            ),
             style="bold" if method is run.desloc else None,
         )
     return table
@@ -137,10 +132,10 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
         enough = (run.bandwidth_for(method, topology, s) for s in (run.share, 1))
         table.add_row(
             method.name,
-            seconds_text(waiting),
-            seconds_text(run.steps * step),
+            units.seconds_text(waiting),
+            units.seconds_text(run.steps * step),
             f"{100 * run.compute / step:.3g}%",
-            *("none" if b is None else bandwidth_text(b) if b else "any" for b in enough),
+            *("none" if b is None else units.bandwidth_text(b) if b else "any" for b in enough),
             style="bold" if method is run.desloc else None,
         )
     return table
@@ -155,16 +150,16 @@ def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
     table = _table("momentum averaged", "p_x", "p_u", "psi", "eta_0", "limited by")
     # The stated period comes last and replaces an equal row.
     for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():
-        value = psi(p_x, p, beta)
-        bound = step_size_bound(
+        value = theory.psi(p_x, p, beta)
+        bound = theory.step_size_bound(
             value, beta, smoothness=assumed.smoothness, dissimilarity=assumed.dissimilarity
         )
-        by_averages = averaging_limit(value, assumed.dissimilarity) < 1 - beta
+        by_averages = theory.averaging_limit(value, assumed.dissimilarity) < 1 - beta
         table.add_row(
             name,
             f"{p_x:.3g}",
             f"{p:.3g}",
-            figures(value),
+            units.figures(value),
             f"{bound:.3g}",
             "psi" if by_averages else "1 - beta",
             style="bold" if name == "as stated" else None,

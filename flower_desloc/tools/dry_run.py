@@ -9,13 +9,8 @@ import torch
 from flower_desloc.config import Config
 from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text, seconds_text
+from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.core.traffic import (
-    ddp_bytes,
-    desloc_bytes,
-    download_bytes,
-    local_adam_bytes,
-)
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.machine import cores, memory
@@ -117,7 +112,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
     config = needs.config
     schedule, steps = build_schedule(config), config.run.steps
     events = schedule.num_events(steps)
-    sent = desloc_bytes(schedule, needs.wire, steps)
+    sent = traffic.desloc_bytes(schedule, needs.wire, steps)
     yield f"each client will send, in {steps} steps:"
     for stream, count in sent.items():
         times = f"{events[stream]} times {bytes_text(needs.wire[stream])}"
@@ -132,11 +127,11 @@ def _bytes(needs: Needs) -> Iterator[str]:
     if config.strategy == "desloc":
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
         federated = config.evaluation.federated
-        down = download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
+        down = traffic.download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
         yield f"and will be sent {bytes_text(sum(down.values()))}"
     others = {
-        "Local Adam": sum(local_adam_bytes(schedule, needs.sizes, steps).values()),
-        "DDP": ddp_bytes(needs.sizes, steps),
+        "Local Adam": sum(traffic.local_adam_bytes(schedule, needs.sizes, steps).values()),
+        "DDP": traffic.ddp_bytes(needs.sizes, steps),
     }
     for name, other in others.items():
         if other and total:
@@ -161,7 +156,7 @@ def _time(needs: Needs, place: Place) -> Iterator[str]:
     yield f"{clients} clients, {place.at_once} at a time, compute {seconds_text(compute)}"
     schedule = build_schedule(config)
     windows = list(schedule.windows(steps))
-    sent = sum(desloc_bytes(schedule, needs.wire, steps).values())
+    sent = sum(traffic.desloc_bytes(schedule, needs.wire, steps).values())
     waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))
     yield f"between sites, links of 1 Gbit/s would add {seconds_text(waiting)} (see `desloc plan`)"
     longest = turns * timing.seconds * max(w.stop - w.start for w in windows)

@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
-from flower_desloc.config.units import bandwidth_text, duration_unit, period_text, seconds_text
-from flower_desloc.plan.moments import drift_bound, half_life
+from flower_desloc.config import units
 from flower_desloc.plan.planned_run import PlannedRun
 from flower_desloc.plan.rates import MethodRates
+from flower_desloc.plan.theory import drift_bound, half_life
 from flower_desloc.plan.wall_clock import Link, Topology, crossing
 from flower_desloc.runs.figures.style import GREY, INK, figure, title
 
@@ -52,7 +52,7 @@ def draw(run: PlannedRun, path: Path) -> None:
 
 def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
     compute = run.steps * run.compute
-    size, unit = duration_unit(compute)
+    size, unit = units.duration_unit(compute)
     title(
         panel,
         f"Time of the run on a {topology}",
@@ -76,14 +76,14 @@ def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
             panel.plot(where, time(one, where), "x", color=INK, ms=8, mew=1.8, zorder=3)
     panel.axhline(compute / size, color=GREY, lw=1, ls=":")
     panel.annotate(
-        f"compute alone, {seconds_text(compute)}", (bandwidths[0], compute / size),
+        f"compute alone, {units.seconds_text(compute)}", (bandwidths[0], compute / size),
         xytext=(4, -12), textcoords="offset points", color=GREY, fontsize=9,
     )  # fmt: skip
     panel.axvline(run.link.bandwidth, color=GREY, lw=1, ls="--")
     panel.set_xlim(bandwidths[0], bandwidths[-1])
     panel.set_ylim(bottom=compute / size / 2)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: bandwidth_text(value)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    panel.xaxis.set_major_formatter(lambda value, _: units.bandwidth_text(value))
+    panel.yaxis.set_major_formatter("{x:,g}")
     # Powers of ten of bits, not of bytes.
     first, last = (math.ceil(math.log10(8 * end)) for end in (bandwidths[0], bandwidths[-1]))
     panel.set_xticks([10.0**power / 8 for power in range(first, last, 1 + (last - first) // 5)])
@@ -107,14 +107,14 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
     periods = np.geomspace(1, longest, _POINTS)
     for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
         bounds = [drift_bound(beta, steps, 1) for steps in periods]
-        label = f"{stream.name}, {period_text(stream.period)}"
+        label = f"{stream.name}, {units.period_text(stream.period)}"
         panel.plot(periods, bounds, color=colour, lw=2, label=label)
         tau = half_life(beta)
         panel.plot(tau, drift_bound(beta, tau, 1), "|", color=colour, ms=16, mew=2)
         panel.plot(period, drift_bound(beta, period, 1), "o", color=colour, ms=7)
     panel.set_xlabel("local steps between averages", color=GREY, fontsize=9)
     for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_major_formatter("{x:,g}")
         axis.set_minor_formatter(NullFormatter())
     if stated:
         panel.legend(frameon=False, fontsize=9)
@@ -130,8 +130,8 @@ def _bandwidths(run: PlannedRun) -> list[float]:
 
 
 def _subtitle(run: PlannedRun) -> str:
-    periods = ", ".join(f"{s} {period_text(p)}" for s, p in run.periods.items())
+    periods = units.periods_text(run.periods, coins=run.coins)
     return (
-        f"{run.optimizer} on {run.workers} workers, averaged: {periods} steps; dashed: the "
-        f"link, {bandwidth_text(run.link.bandwidth)}"
+        f"{run.optimizer} on {units.count_text(run.workers, 'worker')}, averaged: {periods}; "
+        f"dashed: the link, {units.bandwidth_text(run.link.bandwidth)}"
     )

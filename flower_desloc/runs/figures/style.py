@@ -133,9 +133,7 @@ def steps_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.xaxis.set_major_locator(locator)
 
 
-def log_axis(
-    axis: Axis, low: float, high: float, text: Any = lambda value, _: f"{value:g}"
-) -> None:
+def log_axis(axis: Axis, low: float, high: float, text: Any = "{x:g}") -> None:
     """Make an axis logarithmic from ``low`` to ``high``, with every tick labelled."""
     panel = axis.axes
     vertical = axis is panel.yaxis

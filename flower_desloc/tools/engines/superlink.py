@@ -126,18 +126,12 @@ class SuperLink:
                 for line in str(answer.get("error-message", answer)).splitlines()
                 if line and not line.startswith("Using SuperLink")
             )
-            self.check_alive()
+            if self.process.has_exited:
+                reason = f"the SuperLink is gone; its log ends with\n{self.process.log_tail()}"
             raise ProcessError(
                 reason or f"{shlex.join(command[:2])} exited with code {done.returncode}"
             )
         return answer
-
-    def check_alive(self) -> None:
-        """Raise :class:`ProcessError` with the end of its log if the SuperLink has ended."""
-        if self.process.has_exited:
-            raise ProcessError(
-                f"the SuperLink is gone; its log ends with\n{self.process.log_tail()}"
-            )
 
     def wait_until_ready(self) -> None:
         """Return when the SuperLink serves its address."""

@@ -79,7 +79,7 @@ class TrainedModel:
 
 
 @contextmanager
-def loadable(source: str) -> Iterator[str]:
+def _loadable(source: str) -> Iterator[str]:
     """Yield the argument of ``from_pretrained`` for ``source``.
 
     ``source`` is a run's folder, a checkpoint, a folder of ``save_pretrained``, or a name on the
@@ -110,7 +110,7 @@ def load(source: str) -> tuple[Any, Any]:
     from flower_desloc.tasks.causal_lm.tokens import knows_nothing
     from flower_desloc.tasks.quiet import quiet
 
-    with loadable(source) as name:
+    with _loadable(source) as name:
         if _holds_adapters(Path(name)):
             raise ValueError(
                 f"{source}: holds adapters of peft without their model; merge them first: "

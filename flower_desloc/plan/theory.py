@@ -1,6 +1,40 @@
-"""The step size that Theorem 1 allows for DES-LOC-SGDM, and its psi, the cost of rare averages."""
+"""The paper's formulas: half-life and drift bound of a moment, and Theorem 1's step size."""
 
 import math
+
+
+def half_life(beta: float, psi: float = 0.5) -> float:
+    """Return the steps after which a moment keeps the share ``psi`` of what it held.
+
+    tau_psi(beta) = ln psi / ln beta
+
+    Raises ``ValueError`` unless 0 <= beta < 1 and 0 < psi < 1.
+
+    >>> round(half_life(0.95), 1), round(half_life(0.9999))
+    (13.5, 6931)
+    """
+    _check_beta(beta)
+    if not 0 < psi < 1:
+        raise ValueError(f"psi must be above 0 and below 1, got {psi}")
+    return math.log(psi) / math.log(beta) if beta else 0.0
+
+
+def kept(beta: float, steps: float) -> float:
+    """Return the share of a moment that is left after ``steps`` steps, beta^K."""
+    _check_beta(beta)
+    return float(beta**steps)
+
+
+def drift_bound(beta: float, steps: float, ceiling: float) -> float:
+    """Return the largest change of a coordinate of a moment in ``steps`` steps.
+
+    2 c (1 - beta^K), where no coordinate of the moment or of its inputs exceeds c: c = rho for the
+    first moment of clipped gradients, rho^2 for the second.
+    """
+    _check_beta(beta)
+    # 1 - beta^K loses its digits where beta^K is near 1.
+    change = -math.expm1(steps * math.log(beta)) if beta else float(steps > 0)
+    return 2 * ceiling * change
 
 
 def psi(p_x: float, p_u: float, beta: float) -> float:
@@ -16,8 +50,7 @@ def psi(p_x: float, p_u: float, beta: float) -> float:
     for name, p in (("p_x", p_x), ("p_u", p_u)):
         if not 0 <= p <= 1:
             raise ValueError(f"{name} must be a probability, got {p}")
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta must be at least 0 and below 1, got {beta}")
+    _check_beta(beta)
     if p_x == 1 or p_u == 1:
         return 0.0
     if p_x == 0:
@@ -49,3 +82,8 @@ def averaging_limit(psi: float, dissimilarity: float = 1.0) -> float:
     """Return the second term of the minimum in eta_0, the limit set by rare averages."""
     spread = 6 * math.sqrt(psi * max(1.0, dissimilarity**2 - 1))
     return 1 / spread if spread else math.inf
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta must be at least 0 and below 1, got {beta}")
