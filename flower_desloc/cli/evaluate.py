@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flower_desloc.cli.terminal import FAILED, USAGE, fail, failing
+from flower_desloc.config.units import percent_text
 from flower_desloc.runs.terminal import number_table
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _table(scores: Mapping[str, "TaskScore"]) -> Table:
             str(score.questions),
             _percent(score.acc, score.acc_stderr),
             _percent(score.acc_norm, score.acc_norm_stderr),
-            f"{100 * score.chance:.1f} %",
+            percent_text(score.chance),
         ]
         for name, score in scores.items()
     ]
@@ -94,8 +95,6 @@ def _table(scores: Mapping[str, "TaskScore"]) -> Table:
 
 
 def _percent(share: float | None, error: float | None) -> str:
-    if share is None:
-        return "-"
-    if error is None:
-        return f"{100 * share:.1f} %"
-    return f"{100 * share:.1f} ± {100 * error:.1f} %"
+    if share is None or error is None:
+        return percent_text(share)
+    return f"{100 * share:.1f} ± {percent_text(error)}"

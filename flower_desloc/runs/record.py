@@ -14,8 +14,7 @@ from yaml import YAMLError
 
 from flower_desloc.config import ConfigError, parse
 from flower_desloc.config.units import count_text, periods_text
-from flower_desloc.core.schedule import PARAMS, SyncSchedule
-from flower_desloc.core.traffic import Uploads
+from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.runs.summary import build
@@ -118,14 +117,6 @@ class RunRecord:
                 value = line["evaluation"][self.where]["overall"].get(metric)
                 return None if value is None else float(value)
         return None
-
-    def uploads(self) -> Uploads:
-        """Return a counter of what other methods would have sent in the same windows."""
-        config, sizes = self.summary["config"], self.summary["stream_bytes"]
-        # summary.py must write every field of SyncSchedule that is read here.
-        once_at = frozenset(config.get("once_at", ()))
-        schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at)
-        return Uploads(schedule, sizes, self.summary.get("wire_bytes", sizes), config["steps"])
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:

@@ -1,12 +1,11 @@
 """How long a run would take over slow links: compute as measured, communication as modelled."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.core.traffic import Uploads
 from flower_desloc.plan.wall_clock import Link, star_seconds
-from flower_desloc.runs.folder import Line
 from flower_desloc.runs.record import RunRecord
 
 MBIT = 125_000
@@ -15,20 +14,27 @@ MBIT = 125_000
 DEFAULT_LINK = Link(bandwidth=100 * MBIT, latency=0.05)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelledTime:
-    """Seconds of compute and of communication."""
+    """Seconds of compute and of communication, counted window by window."""
 
-    steps: list[float]
-    seconds: list[float]
+    steps: list[float] = field(default_factory=lambda: [0.0])
+    seconds: list[float] = field(default_factory=lambda: [0.0])
     """Seconds since the start, after each of ``steps``."""
-    compute: float
-    communication: float
+    compute: float = 0.0
+    communication: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of both."""
         return self.compute + self.communication
+
+    def add(self, step: int, compute: float, communication: float) -> None:
+        """Count a window that ends after ``step``."""
+        self.compute += compute
+        self.communication += communication
+        self.steps.append(step)
+        self.seconds.append(self.total)
 
 
 def seconds_per_step(run: RunRecord) -> float | None:
@@ -51,34 +57,24 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     pace = seconds_per_step(run)
     if pace is None:
         return {}
-    uploads, size = run.uploads(), run.summary["stream_bytes"].get(PARAMS, 0)
-
-    def star(line: Line, sent: float) -> float:
-        workers = max(1, len(line["clients"]))
-        return star_seconds(sent / workers, workers, link) if sent else 0.0
-
-    def local_adam(line: Line) -> float:
+    config, sizes = run.summary["config"], run.summary["stream_bytes"]
+    # From the summary: an older version's configuration may no longer be valid.
+    once_at = frozenset(config.get("once_at", ()))
+    schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at)
+    uploads = Uploads(schedule, sizes, sizes, config["steps"])
+    methods = {name: ModelledTime() for name in ("this run", "Local Adam", "DDP")}
+    for line in run.windows:
+        steps, workers = line["step"] - line["start"], max(1, len(line["clients"]))
         before = sum(uploads.local_adam.values())
         uploads.add(line["start"], line["step"], len(line["clients"]))
-        return star(line, sum(uploads.local_adam.values()) - before)
-
-    def ddp(line: Line) -> float:
-        a_step = star(line, max(1, len(line["clients"])) * size)
-        return float((line["step"] - line["start"]) * a_step)
-
-    methods = {
-        "this run": _time(run, pace, lambda line: star(line, sum(line["bytes_up"].values())))
-    }
-    if GRADIENTS not in run.periods:
-        methods["Local Adam"] = _time(run, pace, local_adam)
-    return methods | {"DDP": _time(run, pace, ddp)}
-
-
-def _time(run: RunRecord, pace: float, communication: Callable[[Line], float]) -> ModelledTime:
-    steps, seconds, compute, sent = [0.0], [0.0], 0.0, 0.0
-    for line in run.windows:
-        compute += pace * (line["step"] - line["start"])
-        sent += communication(line)
-        steps.append(line["step"])
-        seconds.append(compute + sent)
-    return ModelledTime(steps, seconds, compute, sent)
+        sent = {
+            "this run": sum(line["bytes_up"].values()),
+            "Local Adam": sum(uploads.local_adam.values()) - before,
+            "DDP": workers * sizes.get(PARAMS, 0),
+        }
+        for name, time in methods.items():
+            seconds = star_seconds(sent[name] / workers, workers, link) if sent[name] else 0.0
+            time.add(line["step"], pace * steps, seconds * (steps if name == "DDP" else 1))
+    if GRADIENTS in run.periods:
+        del methods["Local Adam"]
+    return methods

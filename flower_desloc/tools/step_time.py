@@ -8,7 +8,7 @@ import torch
 
 from flower_desloc.config import Config
 from flower_desloc.config.units import bytes_text
-from flower_desloc.setup.machine import memory
+from flower_desloc.setup.machine import memory, num_threads
 from flower_desloc.setup.sketch import TEXT, Sketch, sample
 
 _PARAMS = 50_000_000  # only some blocks of a larger model are timed
@@ -38,12 +38,8 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
     _require_memory(part, device)
     task, batch = sample(part, rows, rows)
     model = task.build_model().to(device).train()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.federation.client_cpus)
-    try:
+    with num_threads(config.federation.client_cpus):
         seconds = _timed(lambda: task.loss(model, batch).backward(), device)
-    finally:
-        torch.set_num_threads(threads)
     larger = num_params / sum(p.numel() for p in model.parameters())
     longer = _examples(config) / _examples(part)
     return Timing(larger * longer * seconds, _description(config, part))

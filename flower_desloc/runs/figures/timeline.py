@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from flower_desloc.config.units import period_text
@@ -12,6 +10,7 @@ from flower_desloc.runs.figures import style
 from flower_desloc.runs.record import RunRecord
 
 _MAX_BARS = 2000
+"""With more bars the report contains them as an image, which is smaller."""
 
 
 def draw_timeline(run: RunRecord) -> Figure | None:
@@ -61,27 +60,14 @@ def _fill_presence(panel: Axes, run: RunRecord) -> None:
     ]
     meaning = "a bar where a client's work is in the averages"
     style.title(panel, "Clients", meaning + ("; a cross where it was left out" if missed else ""))
-    if len(row) * len(run.windows) > _MAX_BARS:
-        _draw_presence_image(panel, run, row)
-    else:
-        for name in row:
-            lines = (line for line in run.windows if name in line["clients"])
-            bars = _joined((line["start"], line["step"]) for line in lines)
-            panel.broken_barh(bars, (row[name] - 0.32, 0.64), color=style.BAR, lw=0)
+    many = len(row) * len(run.windows) > _MAX_BARS
+    for name in row:
+        lines = (line for line in run.windows if name in line["clients"])
+        bars = _joined((line["start"], line["step"]) for line in lines)
+        panel.broken_barh(bars, (row[name] - 0.32, 0.64), color=style.BAR, lw=0, rasterized=many)
     if missed:
         panel.plot(*zip(*missed, strict=True), "x", color=style.ALARM, ms=5, mew=1.6, clip_on=False)
     style.rows_axis(panel, [*row], grid=False)
-
-
-def _draw_presence_image(panel: Axes, run: RunRecord, row: dict[str, int]) -> None:
-    columns = np.linspace(0, run.num_steps, 801)
-    image = np.ones((len(row), 800, 3))
-    for line in run.windows:
-        first, last = np.searchsorted(columns, (line["start"], line["step"]))
-        for name in line["clients"]:
-            image[row[name], first : max(first + 1, last)] = to_rgb(style.BAR)
-    extent = (0, run.num_steps, len(row) - 0.5, -0.5)
-    panel.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
 
 
 def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

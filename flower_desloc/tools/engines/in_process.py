@@ -9,6 +9,7 @@ from flwr.app import Context, RecordDict
 
 from flower_desloc.config import load
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.setup.machine import num_threads
 
 
 def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
@@ -27,7 +28,7 @@ def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clien
         for i in range(num_clients)
     ]
     with (
-        _num_threads(config.federation.client_cpus),
+        num_threads(config.federation.client_cpus),
         torch.random.fork_rng(),
         removed_if_empty(state_dir),
     ):
@@ -48,14 +49,3 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             folder.rmdir()
-
-
-@contextmanager
-def _num_threads(number: int) -> Iterator[None]:
-    # The number a simulated client has: sums over threads differ in the last bits.
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
