@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flower_desloc.config import Config, ConfigError, parse
-from flower_desloc.config.units import bytes_text
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.traffic import download_bytes
@@ -539,17 +538,20 @@ def test_tensorboard_has_every_curve(finished: tuple[RunFolder, str]) -> None:
     assert (last.step, last.value) == (192, pytest.approx(total))
 
 
-def test_a_view_that_fails_is_logged_once_and_the_run_continues(
+def test_a_view_or_report_that_fails_is_logged_once_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(TensorBoard, "window", no_space)
+    monkeypatch.setattr("flower_desloc.runs.report.write_page", no_space)
     _, run = record(tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "TensorBoard failed and is left out; the run is not affected: "
+        f"{name} failed and is left out; the run is not affected: "
         "OSError(28, 'No space left on device')"
+        for name in ("TensorBoard", "report.html")
     ]
     assert len(list(read_lines(run.metrics))) == 13
     assert summary_of(run)["status"] == "completed"
+    assert not run.report.exists()
 
 
 # The terminal
@@ -608,14 +610,6 @@ def test_a_stream_that_flower_copies_into_a_log_gets_plain_lines(tmp_path: Path)
     stream.write = stream.write  # type: ignore[method-assign]  # what Flower does to stdout
     record(tmp_path, stream=stream)
     assert "\x1b[" not in stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "1.0 MB"), (10**13, "10.0 TB")],
-)
-def test_bytes_are_in_units_of_1000(count: int, text: str) -> None:
-    assert bytes_text(count) == text
 
 
 # The figures

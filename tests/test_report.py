@@ -21,7 +21,6 @@ from flower_desloc.cli import app
 from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event, WindowRecord
 from flower_desloc.plan.wall_clock import Link, star_seconds
-from flower_desloc.runs import report
 from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
 from flower_desloc.runs.figures.curves import Band, Curve
 from flower_desloc.runs.groups import Spread
@@ -207,19 +206,6 @@ def test_text_from_clients_is_escaped(copy: Path, tmp_path: Path) -> None:
     row = ["0 to 8", "client-1", "refused", "5", "<script>alert(1)</script>"]
     assert row in text.tables[2]
     assert "<script" not in (tmp_path / "page.html").read_text()
-
-
-def test_a_report_that_fails_does_not_affect_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(report, "write_page", fail)
-    _, run = record(tmp_path)
-    assert "report.html failed and is left out" in caplog.text
-    assert summary_of(run.path)["status"] == "completed"
-    assert not run.report.exists()
 
 
 # Missing and damaged files

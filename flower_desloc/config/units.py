@@ -27,8 +27,8 @@ _BANDWIDTHS: Final = (
 def bytes_text(count: float) -> str:
     """Return ``count`` bytes in units of 1000.
 
-    >>> bytes_text(9_900_000), bytes_text(132_400_000), bytes_text(512)
-    ('9.9 MB', '132 MB', '512 B')
+    >>> [bytes_text(count) for count in (0, 512, 1000, 999_949, 9_900_000, 132_400_000)]
+    ['0 B', '512 B', '1.0 kB', '1.0 MB', '9.9 MB', '132 MB']
     """
     power = 0
     # 999.5 would be printed as 1000.

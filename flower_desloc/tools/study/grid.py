@@ -85,12 +85,13 @@ class Cell:
 
     def run(self, seed: int, position: int | None = None) -> "StudyRun":
         """Return the run with a seed, at a position of the search."""
-        value = None
-        changes = [f"run.seed={seed}"]
+        tuned, changes = "", [f"run.seed={seed}"]
         if self.search is not None and position is not None:
             value = self.search.value(position)
+            tuned = f"{self.search.key}={value:g}"
             changes.append(f"{self.search.key}={value}")
-        return StudyRun(self, seed, value, load_once(self.config, (*self.overrides, *changes)))
+        config = load_once(self.config, (*self.overrides, *changes))
+        return StudyRun(self, seed, tuned, named(config, self.slug[:80]))
 
 
 @dataclass(frozen=True)
@@ -99,31 +100,22 @@ class StudyRun:
 
     cell: Cell
     seed: int
-    value: float | None
-    """Value of the key that the cell's search tunes."""
-    settings: Config
-    """The configuration with the name that the study's files give the run."""
+    tuned: str
+    """The key that the cell's search tunes, and its value: ``key=value``; empty without one."""
+    config: Config
+    """The configuration to run. Its name is the cell's, by which a report groups runs."""
 
     @cached_property
     def folder(self) -> str:
         """Name of the run's folder in its cell's: the tuned value, the seed, the fingerprint."""
-        tuned = ""
-        if self.cell.search is not None and self.value is not None:
-            tuned = f"{self.cell.search.key.rpartition('.')[2]}-{self.value:g}-"
-        return f"{tuned}seed-{self.seed}-{fingerprint(self.settings)}"
-
-    @cached_property
-    def config(self) -> Config:
-        """The configuration to run. Its name is the cell's, by which a report groups runs."""
-        return named(self.settings, self.cell.slug[:80])
+        key, _, value = self.tuned.partition("=")
+        tuned = [f"{key.rpartition('.')[2]}-{value}"] if self.tuned else []
+        return "-".join([*tuned, f"seed-{self.seed}", fingerprint(self.config)])
 
     @property
     def title(self) -> str:
         """Cell, tuned value and seed, for people."""
-        tuned = ""
-        if self.cell.search is not None and self.value is not None:
-            tuned = f", {self.cell.search.key}={self.value:g}"
-        return f"{self.cell.name}{tuned}, seed {self.seed}"
+        return ", ".join(filter(None, [self.cell.name, self.tuned, f"seed {self.seed}"]))
 
 
 def named(config: Config, name: str) -> Config:
