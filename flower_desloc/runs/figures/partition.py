@@ -109,7 +109,7 @@ def unlikeness_text(data: Holdings, task: str) -> str:
 
 def _draw_totals(panel: Axes, totals: NDArray[np.int64], task: str) -> None:
     most = int(totals.max())
-    panel.bar(range(len(totals)), totals, width=0.86, color=style.BAR)
+    bars = panel.bar(range(len(totals)), totals, width=0.86, color=style.BAR)
     panel.tick_params(length=0, labelbottom=False)
     panel.set_ylim(0, max(1, most) * 1.25)
     panel.set_yticks([])
@@ -118,11 +118,8 @@ def _draw_totals(panel: Axes, totals: NDArray[np.int64], task: str) -> None:
         panel.set_yticks([most], [size_text(most, task)], fontsize=small, color=style.GREY)
         panel.axhline(most, color=style.FAINT, lw=0.8, zorder=0)
         return
-    for client, total in enumerate(totals.tolist()):
-        panel.annotate(
-            size_text(total, task), (client, total), xytext=(0, 2), textcoords="offset points",
-            ha="center", fontsize=small, color=style.INK,
-        )  # fmt: skip
+    texts = [size_text(total, task) for total in totals.tolist()]
+    panel.bar_label(bars, texts, padding=2, fontsize=small, color=style.INK)
 
 
 def _draw_cells(panel: Axes, sizes: NDArray[np.int64], names: Sequence[str], task: str) -> None:
@@ -135,11 +132,8 @@ def _draw_cells(panel: Axes, sizes: NDArray[np.int64], names: Sequence[str], tas
     panel.tick_params(length=0)
     every = math.ceil(len(names) / _MAX_NAMED)
     panel.set_yticks(range(0, len(names), every), names[::every])
-    sums = panel.secondary_yaxis("right")
-    totals = [size_text(total, task) for total in sizes.sum(axis=0).tolist()]
-    sums.set_yticks(range(0, len(names), every), totals[::every], color=style.GREY)
-    sums.spines[:].set_visible(False)
-    sums.tick_params(length=0, labelsize=style.TEXT_SIZE - 1)
+    for row, total in list(enumerate(sizes.sum(axis=0).tolist()))[::every]:
+        style.aside(panel, row, size_text(total, task), style.GREY)
     if len(sizes) > _MAX_NUMBERED:
         return
     for (client, name), size in np.ndenumerate(sizes):
