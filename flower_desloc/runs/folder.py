@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -58,27 +58,12 @@ class RunFolder:
                 f"({error.strerror}); give a folder with write permission"
             ) from error
 
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def claimed(self) -> AbstractContextManager[None]:
         """Lock the folder against other processes.
 
         Raises :class:`ConfigError` if another process has locked it, or if it is not writable.
         """
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise ConfigError(
-                f"run.resume: the run in {self.path} is still going on, in another process"
-            ) from error
-        except OSError as error:
-            raise ConfigError(
-                f"run.resume: {self.path} cannot be written to ({error.strerror})"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        return locked(self.path, f"run.resume: the run in {self.path} is still going on")
 
     def is_claimed(self) -> bool:
         """Return whether another process has locked the folder."""
@@ -139,6 +124,27 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return self.final
+
+
+@contextmanager
+def locked(folder: Path, held: str) -> Iterator[None]:
+    """Lock ``folder``, which is made if there is none, against other processes.
+
+    Raises :class:`ConfigError`, with ``held`` if another process has locked it, or if it cannot be
+    written to.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(f"{held}, in another process") from error
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flower_desloc.config import ConfigError, parse
+from flower_desloc.config import Config, parse
 from flower_desloc.config.units import count_text, periods_text
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import Plan
@@ -145,17 +146,27 @@ def load(path: Path) -> RunRecord:
     Raises :class:`NoRunError`, naming the file, when one of its files cannot be read.
     """
     folder = RunFolder(path)
-    text = _text(folder.config)
-    try:
+    with _reading(folder.config, "not a configuration"):
+        text = folder.config.read_text(encoding="utf-8")
         config = plain(text)
-    except (OmegaConfBaseException, YAMLError, TypeError) as error:
-        raise NoRunError(f"{folder.config}: not a configuration: {error}") from error
-    try:
+    with _reading(folder.metrics, "not one JSON object a line"):
         lines = list(read_lines(folder.metrics))
-    except (OSError, ValueError) as error:
-        raise NoRunError(f"{folder.metrics}: not one JSON object a line: {error}") from error
-    summary = _summary(folder) if folder.summary.exists() else _unfinished(folder, text, lines)
+    if not folder.summary.exists():
+        with _reading(folder.config, "not a configuration of this version"):
+            return RunRecord(path, config, lines, _unfinished(parse(text), lines))
+    with _reading(folder.summary, "not the summary of a run"):
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+        if missing := {"status", "config", "bytes"} - {*summary}:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
     return RunRecord(path, config, lines, summary)
+
+
+@contextmanager
+def _reading(path: Path, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
+        raise NoRunError(f"{path}: {otherwise}: {error}") from error
 
 
 def plain(text: str) -> dict[str, Any]:
@@ -179,28 +190,7 @@ def natural(text: str) -> list[Any]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise NoRunError(f"{path}: cannot be read: {error}") from error
-
-
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    try:
-        summary = json.loads(_text(folder.summary))
-    except ValueError as error:
-        raise NoRunError(f"{folder.summary}: not JSON: {error}") from error
-    if not isinstance(summary, dict) or not {"status", "config", "bytes"} <= summary.keys():
-        raise NoRunError(f"{folder.summary}: not the summary of a run")
-    return summary
-
-
-def _unfinished(folder: RunFolder, text: str, lines: Sequence[Line]) -> dict[str, Any]:
-    try:
-        config = parse(text)
-    except ConfigError as error:
-        raise NoRunError(f"{folder.config}: {error}") from error
+def _unfinished(config: Config, lines: Sequence[Line]) -> dict[str, Any]:
     sizes = _stream_sizes(lines)
     plan = Plan(num_steps=config.run.steps, num_windows=0, stream_bytes=sizes, clients={})
     return build(lines, config=config, plan=plan, status="unfinished")

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
-from filelock import FileLock, Timeout
-
-from flower_desloc.config import ConfigError, parse
-from flower_desloc.runs import RunFolder
+from flower_desloc.config import parse
+from flower_desloc.runs.folder import RunFolder, locked
 from flower_desloc.tools.study.grid import ScoreSpec, StudyRun, named
 
 OUTCOME: Final = "outcome.json"
@@ -74,22 +72,12 @@ class Store:
 
         Raises :class:`ConfigError` if another process holds it or it cannot be created.
         """
-        lock = FileLock(self.path / ".lock", timeout=0)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except Timeout as error:
-            raise ConfigError(f"{self.path}: this study is running already") from error
-        except OSError as error:
-            raise ConfigError(
-                f"--output-dir: cannot write to {self.path} ({error.strerror}); give another"
-            ) from error
-        try:
+        with locked(self.path, f"{self.path}: this study is running already"):
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            yield
-        finally:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            lock.release()
+            try:
+                yield
+            finally:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def final_path(self, run: StudyRun) -> Path:
         """Return the folder of ``run`` once it is finished."""
