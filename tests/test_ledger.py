@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
-from flower_desloc.core.compression import wire_bytes
-from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+from flower_desloc.core.traffic import stream_bytes, uploads, wire_bytes
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
@@ -40,38 +39,39 @@ def test_a_worker_sends_every_stream_once_per_period_and_params_at_the_end(perio
     events = {s: 0 if k == NEVER else T // k for s, k in zip(STREAMS, periods, strict=True)}
     events[PARAMS] += periods[0] == NEVER or T % periods[0] > 0
     expected = {s: sizes[s] * events[s] for s in STREAMS}
-    assert desloc_bytes(schedule_of(*periods), sizes, T) == expected
+    assert uploads(schedule_of(*periods), sizes, T).desloc == expected
 
 
 @pytest.mark.parametrize("K", [1, 7, 16, 256])
 def test_the_clocks_of_the_paper_halve_local_adams_bytes(K):
     """3/K against 1/K + 1/3K + 1/6K, and nothing left over when 6K divides T."""
     schedule, T = schedule_of(K, 3 * K, 6 * K), 12 * K
-    local_adam = total(local_adam_bytes(schedule, SIZES, T))
-    assert Fraction(local_adam, total(desloc_bytes(schedule, SIZES, T))) == 2
+    local_adam = total(uploads(schedule, SIZES, T).local_adam)
+    assert Fraction(local_adam, total(uploads(schedule, SIZES, T).desloc)) == 2
     assert local_adam == 3 * P * T // K
 
 
 def test_coded_they_are_8_times_below_local_adam_and_over_600_times_below_data_parallelism():
     like = {name: {"w": torch.zeros(1_000_000)} for name in SIZES}
     schedule, formats, T = schedule_of(256, 768, 1536), dict.fromkeys(SIZES, "int8"), 1536
-    sent = total(desloc_bytes(schedule, wire_bytes(like, formats), T))
-    assert total(local_adam_bytes(schedule, stream_bytes(like), T)) / sent > 7.9
-    assert ddp_bytes(stream_bytes(like), T) / sent > 670
+    sent = total(uploads(schedule, wire_bytes(like, formats), T).desloc)
+    assert total(uploads(schedule, stream_bytes(like), T).local_adam) / sent > 7.9
+    assert uploads(schedule, stream_bytes(like), T).ddp / sent > 670
 
 
 def test_the_clocks_of_the_paper_are_170_times_below_data_parallelism():
     """4 bytes a parameter and step against 4 (1/256 + 1/768 + 1/1536) = 0.0234375."""
     T = 1536
-    sent = total(desloc_bytes(schedule_of(256, 768, 1536), SIZES, T))
-    assert Fraction(ddp_bytes(SIZES, T), sent) == Fraction(4) / Fraction("0.0234375")
-    assert Fraction(ddp_bytes(SIZES, T), sent) == 170 + Fraction(2, 3)
+    sent = uploads(schedule_of(256, 768, 1536), SIZES, T)
+    assert Fraction(sent.ddp, total(sent.desloc)) == Fraction(4) / Fraction("0.0234375")
+    assert Fraction(sent.ddp, total(sent.desloc)) == 170 + Fraction(2, 3)
 
 
 @given(PERIOD, st.integers(1, 50))
 def test_local_adam_at_its_own_clocks_is_itself(K, T):
     schedule = schedule_of(K, K, K)
-    assert local_adam_bytes(schedule, SIZES, T) == desloc_bytes(schedule, SIZES, T)
+    sent = uploads(schedule, SIZES, T)
+    assert sent.local_adam == sent.desloc
 
 
 @given(st.integers(0, 99), st.integers(1, 60))
@@ -79,11 +79,11 @@ def test_with_coins_one_coin_decides_for_all_of_local_adams_streams(seed, T):
     schedule = schedule_of(3, 9, 18, coin_seed=seed)
     fell = sum(PARAMS in schedule.due(step) for step in range(1, T + 1))
     at_the_end = PARAMS not in schedule.due(T)
-    sent = local_adam_bytes(schedule, SIZES, T)
+    sent = uploads(schedule, SIZES, T).local_adam
     assert sent == {PARAMS: P * (fell + at_the_end), "exp_avg": P * fell, "exp_avg_sq": P * fell}
 
 
 @given(PERIOD.filter(lambda k: k in (1, NEVER)), st.integers(1, 20))
 def test_a_certain_coin_costs_local_adam_what_the_period_does(K, T):
-    with_coin = local_adam_bytes(schedule_of(K, 2, 3, coin_seed=0), SIZES, T)
-    assert with_coin == local_adam_bytes(schedule_of(K, 2, 3), SIZES, T)
+    with_coin = uploads(schedule_of(K, 2, 3, coin_seed=0), SIZES, T).local_adam
+    assert with_coin == uploads(schedule_of(K, 2, 3), SIZES, T).local_adam

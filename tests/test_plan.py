@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.cli import app
 from flower_desloc.config import load
-from flower_desloc.core.traffic import ddp_bytes, desloc_bytes, local_adam_bytes, stream_bytes
+from flower_desloc.core.traffic import method_rates, stream_bytes, uploads
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
-from flower_desloc.plan.rates import method_rates
 from flower_desloc.plan.theory import (
     averaging_limit,
     drift_bound,
@@ -247,9 +246,9 @@ def test_rates_times_steps_are_the_counted_bytes_over_a_common_multiple_of_all_p
     # A run's last average of params, for any period.
     extra = sizes[PARAMS] if periods[PARAMS] == NEVER else 0
     counted = {
-        "DES-LOC": sum(desloc_bytes(schedule, sizes, T).values()) - extra,
-        "Local Adam": sum(local_adam_bytes(schedule, sizes, T).values()) - extra,
-        "DDP": ddp_bytes(sizes, T),
+        "DES-LOC": sum(uploads(schedule, sizes, T).desloc.values()) - extra,
+        "Local Adam": sum(uploads(schedule, sizes, T).local_adam.values()) - extra,
+        "DDP": uploads(schedule, sizes, T).ddp,
     }
     for method in method_rates(sizes, periods)[:3]:
         assert method.num_bytes * T == pytest.approx(counted[method.name])

@@ -20,10 +20,10 @@ from flower_desloc.core.compression import (
     decode_stream,
     encode,
     encode_stream,
-    wire_bytes,
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import put, take
+from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, payload_bytes
 

@@ -11,14 +11,13 @@ Only messages are compressed; both ends hold streams in the model's own type.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
+from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format
 
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = {"int8": 256, "int4": 64}
@@ -59,7 +58,7 @@ def encode_stream(
 
     """
     coded, received, rest = {}, {}, {}
-    signed = _is_signed(name)
+    signed = is_signed(name)
     for key, tensor in stream.items():
         value = tensor.detach().cpu()
         if reference is not None:
@@ -91,7 +90,7 @@ def decode_stream(
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
-            decoded = decode(data, format_, like[key], signed=_is_signed(name))
+            decoded = decode(data, format_, like[key], signed=is_signed(name))
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
         stream[key] = decoded if reference is None else reference[key] + decoded
@@ -106,18 +105,6 @@ def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
         return 2 * tensor.numel()
     blocks = math.ceil(tensor.numel() / _BLOCK[format_])
     return _bytes_of_codes(format_, tensor.numel()) + blocks * (2 if signed else 4)
-
-
-def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
-    """Return the bytes of each stream in a message."""
-    coded = lossy(formats)
-    return {
-        name: sum(
-            coded_bytes(coded.get(name, EXACT), tensor, signed=_is_signed(name))
-            for tensor in stream.values()
-        )
-        for name, stream in streams.items()
-    }
 
 
 def encode(tensor: Tensor, format_: Format, *, signed: bool) -> Tensor:
@@ -155,7 +142,8 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
     return flat.reshape(like.shape).to(like.dtype)
 
 
-def _is_signed(name: str) -> bool:
+def is_signed(name: str) -> bool:
+    """Return whether a stream's values can be negative."""
     return name not in NEVER_NEGATIVE
 
 

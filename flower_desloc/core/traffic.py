@@ -2,20 +2,38 @@
 
 The paper's measure is what one worker sends up to be averaged (section 4.1, "per-worker asymptotic
 communication cost"): DES-LOC sends each stream once per period, Local Adam every stream every K_x
-steps, data parallelism a gradient every step.
+steps, data parallelism a gradient every step. :class:`Uploads` counts a run window by window,
+:func:`method_rates` gives the means of a long run: 1/K_x + 1/K_u + 1/K_v payloads a step for
+DES-LOC, 3/K_x for Local Adam.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.core.compression import coded_bytes, is_signed
+from flower_desloc.core.formats import EXACT, lossy
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period, SyncSchedule
 
 
 def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
     """Return the payload of each stream in bytes."""
     return {
         name: sum(t.numel() * t.element_size() for t in stream.values())
+        for name, stream in streams.items()
+    }
+
+
+def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
+    """Return the bytes of each stream in a message."""
+    coded = lossy(formats)
+    return {
+        name: sum(
+            coded_bytes(coded.get(name, EXACT), tensor, signed=is_signed(name))
+            for tensor in stream.values()
+        )
         for name, stream in streams.items()
     }
 
@@ -56,31 +74,17 @@ class Uploads:
         self.ddp += workers * (stop - start) * self.sizes.get(PARAMS, 0)
 
 
-def uploads(schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int) -> Uploads:
-    """Return what one worker sends in ``num_steps`` steps."""
-    total = Uploads(schedule, sizes, sizes, num_steps)
+def uploads(
+    schedule: SyncSchedule,
+    sizes: Mapping[str, int],
+    num_steps: int,
+    wire: Mapping[str, int] | None = None,
+) -> Uploads:
+    """Return what one worker sends in ``num_steps`` steps; uncompressed without ``wire``."""
+    total = Uploads(schedule, sizes, wire or sizes, num_steps)
     for window in schedule.windows(num_steps):
         total.add(window.start, window.stop)
     return total
-
-
-def desloc_bytes(
-    schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
-) -> dict[str, int]:
-    """Return the bytes of each stream that one worker sends in ``num_steps`` steps."""
-    return uploads(schedule, sizes, num_steps).desloc
-
-
-def local_adam_bytes(
-    schedule: SyncSchedule, sizes: Mapping[str, int], num_steps: int
-) -> dict[str, int]:
-    """Return the same for Local Adam (or Local ADOPT, SGDM): all streams on the clock of K_x."""
-    return uploads(schedule, sizes, num_steps).local_adam
-
-
-def ddp_bytes(sizes: Mapping[str, int], num_steps: int) -> int:
-    """Return the same for data parallelism: one gradient of the size of ``params`` a step."""
-    return num_steps * sizes[PARAMS]
 
 
 def download_bytes(
@@ -110,3 +114,64 @@ def download_bytes(
     if federated and num_steps > 0:
         down[PARAMS] += wire[PARAMS]
     return down
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRates:
+    """Means per step of one method."""
+
+    name: str
+    num_bytes: float
+    exchanges: float
+    """Streams averaged. The paper's ring moves each stream in an exchange of its own."""
+    windows: float
+    """Share of steps after which any stream is averaged. A Flower server moves all streams that are
+    due together."""
+
+
+def method_rates(
+    sizes: Mapping[str, float], periods: Mapping[str, Period], *, coins: bool = False
+) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
+    """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same period of params.
+
+    ``sizes`` are the bytes of each stream, ``periods`` DES-LOC's. With ``coins`` each of its
+    streams is averaged with probability 1/K after every step, instead of every K steps.
+    """
+    of_params = periods[PARAMS]
+    return (
+        _rates("DDP", sizes, {PARAMS: 1}),
+        _rates("Local Adam", sizes, dict.fromkeys(periods, of_params)),
+        _rates("DES-LOC", sizes, periods, coins=coins),
+        _rates("FedAvg", sizes, {PARAMS: of_params}),
+    )
+
+
+def rate(period: Period) -> float:
+    """Return the averages per step, 1/K; 0 for a stream that is never averaged."""
+    return 1 / period if isinstance(period, int) else 0.0
+
+
+def _rates(
+    name: str, sizes: Mapping[str, float], periods: Mapping[str, Period], *, coins: bool = False
+) -> MethodRates:
+    rates = {stream: rate(period) for stream, period in periods.items()}
+    return MethodRates(
+        name=name,
+        num_bytes=sum(sizes[stream] * share for stream, share in rates.items()),
+        exchanges=sum(rates.values()),
+        windows=_any_coin(rates.values()) if coins else _any_period(periods.values()),
+    )
+
+
+def _any_period(periods: Iterable[Period]) -> float:
+    """Return the share of steps that some period divides, by inclusion and exclusion."""
+    numbers = sorted({period for period in periods if isinstance(period, int)})
+    return sum(
+        (1 if size % 2 else -1) / math.lcm(*some)
+        for size in range(1, len(numbers) + 1)
+        for some in combinations(numbers, size)
+    )
+
+
+def _any_coin(rates: Iterable[float]) -> float:
+    return 1 - math.prod(1 - share for share in rates)

@@ -19,13 +19,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.core.averaging import Mean, Stream
-from flower_desloc.core.compression import wire_bytes
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.outer import Outer
 from flower_desloc.core.robust import Average, Gathered
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
-from flower_desloc.core.traffic import stream_bytes
+from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, Engine, FederationError
 from flower_desloc.flower.members import Member

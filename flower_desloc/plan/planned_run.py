@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flower_desloc.core.schedule import Period
-from flower_desloc.plan.rates import MethodRates, method_rates
+from flower_desloc.core.traffic import MethodRates, method_rates
 from flower_desloc.plan.wall_clock import Link, Topology, balance, communication_seconds
 
 

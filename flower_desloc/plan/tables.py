@@ -12,10 +12,10 @@ from rich.text import Text
 
 from flower_desloc.config import units
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
+from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
 from flower_desloc.plan.advice import reasons, recommended, warnings
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
-from flower_desloc.plan.rates import rate
 from flower_desloc.plan.wall_clock import Topology
 
 _DAY = 86400

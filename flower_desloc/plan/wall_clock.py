@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from flower_desloc.plan.rates import MethodRates
+from flower_desloc.core.traffic import MethodRates
 
 
 class Topology(StrEnum):

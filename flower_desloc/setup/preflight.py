@@ -14,10 +14,9 @@ from torch import nn
 from flower_desloc.config import Config, ConfigError, dump, parse
 from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text
-from flower_desloc.core.compression import wire_bytes
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import prime, stream_names
-from flower_desloc.core.traffic import stream_bytes
+from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.flower.observer import (
     MEMORY_TOTAL,
     MICRO_BATCH,

@@ -112,7 +112,8 @@ def _bytes(needs: Needs) -> Iterator[str]:
     config = needs.config
     schedule, steps = build_schedule(config), config.run.steps
     events = schedule.num_events(steps)
-    sent = traffic.desloc_bytes(schedule, needs.wire, steps)
+    uploads = traffic.uploads(schedule, needs.sizes, steps, needs.wire)
+    sent = uploads.desloc
     yield f"each client will send, in {steps} steps:"
     for stream, count in sent.items():
         times = f"{events[stream]} times {bytes_text(needs.wire[stream])}"
@@ -129,10 +130,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         federated = config.evaluation.federated
         down = traffic.download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
         yield f"and will be sent {bytes_text(sum(down.values()))}"
-    others = {
-        "Local Adam": sum(traffic.local_adam_bytes(schedule, needs.sizes, steps).values()),
-        "DDP": traffic.ddp_bytes(needs.sizes, steps),
-    }
+    others = {"Local Adam": sum(uploads.local_adam.values()), "DDP": uploads.ddp}
     for name, other in others.items():
         if other and total:
             yield f"{name} would send {bytes_text(other)}, {other / total:.2f} times as much"
@@ -156,7 +154,7 @@ def _time(needs: Needs, place: Place) -> Iterator[str]:
     yield f"{clients} clients, {place.at_once} at a time, compute {seconds_text(compute)}"
     schedule = build_schedule(config)
     windows = list(schedule.windows(steps))
-    sent = sum(traffic.desloc_bytes(schedule, needs.wire, steps).values())
+    sent = sum(traffic.uploads(schedule, needs.wire, steps).desloc.values())
     waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))
     yield f"between sites, links of 1 Gbit/s would add {seconds_text(waiting)} (see `desloc plan`)"
     longest = turns * timing.seconds * max(w.stop - w.start for w in windows)

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from flower_desloc.config import units
+from flower_desloc.core.traffic import MethodRates
 from flower_desloc.plan.planned_run import PlannedRun
-from flower_desloc.plan.rates import MethodRates
 from flower_desloc.plan.theory import drift_bound, half_life
 from flower_desloc.plan.wall_clock import Link, Topology, crossing
 from flower_desloc.runs.figures.style import GREY, INK, figure, title
