@@ -393,13 +393,13 @@ def test_the_totals_are_sums_over_the_windows(
     assert summary["weights_sha256"] == "5ha256"
 
 
-def test_the_summary_has_first_final_and_best_losses(tmp_path: Path) -> None:
+def test_the_summary_has_the_first_the_final_and_the_best_of_each_metric(tmp_path: Path) -> None:
     losses = {0: 5.0, 48: 2.0, 96: 1.5, 144: 1.75, 192: 1.6}
 
     def change(window: WindowRecord) -> WindowRecord:
         if window.central is None:
             return window
-        overall = {"loss": losses[window.step], "bits_per_byte": 2 * losses[window.step]}
+        overall = {"loss": losses[window.step], "accuracy": 1 / losses[window.step]}
         return replace(window, federated=None, central=EvaluationRecord(overall=overall, parts={}))
 
     _, run = record(tmp_path, change=change)
@@ -407,7 +407,7 @@ def test_the_summary_has_first_final_and_best_losses(tmp_path: Path) -> None:
     assert summary_of(run)["evaluation"] == {
         "central": {
             "loss": {"first": 5.0, "final": 1.6, "best": 1.5} | steps,
-            "bits_per_byte": {"first": 10.0, "final": 3.2, "best": 3.0} | steps,
+            "accuracy": {"first": 0.2, "final": 0.625, "best": 1 / 1.5} | steps,
         }
     }
 

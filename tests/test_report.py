@@ -357,7 +357,6 @@ def test_joins_and_leaves_are_listed(tmp_path: Path) -> None:
     _, run = record(tmp_path, change=change, finish=False)
     loaded = load(run.path)
     there = attendance(loaded)
-    assert there is not None
     assert there.rows == [
         ["32", "client-3", "joined"],
         ["64", "client-1", "left"],
@@ -383,14 +382,12 @@ def happened(path: Path) -> RunRecord:
 def test_events_are_counted_by_client_and_kind(tmp_path: Path) -> None:
     loaded = happened(tmp_path)
     counts, told = event_counts(loaded), events(loaded)
-    assert counts is not None
     assert counts.head == ["client", "late", "state lost", "repeated"]
     assert counts.rows == [
         ["all", "0", "0", "1"],
         ["client-9", "0", "1", "0"],
         ["client-10", "2", "0", "0"],
     ]
-    assert told is not None
     assert told.rows == [
         ["0 to 48", "client-10", "late", "2", "no reply"],
         ["32 to 48", "all", "repeated", "1", "1 usable reply"],
@@ -405,9 +402,7 @@ def test_older_runs_without_events_list_the_clients_left_out(
     folder = happened(tmp_path).path
     change_lines(folder, lambda line: line.pop("events"))
     counts, told = event_counts(load(folder)), events(load(folder))
-    assert counts is not None
     assert counts.rows == [["client-10", "2"]]
-    assert told is not None
     assert told.rows == [["0 to 48", "client-10", "left out", "2", "no reply"]]
 
 

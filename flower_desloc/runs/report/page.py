@@ -32,25 +32,12 @@ def write_report(
 ) -> Path:
     """Write the report of the runs at and below ``paths``; return the path of the page.
 
-    Parameters
-    ----------
-    paths
-        Folders of runs, at any depth.
-    output
-        The HTML file; by default ``report.html`` in the run's folder or, for several runs, in the
-        current one.
-    link
-        The link of the modelled wall-clock.
-    pngs
-        Also write every figure as a PNG, into a folder with the page's name next to it.
+    ``output`` is the HTML file; by default ``report.html`` in the run's folder or, for several
+    runs, in the current one. ``link`` is that of the modelled wall-clock. With ``pngs`` a folder
+    with the page's name gets every figure as a PNG.
 
-    Raises
-    ------
-    NoRunError
-        If there is no run, or its files cannot be read.
-    OSError
-        If a file cannot be written.
-
+    Raises :class:`NoRunError` if there is no run or its files cannot be read, and ``OSError`` if a
+    file cannot be written.
     """
     runs = [load(path) for path in find(paths)]
     default = runs[0].path if len(runs) == 1 else Path.cwd()

@@ -29,7 +29,7 @@ class Section:
     title: str
     caption: str
     figure: Figure | None = None
-    tables: Sequence[TextTable | None] = ()
+    tables: Sequence[TextTable] = ()
     small: Sequence[TextTable] = ()
     """Tables placed next to each other."""
 
@@ -143,7 +143,7 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
             "settings",
             "Settings",
             "First the settings in which the runs differ, then the common ones.",
-            tables=[differ] if differ.rows else [],
+            tables=[differ],
             small=same,
         )
     yield Section(

@@ -33,7 +33,7 @@ _MAX_ROWS = 60
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text below a head; ``words`` are the columns that are not numbers."""
+    """Rows of text below a head, false without rows; ``words`` are the columns of no numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -41,6 +41,9 @@ class TextTable:
     marked: Collection[int] = field(default=())
     """Rows that are highlighted."""
     title: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,8 @@ def plus_minus(spread: Spread, digits: int) -> str:
     return f"{text} ({spread.numbers} of {spread.count})" if partly else text
 
 
-def times(run: RunRecord, link: Link) -> TextTable | None:
-    """Return the modelled time of the run, of Local Adam and of DDP; None without steps."""
+def times(run: RunRecord, link: Link) -> TextTable:
+    """Return the modelled time of the run, of Local Adam and of DDP."""
     rows = [
         [
             name,
@@ -163,11 +166,10 @@ def times(run: RunRecord, link: Link) -> TextTable | None:
         ]
         for name, time in modelled(run, link).items()
     ]
-    head = ["", "compute", "communication", "total", "share of communication"]
-    return TextTable(head, rows) if rows else None
+    return TextTable(["", "compute", "communication", "total", "share of communication"], rows)
 
 
-def events(run: RunRecord) -> TextTable | None:
+def events(run: RunRecord) -> TextTable:
     """Return each event with its client, message, count and steps."""
     seen: dict[tuple[str, str, str], list[Line]] = {}
     for line in run.lines:
@@ -184,14 +186,14 @@ def events(run: RunRecord) -> TextTable | None:
     return _limited(TextTable(["steps", "client", "event", "times", "what"], rows, {0, 1, 2, 4}))
 
 
-def event_counts(run: RunRecord) -> TextTable | None:
-    """Return the number of events by client and kind; None without events."""
+def event_counts(run: RunRecord) -> TextTable:
+    """Return the number of events by client and kind."""
     counts = Counter((client, kind) for line in run.lines for client, kind, _ in _events(line))
     seen = {kind for _, kind in counts}
     kinds = [kind for kind in (*get_args(EventKind), _LEFT_OUT) if kind in seen]
     names = sorted({client for client, _ in counts}, key=natural)
     rows = [[name or "all", *(str(counts[name, kind]) for kind in kinds)] for name in names]
-    return TextTable(["client", *kinds], rows) if rows else None
+    return TextTable(["client", *kinds], rows)
 
 
 def _events(line: Line) -> list[tuple[str, str, str]]:
@@ -201,14 +203,14 @@ def _events(line: Line) -> list[tuple[str, str, str]]:
     return [(client, _LEFT_OUT, reason) for client, reason in line.get("left_out", {}).items()]
 
 
-def attendance(run: RunRecord) -> TextTable | None:
+def attendance(run: RunRecord) -> TextTable:
     """Return which clients joined late, left early or were absent in between.
 
-    None where the server draws the clients of each window, so that absence is normal.
+    No client is listed where the server draws those of each window: absence is normal there.
     """
-    if not run.windows or run.config.get("federation", {}).get("fraction_train", 1.0) != 1.0:
-        return None
-    rows = [row for client in run.clients for row in _attendance(client, run.windows)]
+    drawn = run.config.get("federation", {}).get("fraction_train", 1.0) != 1.0
+    clients = run.clients if run.windows and not drawn else []
+    rows = [row for client in clients for row in _attendance(client, run.windows)]
     rows.sort(key=lambda row: int(row[0]))
     return _limited(TextTable(["after step", "client", "what"], rows, {1, 2}))
 
@@ -217,22 +219,20 @@ def _attendance(client: str, windows: Sequence[Line]) -> list[list[str]]:
     present = [client in line["clients"] or client in line["left_out"] for line in windows]
     if not any(present):
         return [["0", client, "never took part"]]
-    first, last = present.index(True), len(present) - 1 - present[::-1].index(True)
-    rows = [[str(windows[first]["start"]), client, "joined"]] if first > 0 else []
-    for index in range(first + 1, last + 1):
-        if present[index] != present[index - 1]:
-            what = "came back" if present[index] else "left"
-            rows.append([str(windows[index]["start"]), client, what])
-    if last < len(present) - 1:
-        rows.append([str(windows[last]["step"]), client, "left"])
+    rows, has_been_there = [], present[0]
+    for line, before, now in zip(windows[1:], present, present[1:], strict=False):
+        if now != before:
+            what = "left" if before else "came back" if has_been_there else "joined"
+            has_been_there = True
+            rows.append([str(line["start"]), client, what])
     return rows
 
 
-def problems(runs: Sequence[RunRecord]) -> TextTable | None:
+def problems(runs: Sequence[RunRecord]) -> TextTable:
     """Return the runs that did not complete, with the error if it is known."""
     unfinished = [run for run in runs if run.status != "completed"]
     rows = [[str(run.path), progress(run), run.summary.get("error") or NONE] for run in unfinished]
-    return TextTable(["run", "status", "error"], rows, {0, 1, 2}) if rows else None
+    return TextTable(["run", "status", "error"], rows, {0, 1, 2})
 
 
 def settings(run: RunRecord) -> list[TextTable]:
@@ -296,9 +296,7 @@ def _by_section(settings: Mapping[str, str], marked: Collection[str]) -> list[Te
     ]
 
 
-def _limited(table: TextTable) -> TextTable | None:
-    if not table.rows:
-        return None
+def _limited(table: TextTable) -> TextTable:
     more = len(table.rows) - _MAX_ROWS
     if more <= 0:
         return table

@@ -1,11 +1,12 @@
 """The state of each cell, from its finished runs: scores, and the runs that are missing."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from flower_desloc.runs.groups import Spread
 from flower_desloc.tools.study.grid import Cell, Study, StudyRun
 from flower_desloc.tools.study.search import best, is_bracketed, untried
 from flower_desloc.tools.study.store import FinishedRun, Store
@@ -78,30 +79,29 @@ class CellState:
     @property
     def mean(self) -> float | None:
         """Mean of the scores."""
-        return _mean(self.scores)
+        return Spread.of(self.scores).mean
 
     @property
     def std(self) -> float | None:
         """Sample standard deviation of the scores; None for fewer than two."""
-        return stdev(self.scores) if len(self.scores) > 1 else None
+        return Spread.of(self.scores).std
 
     @property
     def bytes_up(self) -> float | None:
         """Payload bytes sent by one client, mean over the seeds that did not diverge."""
-        return _mean(
+        return Spread.of(
             summary["bytes"]["measured"]["up"]["total"] / max(1, summary["clients"])
             for summary in self._summaries
-        )
+        ).mean
 
     @property
     def seconds(self) -> float | None:
         """Wall-clock of a run's windows, mean over the seeds that did not diverge."""
-        return _mean(summary["seconds"].get("total", 0.0) for summary in self._summaries)
+        return Spread.of(s["seconds"].get("total", 0.0) for s in self._summaries).mean
 
     def ratio(self, other: str) -> float | None:
         """Return how many times as much ``local_adam`` or ``ddp`` would send."""
-        ratios = (summary["ratio"].get(other) for summary in self._summaries)
-        return _mean(ratio for ratio in ratios if ratio is not None)
+        return Spread.of(summary["ratio"].get(other) for summary in self._summaries).mean
 
     @property
     def _summaries(self) -> list[dict[str, Any]]:
@@ -163,8 +163,3 @@ def _find(
     found = {seed: store.finished(run) for seed, run in runs.items()}
     finished = [run for run in found.values() if run is not None]
     return finished, [runs[seed] for seed, run in found.items() if run is None]
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    every = list(values)
-    return fmean(every) if every else None
