@@ -41,19 +41,11 @@ _MAX_NAMED_CLIENTS = 16
 class TerminalView:
     """View that prints to ``stream``, by default the standard output."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        stream: TextIO | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: Config, folder: Path, stream: TextIO | None = None) -> None:
         self._config = config
         self._schedule = build_schedule(config)
         self._folder = folder
         self._stream = stream or sys.stdout
-        self._clock = clock
         self._bar: Progress | None = None
 
     def started(self, plan: Plan) -> None:
@@ -62,7 +54,7 @@ class TerminalView:
         wire = plan.wire_bytes or plan.stream_bytes
         self._uploads = Uploads(self._schedule, plan.stream_bytes, wire, plan.num_steps)
         self._sent_up = 0
-        self._begin = self._clock()
+        self._begin = time.monotonic()
         self._steps, self._seconds = 0, 0.0  # of the windows so far
         for text in self._opening():
             self._print(text)
@@ -144,7 +136,7 @@ class TerminalView:
         return f"{bytes_text(self._sent_up):>7} ({listed})"
 
     def _times(self, step: int) -> str:
-        elapsed = duration_text(self._clock() - self._begin)
+        elapsed = duration_text(time.monotonic() - self._begin)
         if not self._steps:
             return elapsed
         left = self._seconds / self._steps * (self._plan.num_steps - step)

@@ -36,7 +36,7 @@ class Section:
     @property
     def has_data(self) -> bool:
         """Whether there is anything to show."""
-        return self.figure is not None or any(self.tables) or bool(self.small)
+        return bool(self.figure or any(self.tables) or self.small)
 
 
 def sections(runs: Sequence[RunRecord], link: Link) -> list[Section]:
