@@ -66,6 +66,7 @@ def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
             ha="right" if leaves else "left", fontsize=style.TEXT_SIZE, color=style.INK,
         )  # fmt: skip
     panel.set_xlim(0, end)
+    panel.locator_params(axis="x", nbins=5)
     panel.xaxis.set_major_formatter(style.bytes_tick)
     style.rows_axis(panel, [bar.name for bar in bars])
     panel.set_xlabel("bytes of all clients together")
