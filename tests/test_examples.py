@@ -137,7 +137,7 @@ def test_the_page_names_every_example():
 def test_a_run_cut_off_ends_as_one_that_was_not(name, whole, run, tmp_path):
     cut_off(run, name, tmp_path)
     if name == "lora":  # what clients keep, optimizer states included
-        (file, *_) = tmp_path.glob(".clients/*/*.safetensors")
+        (file, *_) = tmp_path.glob(".clients/*/*/*.safetensors")
         with safe_open(file, "pt") as held:
             assert all("lora_" in key for key in held.keys())  # noqa: SIM118
             assert "exp_avg_sq" in {key.partition("/")[0] for key in held.keys()}  # noqa: SIM118

@@ -166,7 +166,6 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path, monk
 @pytest.mark.parametrize("total", [0, 560e6, 700e6, 1.2e9, 1e12])
 def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(total, monkeypatch):
     monkeypatch.setattr(preflight, "device_memory", lambda _: (int(total / 0.7), 0))
-    preflight._fitting.cache_clear()
     config = load(
         "quickstart",
         f"{TINY} data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto "
@@ -182,7 +181,6 @@ def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(
     assert chosen == 1 or estimate(chosen) <= total
     larger = divisors[divisors.index(chosen) + 1 :]
     assert not larger or estimate(larger[0]) > total * 0.98  # a batch in one part is a little less
-    preflight._fitting.cache_clear()
 
 
 class Small(nn.Module):

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 BEGAN = time.time()  # Flower's own imports are done
 
@@ -10,7 +11,6 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from flower_desloc.sites.warm import WarmClientApp
-from flower_desloc.sites.warm.app import load
 
 
 class Both(ClientApp):
@@ -20,9 +20,9 @@ class Both(ClientApp):
         called = time.time()
         config = message.content.config_records["config"]
         if "run-key" not in config:
-            app = load("bench_trainer:fedavg")
+            app = resolve_name("bench_trainer:fedavg")
         elif config.get("cold"):
-            app = load("bench_trainer:desloc")
+            app = resolve_name("bench_trainer:desloc")
         else:
             app = WarmClientApp("bench_trainer:desloc")
         reply = app(message, context)

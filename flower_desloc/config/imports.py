@@ -2,8 +2,7 @@
 
 import os
 import sys
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any, Final
 
 from flower_desloc.config.errors import ConfigError
@@ -26,11 +25,10 @@ def imported(path: str, key: str) -> Any:
     folder = os.environ.get(IMPORT_FROM)
     if folder and folder not in sys.path:
         sys.path.append(folder)
-    module, _, name = path.partition(":")
     try:
-        return attrgetter(name)(import_module(module))
+        return resolve_name(path)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
-        top = module.partition(".")[0]
+        top = path.partition(":")[0].partition(".")[0]
         what = f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error})"
         if isinstance(error, ModuleNotFoundError) and error.name == top:
             what += f"; call desloc in the folder that holds {top}, or install it, at every site"

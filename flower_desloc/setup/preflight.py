@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from flwr.common.logger import log
 from torch import nn
 
-from flower_desloc.config import Config, ConfigError, dump, parse
+from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS
@@ -154,13 +154,7 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
     size, whole = config.data.micro_batch_size, config.data.batch_size
     if size != AUTO:
         return whole if size is None else int(size)
-    return _fitting(dump(config), str(device))
-
-
-@lru_cache(maxsize=8)  # called by every client in a process
-def _fitting(settings: str, where: str) -> int:
-    config, device = parse(settings), torch.device(where)
-    needs, whole = Needs(config), config.data.batch_size
+    needs = Needs(config)
     try:
         one = needs.sketch.step_bytes(1)
     except ValueError:
@@ -169,8 +163,7 @@ def _fitting(settings: str, where: str) -> int:
     rest = sum(needs.client(device, 1).values()) - one + gradients
     available = _AUTO_SHARE * device_memory(device)[0] * _share(config, device) - rest
     divisors = (n for n in range(1, whole + 1) if whole % n == 0)
-    fitting = (n for n in divisors if n * (one - gradients) <= available)
-    return max(fitting, default=1)
+    return max((n for n in divisors if n * (one - gradients) <= available), default=1)
 
 
 def _share(config: Config, device: torch.device) -> float:

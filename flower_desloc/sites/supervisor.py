@@ -5,8 +5,8 @@ run as a script. The supervisor ends the command and everything the command has 
 its standard input closes. The process that called :func:`supervised` holds the other end of that
 pipe, so the pipe closes however that process ends, SIGKILL included.
 
-The script imports psutil and the standard library only, so it starts at once. :func:`on_exit` and
-:func:`describe_exit` are for processes that watch each other without a supervisor.
+The script imports psutil and the standard library only, so it starts at once. :func:`start_module`,
+:func:`on_exit` and :func:`describe_exit` are for processes that watch each other without one.
 """
 
 import os
@@ -33,6 +33,9 @@ _RESTART_DELAY = 2.0  # seconds
 _TERMINATE_TIMEOUT = 1.0  # seconds between SIGTERM and SIGKILL
 
 
+Process = subprocess.Popen[bytes]
+
+
 class ProcessError(RuntimeError):
     """A Flower program did not start, refused a request, or ended unexpectedly."""
 
@@ -42,7 +45,7 @@ class Supervised:
     """A command that runs under a supervisor."""
 
     home: Path
-    supervisor: subprocess.Popen[bytes]
+    supervisor: Process
 
     def log(self) -> str:
         """Return what the command has written so far."""
@@ -137,6 +140,20 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def start_module(module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> Process:
+    """Start ``python -m module`` with everything that this process can import.
+
+    Ctrl-C in a terminal is for this process: the other has a session of its own.
+    """
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
 
 
 def on_exit(pid: int, action: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 ``ranks`` starts it. It ends with rank 0, even in the middle of a collective.
 """
 
-import importlib
 import itertools
 import json
 import os
@@ -11,7 +10,8 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
-from typing import Any, NoReturn
+from pkgutil import resolve_name
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -57,12 +57,6 @@ def join(store: TCPStore, rank: int, world: int, kind: str) -> torch.device:
     return device
 
 
-def load(reference: str) -> Any:
-    """Return the object that ``module:name`` names."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def main(arguments: list[str]) -> NoReturn:
     """Run as ``python -m flower_desloc.sites.multiprocess.rank RANK WORLD PORT PARENT``."""
     rank, world, port, parent = map(int, arguments)
@@ -71,7 +65,7 @@ def main(arguments: list[str]) -> NoReturn:
     settings = json.loads(store.get("settings"))
     try:
         torch.set_num_threads(settings["threads"])
-        build = load(settings["reference"])
+        build = resolve_name(settings["reference"])
         store.set(f"ready/{rank}", "")
         device = join(store, rank, world, settings["device"])
         worker = build(device, Parallelism(*settings["parallelism"]), settings["argument"])

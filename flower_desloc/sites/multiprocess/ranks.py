@@ -12,22 +12,22 @@ the children, but needs a folder of log and error files and does not end them wi
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
-from flower_desloc.sites.multiprocess.rank import LOOPBACK, join, load, open_store
+from flower_desloc.sites.multiprocess.rank import LOOPBACK, join, open_store
 from flower_desloc.sites.multiprocess.rank_worker import RankWorker
-from flower_desloc.sites.supervisor import describe_exit, on_exit
+from flower_desloc.sites.supervisor import describe_exit, on_exit, start_module
 
+_MODULE = "flower_desloc.sites.multiprocess.rank"
 _EXIT_TIMEOUT = 5.0  # seconds between a failed collective and the end of the process that caused it
 
 
@@ -74,14 +74,17 @@ class Ranks:
         }
         others = range(1, parallelism.processes)
         self._store.set("settings", json.dumps(settings))
-        self.processes = {r: _start(r, parallelism.processes, self._port) for r in others}
+        self.processes = {
+            rank: start_module(_MODULE, rank, parallelism.processes, self._port, os.getpid())
+            for rank in others
+        }
         for rank, process in self.processes.items():
             on_exit(process.pid, partial(self._on_death, rank))
         with self._all_or_none():
             self._store.wait([f"ready/{rank}" for rank in others])
             self._require_alive()
             own_device = join(self._store, 0, parallelism.processes, device.type)
-            self.worker: RankWorker = load(reference)(own_device, parallelism, argument)
+            self.worker: RankWorker = resolve_name(reference)(own_device, parallelism, argument)
             dist.barrier()
 
     @classmethod
@@ -167,15 +170,3 @@ class Ranks:
         store = open_store(self.parallelism.processes, self._port)
         for other_rank in self.processes:
             store.set(f"ready/{other_rank}", "")
-
-
-def _start(rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603
-        [
-            *(sys.executable, "-P", "-m", "flower_desloc.sites.multiprocess.rank"),
-            *map(str, [rank, world, port, os.getpid()]),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal is for rank 0
-    )

@@ -1,9 +1,9 @@
 """The ClientApp that Flower calls: forwards messages to the trainer, or answers them itself."""
 
-import importlib
 import sys
 from logging import WARNING
 from pathlib import Path
+from pkgutil import resolve_name
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -34,15 +34,8 @@ class WarmClientApp(ClientApp):
                 return TrainerClient(self.reference, context).answer(message, context)
             except NoTrainerError as error:
                 log(WARNING, "%s; this message is answered without a warm trainer", error)
-        return load(self.reference)(message, context)
-
-
-def load(reference: str) -> ClientApp:
-    """Return the ClientApp that ``module:attribute`` names."""
-    module, _, attribute = reference.partition(":")
-    app = getattr(importlib.import_module(module), attribute)
-    assert isinstance(app, ClientApp), f"{reference} is a {type(app).__name__}"
-    return app
+        reply: Message = resolve_name(self.reference)(message, context)
+        return reply
 
 
 def _uses_trainer(context: Context) -> bool:

@@ -13,13 +13,13 @@ import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.sites.supervisor import on_exit
-from flower_desloc.sites.warm.app import load
 from flower_desloc.sites.warm.framing import receive, send
 
 _IDLE_TIMEOUT = 600.0  # seconds
@@ -60,7 +60,7 @@ class Trainer:
         reply: Message | None = None
         raised = None
         try:
-            reply = load(self.reference)(message, context)
+            reply = resolve_name(self.reference)(message, context)
         except Exception as error:
             kind = type(error)
             raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()

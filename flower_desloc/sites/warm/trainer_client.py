@@ -23,7 +23,7 @@ from flwr.app import Context, Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.flower.fingerprint import fingerprint
-from flower_desloc.sites.supervisor import describe_exit
+from flower_desloc.sites.supervisor import Process, describe_exit, start_module
 from flower_desloc.sites.warm.framing import receive, send
 
 _EXIT_TIMEOUT = 10.0  # seconds a trainer may take to end after its connection has closed
@@ -80,7 +80,7 @@ class TrainerClient:
             message.content.clear()
         return reply
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Process:
         # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
         # its SuperNode: a SuperExec may run for ten seconds after its SuperNode was killed.
         node = [process.pid for process in psutil.Process().parents()[:2]]
@@ -89,16 +89,10 @@ class TrainerClient:
                 self.path.unlink(missing_ok=True)
                 listener.bind(str(self.path))
                 listener.listen()
-                return subprocess.Popen(  # noqa: S603
-                    [
-                        *(sys.executable, "-P", "-m", "flower_desloc.sites.warm.trainer"),
-                        *(self.reference, self.run, str(self.path)),
-                        *map(str, [listener.fileno(), *node]),
-                    ],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    stdin=subprocess.DEVNULL,
+                return start_module(
+                    "flower_desloc.sites.warm.trainer",
+                    *(self.reference, self.run, self.path, listener.fileno(), *node),
                     pass_fds=[listener.fileno()],
-                    start_new_session=True,  # Ctrl-C in a terminal is for the SuperNode
                 )
         except OSError as error:
             raise NoTrainerError(f"cannot start a trainer at {self.path}: {error}") from error
@@ -118,7 +112,7 @@ def _socket_folder() -> Path:
     return folder
 
 
-def _how_it_ended(trainer: subprocess.Popen[bytes]) -> str:
+def _how_it_ended(trainer: Process) -> str:
     try:
         return describe_exit(trainer.wait(_EXIT_TIMEOUT))
     except subprocess.TimeoutExpired:

@@ -117,7 +117,7 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     A site's private files are one domain if they are streamed.
     """
     path = Path(source.source).expanduser().resolve()
-    domains = {name: _by_part(files, path) for name, files in _grouped_files(path).items()}
+    domains = _files_by_domain(path)
     if not domains:
         raise ValueError(f"{source}: there is no file here of the kinds read, {_FORMATS}")
     if source.endless and source.is_private:
@@ -135,32 +135,24 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     }
 
 
-def _grouped_files(path: Path) -> dict[str, list[Path]]:
-    if path.is_file():
-        return {_stem(path): [path]} if _builder(path) else {}
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if _builder(file)
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    tops = [_names(file, path)[0] for file in files]
+def _files_by_domain(path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
+    """Return the training and the held-out files of every domain, by file or folder name."""
+    folder = path if path.is_dir() else path.parent
+    names: dict[Path, list[str]] = {}  # of the folders that a file is in, and its stem
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        parts = file.relative_to(folder).parts
+        is_hidden = file != path and any(part.startswith(".") for part in parts)
+        if _builder(file) and file.is_file() and not is_hidden:
+            names[file] = [*parts[:-1], _stem(file)]
+    tops = [name[0] for name in names.values()]
     together = any(map(_is_heldout, tops)) and any(map(_is_training, tops))
-    domains: dict[str, list[Path]] = {}
-    for file, top in zip(files, tops, strict=True):
-        of_folder = _is_heldout(top) or _is_training(top) or file.parent == path
-        domains.setdefault(path.name if together and of_folder else top, []).append(file)
-    return dict(sorted(domains.items()))
-
-
-def _by_part(files: list[Path], folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return a domain's training and held-out files, by file or folder name."""
-    held = [any(map(_is_heldout, _names(file, folder))) for file in files]
-    train = [file for file, is_held in zip(files, held, strict=True) if not is_held]
-    heldout = [file for file, is_held in zip(files, held, strict=True) if is_held]
+    domains: dict[str, tuple[list[Path], list[Path]]] = {}
+    for file, (top, *inner) in names.items():
+        of_folder = _is_heldout(top) or _is_training(top) or not inner
+        domain = domains.setdefault(path.name if together and of_folder else top, ([], []))
+        domain[any(map(_is_heldout, [top, *inner]))].append(file)
     # If every file looks held out, the names carry no meaning: train on all.
-    return (train, heldout) if train else (heldout, [])
+    return {name: files if files[0] else files[::-1] for name, files in sorted(domains.items())}
 
 
 def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
@@ -237,12 +229,6 @@ def _stem(file: Path) -> str:
 
 def _unzipped(file: Path) -> Path:
     return file.with_suffix("") if file.suffix.lower() == ".gz" else file
-
-
-def _names(file: Path, folder: Path) -> list[str]:
-    """Return the names of the folders between ``folder`` and one of its files, and the stem."""
-    between = file.relative_to(folder).parts[:-1] if file != folder else ()
-    return [*between, _stem(file)]
 
 
 def _is_heldout(name: str) -> bool:

@@ -8,7 +8,6 @@ different clients.
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -405,17 +404,14 @@ class PackedSequences:
     def _replace(
         self, path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]
     ) -> None:
-        partial = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-            os.close(handle)
-            partial = Path(name)
-            save_file({k: np.ascontiguousarray(a) for k, a in arrays.items()}, partial, metadata)
-            partial.replace(path)
+            with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+                written = Path(scratch, "block")
+                contiguous = {k: np.ascontiguousarray(a) for k, a in arrays.items()}
+                save_file(contiguous, written, metadata)
+                written.replace(path)
         except (OSError, SafetensorError) as error:
-            if partial is not None:
-                partial.unlink(missing_ok=True)
             raise OSError(
                 f"cannot write packed text to {self._folder} ({error}); free disk space, or name "
                 "another folder in the environment variable XDG_CACHE_HOME"
