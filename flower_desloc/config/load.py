@@ -56,9 +56,12 @@ def dump(config: Config) -> str:
 def parse(text: str) -> Config:
     """Return the configuration that :func:`dump` wrote.
 
+    Settings that the optimizer does not have, which earlier versions ignored, have their defaults.
+
     Raises :class:`ConfigError` as :func:`load` does.
     """
-    return _typed(_mapping(text, "the configuration"))
+    values = _mapping(text, "the configuration")
+    return _typed(_without_unused(values, values))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -141,11 +144,16 @@ def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> N
 
 def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``layer`` over ``base``, without what is stated there for another optimizer only."""
-    optimizer, stated = layer.get("optimizer"), base.get("optimizer")
-    if isinstance(optimizer, dict) and isinstance(stated, dict) and "name" in optimizer:
-        lacking = unused(str(optimizer["name"]))
-        base = {**base, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
-    return _merge(base, layer)
+    return _merge(_without_unused(base, layer), layer)
+
+
+def _without_unused(values: Mapping[str, Any], layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``values`` without settings that the optimizer which ``layer`` names does not have."""
+    named, stated = layer.get("optimizer"), values.get("optimizer")
+    if not (isinstance(named, dict) and isinstance(stated, dict) and "name" in named):
+        return values
+    lacking = unused(str(named["name"]))
+    return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
