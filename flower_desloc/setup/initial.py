@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, last_checkpoint
 
 OF_MODEL_CONFIG = "model.config states the architecture; the settings above it do not count"
-_TEXT = "causal_lm"
 
 
 def is_pretrained(name: str) -> bool:
@@ -31,10 +31,10 @@ def settled(config: Config) -> Config:
     """
     if not config.run.init_from or not is_pretrained(config.run.init_from):
         return config
-    if config.task != _TEXT:
+    if config.task != TEXT:
         raise ConfigError(
             f"run.init_from={config.run.init_from}: a model of transformers is for "
-            f"task={_TEXT}, got task={config.task}; give a run's folder or a checkpoint"
+            f"task={TEXT}, got task={config.task}; give a run's folder or a checkpoint"
         )
     # Imported here: transformers takes seconds.
     from flower_desloc.tasks.causal_lm import pretrained

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from flower_desloc.config import Config
 from flower_desloc.config.errors import one_line
+from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tasks import Batch, Site, Task, build_task
 
-TEXT = "causal_lm"
 _LENGTH = 512  # tokens
 
 

@@ -8,14 +8,13 @@ import torch
 
 from flower_desloc.config import Config
 from flower_desloc.config.schema import AUTO
-from flower_desloc.config.units import bytes_text, seconds_text
+from flower_desloc.config.units import TEXT, bytes_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.machine import cores, memory
 from flower_desloc.setup.preflight import Needs, Parts, Place
-from flower_desloc.setup.sketch import TEXT
 from flower_desloc.tools.step_time import timed_step
 
 _LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from flower_desloc.config import Config
-from flower_desloc.config.units import bytes_text
+from flower_desloc.config.units import TEXT, bytes_text
 from flower_desloc.setup.machine import memory, num_threads
-from flower_desloc.setup.sketch import TEXT, Sketch, sample
+from flower_desloc.setup.sketch import Sketch, sample
 
 _PARAMS = 50_000_000  # only some blocks of a larger model are timed
 _WORK = 5e9  # parameters times tokens: a second on one core
