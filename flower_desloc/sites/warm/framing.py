@@ -6,6 +6,7 @@ side. The sender can also release each array once it is sent.
 
 import copy
 from collections.abc import Iterator
+from io import BufferedReader, FileIO
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,19 +22,25 @@ def send(
 
     With ``release`` its content is removed and each array is freed once it is sent.
     """
-    connection.send((_without_data(message), more))
     arrays = [record[key] for record, key in _arrays(message)]
+    connection.send((_without_data(message), [len(array.data) for array in arrays], more))
     if release and message is not None and message.has_content():
         message.content.clear()
-    while arrays:
-        connection.send_bytes(arrays.pop(0).data)
+    with open(connection.fileno(), "wb", closefd=False) as stream:
+        while arrays:
+            stream.write(arrays.pop(0).data)
 
 
 def receive(connection: Connection) -> tuple[Any, ...]:
     """Receive what :func:`send` has sent; raises ``EOFError`` or ``OSError`` if the sender ends."""
-    message, more = connection.recv()
-    for record, key in _arrays(message):
-        record[key] = _with_data(record[key], connection.recv_bytes())
+    message, sizes, more = connection.recv()
+    # With a buffer of one byte nothing is read ahead. Connection.recv_bytes copies once more.
+    with BufferedReader(FileIO(connection.fileno(), closefd=False), 1) as stream:
+        for (record, key), size in zip(_arrays(message), sizes, strict=True):
+            data = stream.read(size)
+            if len(data) < size:
+                raise EOFError(f"the connection ended after {len(data)} of {size} bytes")
+            record[key] = _with_data(record[key], data)
     return message, *more
 
 
