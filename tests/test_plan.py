@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.cli import app
 from flower_desloc.config import load
-from flower_desloc.core.traffic import method_rates, stream_bytes, uploads
+from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
-from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_streams
+from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import (
     averaging_limit,
@@ -534,6 +534,20 @@ def test_the_model_of_a_preset_is_measured_without_its_weights():
     size = model_size(config)
     assert sizes == dict.fromkeys(STREAMS, size * dtype_bytes(config))
     assert f"quickstart: {size:,} parameters" in plan("quickstart")[1]
+
+
+def test_a_plan_counts_compressed_streams_as_they_are_sent():
+    config = load("lean")
+    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire)
+    run = planned_run(config, LINK, step_seconds=1, flops=1, mfu=1)
+    # A tensor's last block may not be full.
+    assert run.wire == pytest.approx(sent, rel=1e-3)
+    bytes_a_step = sum(size / run.periods[name] for name, size in run.wire.items())
+    assert run.desloc.num_bytes == pytest.approx(bytes_a_step)
+    exact = planned_run(load("quickstart"), LINK, step_seconds=1, flops=1, mfu=1)
+    assert [m for m in run.methods if m is not run.desloc] == [
+        m for m in exact.methods if m is not exact.desloc
+    ]
 
 
 def test_coins_are_named():

@@ -130,18 +130,23 @@ class MethodRates:
 
 
 def method_rates(
-    sizes: Mapping[str, float], periods: Mapping[str, Period], *, coins: bool = False
+    sizes: Mapping[str, float],
+    periods: Mapping[str, Period],
+    *,
+    wire: Mapping[str, float] | None = None,
+    coins: bool = False,
 ) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
     """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same period of params.
 
-    ``sizes`` are the bytes of each stream, ``periods`` DES-LOC's. With ``coins`` each of its
-    streams is averaged with probability 1/K after every step, instead of every K steps.
+    ``sizes`` are the bytes of each stream, ``wire`` those that DES-LOC sends if it compresses
+    them, ``periods`` DES-LOC's. With ``coins`` each of its streams is averaged with probability 1/K
+    after every step, instead of every K steps.
     """
     of_params = periods[PARAMS]
     return (
         _rates("DDP", sizes, {PARAMS: 1}),
         _rates("Local Adam", sizes, dict.fromkeys(periods, of_params)),
-        _rates("DES-LOC", sizes, periods, coins=coins),
+        _rates("DES-LOC", wire or sizes, periods, coins=coins),
         _rates("FedAvg", sizes, {PARAMS: of_params}),
     )
 

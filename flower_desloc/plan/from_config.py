@@ -9,8 +9,10 @@ import torch
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import is_path
 from flower_desloc.config.units import TEXT
+from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS
+from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
@@ -61,11 +63,16 @@ def planned_run(
             )
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
     num_bytes = num_params * (value_bytes or dtype_bytes(config))
+    values = {"": torch.empty(round(num_params), device="meta")}
+    wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire)
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.name,
         num_params=num_params,
-        streams=tuple(replace(s, num_bytes=num_bytes) for s in planned_streams(config, rho)),
+        streams=tuple(
+            replace(stream, num_bytes=num_bytes, wire_bytes=wire.get(stream.name))
+            for stream in planned_streams(config, rho)
+        ),
         steps=config.run.steps,
         workers=workers,
         tokens=tokens,

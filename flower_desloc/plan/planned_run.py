@@ -16,6 +16,8 @@ class PlannedStream:
     name: str
     period: Period
     num_bytes: float
+    wire_bytes: float | None = None
+    """Bytes in a message; None if the stream is not compressed."""
     beta: float | None = None
     """Decay of a moment; None for a stream that is no moment."""
     ceiling: float | None = None
@@ -51,8 +53,13 @@ class PlannedRun:
 
     @property
     def sizes(self) -> dict[str, float]:
-        """The bytes of every stream."""
+        """The bytes of every stream, uncompressed."""
         return {stream.name: stream.num_bytes for stream in self.streams}
+
+    @property
+    def wire(self) -> dict[str, float]:
+        """The bytes of every stream in a message of DES-LOC."""
+        return {s.name: s.wire_bytes or s.num_bytes for s in self.streams}
 
     @property
     def moments(self) -> tuple[PlannedStream, ...]:
@@ -62,7 +69,7 @@ class PlannedRun:
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
         """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
-        return method_rates(self.sizes, self.periods, coins=self.coins)
+        return method_rates(self.sizes, self.periods, wire=self.wire, coins=self.coins)
 
     @property
     def desloc(self) -> MethodRates:
