@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from flower_desloc.sites.supervisor import ProcessError
@@ -16,6 +17,19 @@ _PORTS = iter(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
 
 # The paths of Ray's sockets add about 68 characters; the limit is 107, on macOS 103.
 _LONGEST_TMPDIR = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a SuperLink or a SuperNode runs: on this machine, or in a network namespace of it."""
+
+    enter: tuple[str, ...] = ()
+    """Words before every command line, such as ``("ip", "netns", "exec", NAME)``."""
+    superlink: str = ""
+    """Host and port of the SuperLink as seen from here; empty: 127.0.0.1 and a free port."""
+
+
+HERE = Place()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A supervised SuperNode: it is restarted whenever it ends."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,13 @@ class SuperNode(Supervised):
 
 @contextmanager
 def supernode(
-    home: Path, superlink: str, ca: Path, node_config: Mapping[str, str | int], *, threads: int
+    home: Path,
+    superlink: str,
+    ca: Path,
+    node_config: Mapping[str, str | int],
+    *,
+    threads: int,
+    enter: Sequence[str] = (),
 ) -> Iterator[SuperNode]:
     """Start a SuperNode, and end it with everything it started on exit.
 
@@ -45,6 +51,8 @@ def supernode(
         Its node config.
     threads : int
         Threads of its ClientApp, which would otherwise use every core.
+    enter : Sequence[str], optional
+        Words before its command line (:class:`~.environment.Place`).
 
     """
     environment = flower_environment(home) | {
@@ -52,6 +60,7 @@ def supernode(
         "TMPDIR": str(home),  # files of a killed ClientApp are deleted with the home
     }
     command = [
+        *enter,
         *COMMAND,
         *("--superlink", superlink),
         *("--root-certificates", str(ca)),

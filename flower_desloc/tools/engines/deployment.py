@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import typer
 
 from flower_desloc.sites.deployment.credentials import make_key
-from flower_desloc.sites.deployment.environment import private_home
+from flower_desloc.sites.deployment.environment import HERE, Place, private_home
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.tools.engines.simulation import follow
 from flower_desloc.tools.engines.superlink import RunStatus, SuperLink, private_superlink
@@ -15,14 +15,19 @@ NodeConfig = Mapping[str, str | int]
 
 
 def deploy(
-    command: Sequence[str], sites: Sequence[NodeConfig], threads: int, *, verbose: bool
+    command: Sequence[str],
+    sites: Sequence[NodeConfig],
+    threads: int,
+    *,
+    verbose: bool,
+    places: Sequence[Place] = (),
 ) -> RunStatus:
     """Run a `flwr run` command on a deployment of its own, and print the run's output as it comes.
 
     ``threads`` are those of each SuperNode's ClientApp. If the run fails, the end of the log of
-    every SuperNode with an error is printed.
+    every SuperNode with an error is printed. ``places`` are those of :func:`deployment`.
     """
-    with deployment(sites, threads) as (superlink, nodes):
+    with deployment(sites, threads, places) as (superlink, nodes):
         typer.echo(
             f"SuperLink at https://{superlink.address}, {len(nodes)} SuperNodes online, each "
             "registered with its key"
@@ -39,17 +44,21 @@ def deploy(
 
 @contextmanager
 def deployment(
-    sites: Sequence[NodeConfig], threads: int
+    sites: Sequence[NodeConfig], threads: int, places: Sequence[Place] = ()
 ) -> Iterator[tuple[SuperLink, list[SuperNode]]]:
-    """Start a SuperLink and a SuperNode for each site; end them on exit."""
-    with private_superlink(simulation=False) as superlink, ExitStack() as stack:
+    """Start a SuperLink and a SuperNode for each site; end them on exit.
+
+    ``places`` are the SuperLink's and those of the sites, in their order; by default all run here.
+    """
+    server, *hosts = places or [HERE] * (1 + len(sites))
+    with private_superlink(simulation=False, place=server) as superlink, ExitStack() as stack:
         assert superlink.certificates is not None
         nodes = []
-        for site in sites:
+        for site, place in zip(sites, hosts, strict=True):
             home = stack.enter_context(private_home())
             superlink.register(make_key(home / KEY))
-            ca = superlink.certificates.ca
-            started = supernode(home, superlink.address, ca, site, threads=threads)
+            address, ca = place.superlink or superlink.address, superlink.certificates.ca
+            started = supernode(home, address, ca, site, threads=threads, enter=place.enter)
             nodes.append(stack.enter_context(started))
         for node in nodes:
             node.wait_until_online()

@@ -18,6 +18,8 @@ from typing import Any
 
 from flower_desloc.sites.deployment.credentials import Certificates, make_certificates
 from flower_desloc.sites.deployment.environment import (
+    HERE,
+    Place,
     flower_environment,
     free_port,
     private_home,
@@ -65,6 +67,8 @@ class SuperLink:
     """Host and port, for SuperNodes and for `flwr`."""
     certificates: Certificates | None
     """None in a simulation."""
+    enter: tuple[str, ...] = ()
+    """Words before the `flwr` command, which runs where the SuperLink runs."""
 
     def register(self, public_key: Path) -> None:
         """Accept the SuperNode that has this key."""
@@ -86,7 +90,7 @@ class SuperLink:
         """Yield all lines of a run's output as they come, until it has finished."""
         # In a session of its own, so that Ctrl-C reaches only this process.
         with subprocess.Popen(  # noqa: S603
-            ["flwr", "log", run_id, CONNECTION, "--stream"],  # noqa: S607
+            [*self.enter, "flwr", "log", run_id, CONNECTION, "--stream"],
             cwd=self.home / "cwd",
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -105,7 +109,7 @@ class SuperLink:
 
     def _flwr(self, command: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(  # noqa: S603
-            command,
+            [*self.enter, *command],
             cwd=self.home / "cwd",
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -142,34 +146,36 @@ class SuperLink:
 
 
 @contextmanager
-def private_superlink(*, simulation: bool = True) -> Iterator[SuperLink]:
+def private_superlink(*, simulation: bool = True, place: Place = HERE) -> Iterator[SuperLink]:
     """Start a SuperLink, and end it with everything it started on exit."""
     with private_home() as home:
-        environment, port = flower_environment(home), free_port()
-        certificates = None if simulation else make_certificates(home, ["localhost", "127.0.0.1"])
-        address = f"127.0.0.1:{port}"
+        environment = flower_environment(home)
+        address = place.superlink or f"127.0.0.1:{free_port()}"
+        hosts = dict.fromkeys(["localhost", "127.0.0.1", address.rpartition(":")[0]])
+        certificates = None if simulation else make_certificates(home, list(hosts))
         trust = f'root-certificates = "{certificates.ca}"' if certificates else "insecure = true"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
             f'address = "{address}"\n{trust}\n',
             encoding="utf-8",
         )
-        command = superlink_command(port, environment, certificates)
+        command = [*place.enter, *superlink_command(address, environment, certificates)]
         with supervised(home, command, environment) as process:
-            superlink = SuperLink(home, environment, process, address, certificates)
+            superlink = SuperLink(home, environment, process, address, certificates, place.enter)
             superlink.wait_until_ready()
             yield superlink
 
 
 def superlink_command(
-    port: int, environment: Mapping[str, str], certificates: Certificates | None
+    address: str, environment: Mapping[str, str], certificates: Certificates | None
 ) -> list[str]:
     """Return the command line of a SuperLink; without certificates it simulates the clients."""
+    host, _, port = address.rpartition(":")
     return [
         program("flower-superlink", environment),
         *(["--insecure", "--simulation"] if certificates is None else _tls(certificates)),
-        *("--host", "127.0.0.1"),
-        *("--port", str(port)),
+        *("--host", host),
+        *("--port", port),
         # The app runs in this environment; Flower's `uv sync` would install a second PyTorch.
         "--disable-runtime-dependency-installation",
     ]
