@@ -1,0 +1,5 @@
+"""The ClientApp: messages are forwarded to a warm trainer."""
+
+from flower_desloc.sites.warm import WarmClientApp
+
+app = WarmClientApp("links_trainer:app")

@@ -1,0 +1,32 @@
+"""The app's own ServerApp, which also records when a window was over, and the interface then."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import server_app
+from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.runs import RunFolder, RunRecorder
+
+STATISTICS = Path("/sys/class/net/eth0/statistics")  # of the server's namespace
+COUNTERS = ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets")
+
+
+class LinkRecorder(RunRecorder):
+    """Adds a line to ``links.jsonl`` for every window, and for round 0."""
+
+    def __init__(self, config: Any, schedule: Any, folder: RunFolder, **options: Any) -> None:
+        super().__init__(config, schedule, folder, **options)
+        self._links = folder.path / "links.jsonl"
+
+    def window(self, record: WindowRecord) -> None:
+        counted = {name: int((STATISTICS / name).read_text()) for name in COUNTERS}
+        line = {"round": record.round, "time": time.monotonic(), **counted}
+        with self._links.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        super().window(record)
+
+
+server_app.RunRecorder = LinkRecorder  # type: ignore[misc]
+app = server_app.app

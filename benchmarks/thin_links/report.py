@@ -1,0 +1,174 @@
+"""What the runs say: time to a loss, share of computing, bytes on the interface, the planner."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from network import HEADERS
+
+from flower_desloc.config import load
+from flower_desloc.plan.from_config import planned_run
+from flower_desloc.plan.wall_clock import Link, Topology
+from flower_desloc.runs.time_model import MBIT
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "thin_links.json"
+DOCUMENT = ROOT / "docs" / "thin-links.md"
+
+Run = dict[str, Any]
+
+
+def elapsed(run: Run) -> list[float]:
+    """Return the seconds from the first window's start to the end of each, without evaluation."""
+    zero, *windows = run["windows"]
+    seconds, evaluated = [], 0.0
+    for window in windows:
+        evaluated += window["seconds"]["evaluation"]
+        seconds.append(window["interface"]["time"] - zero["interface"]["time"] - evaluated)
+    return seconds
+
+
+def time_to(run: Run, loss: float) -> float | None:
+    """Return the seconds until the first evaluation at or below ``loss``."""
+    reached = zip(elapsed(run), run["windows"][1:], strict=True)
+    return next((s for s, w in reached if w["loss"] is not None and w["loss"] <= loss), None)
+
+
+def steady(run: Run) -> tuple[float, int]:
+    """Return the seconds and the steps of all windows but the first.
+
+    The first sends no averages down, so from the second on uploads and downloads balance.
+    """
+    seconds, windows = elapsed(run), run["windows"]
+    return seconds[-1] - seconds[0], windows[-1]["step"] - windows[1]["step"]
+
+
+def planned(run: Run, overhead: float = 0.0) -> float:
+    """Return the seconds per step that `desloc plan` gives for the star.
+
+    ``overhead`` are a window's seconds besides steps, payload and the link's round trip. A star
+    has two messages a window, so `--latency` can state them.
+    """
+    latency = (run["round_trip_ms"] / 1000 + overhead) / 2
+    link = Link(bandwidth=run["rate_mbit"] * MBIT, latency=latency)
+    options: Run = {"step_seconds": run["step_seconds"], "flops": 1.0, "mfu": 1.0}
+    config = load(run["preset"], run["overrides"])
+    if "gradients" in config.sync:  # a plan compares with data parallelism by itself
+        config.sync = {"params": 1, "exp_avg": "never", "exp_avg_sq": "never"}
+    plan = planned_run(config, link, **options)
+    return plan.compute + plan.waiting(plan.desloc, Topology.STAR)
+
+
+def window_overhead(run: Run) -> float:
+    """Return the mean seconds of a window that `desloc plan` does not explain."""
+    seconds, steps = steady(run)
+    windows = len(run["windows"]) - 2
+    return (seconds - planned(run) * steps) / windows
+
+
+def traffic(run: Run, way: str) -> dict[str, float]:
+    """Return the bytes of training in one direction, ``up`` or ``down`` from a site's view."""
+    first, last = run["windows"][0]["interface"], run["windows"][-1]["interface"]
+    side = {"up": "rx", "down": "tx"}[way]
+    on_wire, packets = (
+        last[f"{side}_{what}"] - first[f"{side}_{what}"] for what in ("bytes", "packets")
+    )
+    ledger = sum(window[f"framed_bytes_{way}"] for window in run["windows"][1:])
+    return {"interface": on_wire, "headers": HEADERS * packets, "ledger": ledger}
+
+
+def times(runs: list[Run], targets: list[float], overhead: float) -> str:
+    """Return the table of times; ``overhead`` is that of :func:`planned`."""
+    heads = ["Mbit/s", "method", "seed", *(f"s to {target:g}" for target in targets)]
+    heads += ["last loss", "tokens/s", "computing", "s a step", "plan", "error", "with W", "error"]
+    rows = []
+    for run in runs:
+        last, total = run["windows"][-1], elapsed(run)[-1]
+        seconds, steps = steady(run)
+        pace = seconds / steps
+        reached = [time_to(run, target) for target in targets]
+        plans = [planned(run), planned(run, overhead)]
+        rows.append(
+            [
+                *(f"{run['rate_mbit']:g}", run["method"], str(run["seed"])),
+                *("-" if at is None else f"{at:.0f}" for at in reached),
+                "-" if last["loss"] is None else f"{last['loss']:.3f}",
+                f"{run['tokens_per_step'] * last['step'] / total:.0f}",
+                f"{100 * run['step_seconds'] * last['step'] / total:.0f} %",
+                f"{pace:.3f}",
+                *(text for p in plans for text in (f"{p:.3f}", f"{100 * (p / pace - 1):+.0f} %")),
+            ]
+        )
+    return table(heads, rows)
+
+
+def volumes(runs: list[Run]) -> str:
+    """Return the table of bytes on the server's interface beside the ledger."""
+    heads = ["Mbit/s", "method", "seed"]
+    for way in ("up", "down"):
+        heads += [f"ledger {way}, MB", "interface, MB", "of it headers", "rest to ledger"]
+    rows = []
+    for run in runs:
+        cells = [f"{run['rate_mbit']:g}", run["method"], str(run["seed"])]
+        for way in ("up", "down"):
+            wire = traffic(run, way)
+            content = wire["interface"] - wire["headers"]
+            cells += [f"{wire['ledger'] / 1e6:.2f}", f"{wire['interface'] / 1e6:.2f}"]
+            cells += [f"{100 * wire['headers'] / wire['interface']:.1f} %"]
+            cells += [f"{100 * (content / wire['ledger'] - 1):+.1f} %"]
+        rows.append(cells)
+    return table(heads, rows)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def calibrations(found: list[Run]) -> str:
+    heads = ["Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down", "delay by"]
+    rows = [
+        [f"{f['rate_mbit']:g}", *(f"{v:.1f}" for v in f["calibration"].values()), f["delay"]]
+        for f in sorted(found, key=lambda f: f["rate_mbit"])
+    ]
+    return table(heads, rows)
+
+
+def draw(results: dict[str, Any], document: Path) -> None:
+    """Write the tables between the document's markers."""
+    cells, files = results["cells"], results["files"]
+    order = list(cells["methods"])
+    runs = [found for found in files if "method" in found]
+    runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
+    parts = [calibrations([found for found in files if "method" not in found])]
+    if runs:
+        fitted = next(r for r in reversed(runs) if r["method"] == cells["overhead_from"])
+        overhead = window_overhead(fitted)
+        parts += [
+            times(runs, cells["targets"], overhead),
+            f"W = {overhead:.2f} s, the mean seconds of a window that the plan does not explain: "
+            f"{fitted['method']}, {fitted['rate_mbit']:g} Mbit/s, seed {fitted['seed']}. The "
+            f"slowest client's own time was at most {max(map(pace, runs)):.3f} s a step, mean of "
+            "a run.",
+            volumes(runs),
+        ]
+    text = "\n\n".join(parts)
+    page = document.read_text()
+    made = re.sub(
+        r"(<!-- tables -->\n).*(\n<!-- /tables -->)",
+        lambda match: match[1] + text + match[2],
+        page,
+        flags=re.DOTALL,
+    )
+    document.write_text(made)
+    print(text)
+
+
+def pace(run: Run) -> float:
+    """Return the mean over windows of the slowest client's own seconds per step."""
+    windows = run["windows"]
+    return fmean(
+        w["seconds"]["clients"] / (w["step"] - before["step"]) for before, w in pairwise(windows)
+    )

@@ -1,0 +1,176 @@
+"""The benchmark of thin links: its relay, a miniature of it, and what it leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from processes import DEFAULT_SIGNALS, wait_until
+from scripts import BENCHMARKS, load_benchmark
+
+network = load_benchmark("thin_links/network")
+RELAY = BENCHMARKS / "thin_links" / "relay.py"
+MINIATURE = {
+    "sites": 2,
+    "round_trip_ms": 50,
+    "step_seconds": 0.05,
+    "rates": [10],
+    "seeds": [0],
+    "targets": [9.0],
+    "overrides": [
+        "run.steps=6",
+        "run.eval_every=2",
+        "model.hidden_size=32",
+        "model.intermediate_size=64",
+        "model.num_hidden_layers=1",
+        "data.max_bytes=60000",
+        "data.seq_len=32",
+        "data.batch_size=2",
+        "evaluation.sequences=4",
+        "evaluation.federated=false",
+    ],
+    "methods": {"DES-LOC": ["desloc_adam", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=4"]},
+}
+
+
+def not_allowed() -> str:
+    try:
+        network.require_allowed()
+    except network.NotAllowedError as error:
+        return str(error)
+    return ""
+
+
+REASON = not_allowed()
+needs_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@contextmanager
+def tool(*words: object) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-I", str(RELAY), *map(str, words)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if words[0] != "measure":
+            process.stdout.readline()
+        yield process
+        process.stdin.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address on Linux only")
+def test_the_relay_delays_both_directions_and_changes_no_byte():
+    data = os.urandom(1 << 16)
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+        with (
+            tool("relay", "127.0.0.2", 0.05, port),
+            socket.create_connection(("127.0.0.1", port)) as here,
+            server.accept()[0] as there,
+            there.makefile("rb") as received,
+        ):
+            here.sendall(data)
+            here.shutdown(socket.SHUT_WR)
+            assert received.read() == data
+    with (
+        tool("serve", "127.0.0.2", port),
+        tool("relay", "127.0.0.2", 0.05, port),
+        tool("measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
+    ):
+        assert process.stdout is not None
+        found = json.loads(process.stdout.readline())
+    assert 0.1 <= found["round_trip"] < 0.2
+    assert found["ended"] - found["began"] < 2
+
+
+def start(*words: object, before: str = "") -> "subprocess.Popen[str]":
+    run = f"import runpy\nrunpy.run_path({str(BENCHMARKS / 'thin_links')!r}, run_name='__main__')"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{DEFAULT_SIGNALS}{before}{run}", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_by(pid: int) -> list[str]:
+    return [name for name in network.namespaces() if name.split("-")[2] == str(pid)]
+
+
+@pytest.fixture
+def cells(tmp_path) -> Path:
+    path: Path = tmp_path / "cells.yaml"
+    path.write_text(yaml.safe_dump(MINIATURE))
+    return path
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells, tmp_path):
+    words = ("measure", "--cells", cells, "--results", tmp_path / "results")
+    with start(*words) as process:
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert left_by(process.pid) == []
+    found = json.loads((tmp_path / "results" / "10mbit-des-loc-0.json").read_text())
+    _zero, *windows = found["windows"]
+    assert [w["step"] for w in windows] == [2, 4, 6]
+    assert all(w["loss"] > 0 for w in windows)
+    assert all(w["seconds"]["clients"] >= 2 * 0.05 for w in windows)
+    assert found["bytes"]["up"]["total"] == sum(w["payload_up"] for w in windows)
+    report = load_report()
+    for way in ("up", "down"):
+        wire = report.traffic(found, way)
+        content = wire["interface"] - wire["headers"]
+        # Besides messages there are polls and heartbeats, which a small payload does not hide.
+        assert wire["ledger"] < content < 1.5 * wire["ledger"] + 500_000
+    assert report.time_to(found, 9.0) == report.elapsed(found)[0]
+    assert "| 10 | DES-LOC | 0 | " in report.times([found], [9.0], report.window_overhead(found))
+    assert "| 10 | DES-LOC | 0 | " in report.volumes([found])
+    with start(*words) as process:  # nothing is missing
+        assert process.communicate()[0] == ""
+    assert process.returncode == 0
+
+
+def load_report():
+    sys.path.insert(0, str(BENCHMARKS / "thin_links"))
+    try:
+        return load_benchmark("thin_links/report")
+    finally:
+        sys.path.pop(0)
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(cells, tmp_path, number):
+    with start("measure", "--cells", cells, "--results", tmp_path / "results") as process:
+        wait_until(lambda: len(left_by(process.pid)) == 4, lambda: left_by(process.pid))
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.communicate()
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    wait_until(lambda: not any(p.is_running() for p in below), lambda: below, 20)
+    if number == signal.SIGKILL:
+        with start("--clean") as cleaning:
+            assert f"thin-links-{process.pid}-server" in cleaning.communicate()[0]
+    assert left_by(process.pid) == []
+
+
+def test_without_root_it_says_so_and_exits_with_2(tmp_path):
+    before = "import os\nos.geteuid = lambda: 1000\n"
+    with start("calibrate", "--results", tmp_path, before=before) as process:
+        output, _ = process.communicate()
+    assert output == "thin_links cannot run here: it needs Linux and root\n"
+    assert process.returncode == 2
