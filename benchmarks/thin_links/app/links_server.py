@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import server_app
+from flower_desloc.config import Config
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.runs import RunFolder, RunRecorder
 
@@ -16,8 +17,8 @@ COUNTERS = ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets")
 class LinkRecorder(RunRecorder):
     """Adds a line to ``links.jsonl`` for every window, and for round 0."""
 
-    def __init__(self, config: Any, schedule: Any, folder: RunFolder, **options: Any) -> None:
-        super().__init__(config, schedule, folder, **options)
+    def __init__(self, config: Config, folder: RunFolder, **options: Any) -> None:
+        super().__init__(config, folder, **options)
         self._links = folder.path / "links.jsonl"
 
     def window(self, record: WindowRecord) -> None:
