@@ -250,13 +250,6 @@ def command(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-def counters(device: str = "eth0") -> dict[str, int]:
-    """Return bytes and packets of an interface of the namespace that this process is in."""
-    folder = Path("/sys/class/net", device, "statistics")
-    names = ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets")
-    return {name: int((folder / name).read_text()) for name in names}
-
-
 def about_machine() -> dict[str, Any]:
     """Return what a transfer depends on besides the links."""
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()

@@ -45,14 +45,25 @@ def steady(run: Run) -> tuple[float, int]:
     return seconds[-1] - seconds[0], windows[-1]["step"] - windows[1]["step"]
 
 
-def planned(run: Run, overhead: float = 0.0) -> float:
-    """Return the seconds per step that `desloc plan` gives for the star.
+def stated_link(run: Run) -> Link:
+    """Return the link as the cell states it."""
+    return Link(bandwidth=run["rate_mbit"] * MBIT, latency=run["round_trip_ms"] / 2000)
 
-    ``overhead`` are a window's seconds besides steps, payload and the link's round trip. A star
-    has two messages a window, so `--latency` can state them.
+
+def measured_link(run: Run, overhead: float = 0.0) -> Link:
+    """Return the link as it was calibrated.
+
+    ``overhead`` are a window's seconds besides steps, payload and round trip. A star has two
+    messages a window, so the latency of a message can state them.
     """
-    latency = (run["round_trip_ms"] / 1000 + overhead) / 2
-    link = Link(bandwidth=run["rate_mbit"] * MBIT, latency=latency)
+    found = run["calibration"]
+    goodput = fmean([found["all_sites_up_mbit"], found["all_sites_down_mbit"]])
+    latency = (found["round_trip_ms"] / 1000 + overhead) / 2
+    return Link(bandwidth=goodput * MBIT, latency=latency)
+
+
+def planned(run: Run, link: Link) -> float:
+    """Return the seconds per step that `desloc plan` gives for the star."""
     options: Run = {"step_seconds": run["step_seconds"], "flops": 1.0, "mfu": 1.0}
     config = load(run["preset"], run["overrides"])
     if "gradients" in config.sync:  # a plan compares with data parallelism by itself
@@ -65,7 +76,7 @@ def window_overhead(run: Run) -> float:
     """Return the mean seconds of a window that `desloc plan` does not explain."""
     seconds, steps = steady(run)
     windows = len(run["windows"]) - 2
-    return (seconds - planned(run) * steps) / windows
+    return (seconds - planned(run, measured_link(run)) * steps) / windows
 
 
 def traffic(run: Run, way: str) -> dict[str, float]:
@@ -80,7 +91,7 @@ def traffic(run: Run, way: str) -> dict[str, float]:
 
 
 def times(runs: list[Run], targets: list[float], overhead: float) -> str:
-    """Return the table of times; ``overhead`` is that of :func:`planned`."""
+    """Return the table of times; ``overhead`` is that of :func:`measured_link`."""
     heads = ["Mbit/s", "method", "seed", *(f"s to {target:g}" for target in targets)]
     heads += ["last loss", "tokens/s", "computing", "s a step", "plan", "error", "with W", "error"]
     rows = []
@@ -89,7 +100,8 @@ def times(runs: list[Run], targets: list[float], overhead: float) -> str:
         seconds, steps = steady(run)
         pace = seconds / steps
         reached = [time_to(run, target) for target in targets]
-        plans = [planned(run), planned(run, overhead)]
+        links = [stated_link(run), measured_link(run, overhead)]
+        plans = [planned(run, link) for link in links]
         rows.append(
             [
                 *(f"{run['rate_mbit']:g}", run["method"], str(run["seed"])),
