@@ -21,7 +21,13 @@ from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.content import records_of
-from flower_desloc.flower.exchange import Probe, event_kind, exchange, time_to_live
+from flower_desloc.flower.exchange import (
+    Probe,
+    event_kind,
+    exchange,
+    poll_for_objects_often,
+    time_to_live,
+)
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import client_record, evaluation_record, number
@@ -138,6 +144,8 @@ class Engine:
         self._grid, self._policy, self._seed = grid, policy, seed
         self._run_key, self._settings = run_key, settings
         self._is_deployment = isinstance(grid, HttpGrid)
+        if self._is_deployment:
+            poll_for_objects_often()
         # A SuperNode serves one message after the other; a simulation several, and loses none.
         self._probe = (
             Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
