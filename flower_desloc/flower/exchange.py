@@ -76,9 +76,10 @@ def poll_for_objects_often() -> None:
     """Let Flower's grid of a deployment ask twice a second for what is still being uploaded.
 
     A reply is announced when its upload begins. Flower 1.41 then waits for its objects 1, 2, 4, 8
-    and 10 seconds, so that it reads a reply up to half its upload time late.
+    and 10 seconds, so that it reads a reply up to half its upload time late. Flower's limit of 500
+    attempts would be four minutes now; its limit of two hours stays.
     """
-    often = partial(pull_objects, initial_backoff=0.1, backoff_cap=0.5)
+    often = partial(pull_objects, initial_backoff=0.1, backoff_cap=0.5, max_tries_per_object=None)
     http_grid.pull_objects = often  # type: ignore[attr-defined]
 
 
