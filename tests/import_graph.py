@@ -1,8 +1,11 @@
 """The graph of imports between the files of a source tree, from their syntax alone."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+_DOTTED = re.compile(r"\w+(\.\w+)+(:\w+)?")
 
 
 def modules(root: Path, packages: list[str]) -> dict[str, Path]:
@@ -17,7 +20,8 @@ def modules(root: Path, packages: list[str]) -> dict[str, Path]:
 def imported_names(path: Path) -> Iterator[str]:
     """Yield the dotted name of every import of a file, also of those inside functions.
 
-    ``from a import b`` yields ``a.b``. ``import_module("a.b")`` counts where the name is a literal.
+    ``from a import b`` yields ``a.b``. A string that is a dotted name, with ``:`` before its last
+    part or without, counts as an import: of ``import_module``, ``resolve_name``, ``python -m``.
     """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
@@ -26,10 +30,8 @@ def imported_names(path: Path) -> Iterator[str]:
             case ast.ImportFrom(module=module, names=names, level=level):
                 assert level == 0, f"{path}: imports are absolute"
                 yield from (f"{module}.{alias.name}" for alias in names)
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-                called = getattr(function, "attr", getattr(function, "id", ""))
-                if called in {"import_module", "__import__"}:
-                    yield name
+            case ast.Constant(value=str(text)) if _DOTTED.fullmatch(text):
+                yield text.replace(":", ".")
 
 
 def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:

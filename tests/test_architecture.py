@@ -93,6 +93,7 @@ def test_the_package_root_has_at_most_twelve_entries():
         "def later():\n    from flower_desloc.runs.outer import name\n",
         "def later():\n    import flower_desloc.runs.outer\n",
         "def later():\n    importlib.import_module('flower_desloc.runs.outer')\n",
+        "def later():\n    return resolve_name('flower_desloc.runs.outer:Outer')\n",
     ],
 )
 def test_a_lazy_import_that_points_outward_or_closes_a_cycle_is_found(tmp_path, lazy):
