@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from federation import OPTIMIZERS, Quadratic, assert_same
-from flower_path import RUN, Run
-from flwr.app import Message
+from flower_path import RUN, Grid, Run
+from flwr.app import Error, Message
 from omegaconf import OmegaConf
 
 from flower_desloc import SyncSchedule
@@ -58,6 +58,7 @@ class Case:
     formats: Mapping[str, str] | None = None
     every: int = 1
     fraction: float = 1.0
+    on_failure: str = "stop"
     present: Callable[[int, int], bool] = lambda m, t: True
 
     def run(
@@ -80,7 +81,7 @@ class Case:
             num_steps=12,
             outer=self.outer() if self.outer else None,
             formats=self.formats,
-            policy=Policy(fraction_train=self.fraction),
+            policy=Policy(fraction_train=self.fraction, on_failure=self.on_failure),
             seed=5,
             present=self.present,
             evaluate_clients=True,
@@ -197,6 +198,44 @@ def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bi
             case.run(folder, Fuse(12), resume=True, last=-2)
         # From the last there is, which is none of the first course.
         assert outcome(case.run(folder, resume=True)) == outcome(expected), point
+
+
+def test_a_client_that_was_away_when_the_server_resumed_drops_the_abandoned_work(tmp_path):
+    """Its state after step 8 is abandoned; at its return the server's checkpoint is 8 again."""
+    away = Case(optimizer="adam", every=2, present=lambda m, t: m != 1 or not 5 <= t < 8)
+    expected = outcome(away.run(tmp_path / "whole"))
+    always, probe = Case(optimizer="adam", every=2), Fuse()
+    always.run(tmp_path / "probe", probe)
+    saves = [i for i, where in enumerate(probe.burnt) if where == "before the checkpoint"]
+    with pytest.raises(Killed):
+        always.run(tmp_path / "killed", Fuse(saves[3]))  # of the steps 0, 3, 5, 8
+    assert outcome(away.run(tmp_path / "killed", resume=True)) == expected
+
+
+def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path, monkeypatch):
+    """Client 1 fails in the window before the evaluation of step 4; then the server is killed.
+
+    Resumed, client 2 fails as well, so the average of step 4 is another one.
+    """
+    failing: set[int] = set()
+    answer = Grid._answer
+
+    def answer_or_fail(self: Grid, message: Message) -> Message:
+        metadata, stop = message.metadata, message.content["config"]["stop-step"]
+        if (metadata.message_type, stop) == ("train", 4) and metadata.dst_node_id - 1 in failing:
+            return Message(Error(8, "out of memory"), reply_to=message)
+        return answer(self, message)
+
+    monkeypatch.setattr(Grid, "_answer", answer_or_fail)
+    case, probe = Case(optimizer="adam", every=2, on_failure="continue"), Fuse()
+    failing |= {1, 2}
+    expected = outcome(case.run(tmp_path / "whole", probe))
+    saves = [i for i, where in enumerate(probe.burnt) if where == "before the checkpoint"]
+    failing.discard(2)
+    with pytest.raises(Killed):
+        case.run(tmp_path / "killed", Fuse(saves[2]))  # of step 5
+    failing.add(2)
+    assert outcome(case.run(tmp_path / "killed", resume=True)) == expected
 
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):

@@ -1,5 +1,6 @@
 """Laws of the client's state file: it survives the end of the process at any moment."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flower_desloc.flower import tensor_file
 from flower_desloc.flower.client_state import Held, StateFiles
 from flower_desloc.flower.tensor_file import DamagedFileError
 
@@ -23,9 +25,15 @@ CALLS = [(Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir")]
 """The calls that change a folder; a process can be killed between any two of them."""
 
 
-def window(step: int, checkpoint: int = -1) -> tuple[Held, dict[str, dict[str, torch.Tensor]]]:
+def window(
+    step: int, checkpoint: int = -1, attempt: str = "A"
+) -> tuple[Held, dict[str, dict[str, torch.Tensor]]]:
     held = Held(
-        step=step, versions={"params": 0, "exp_avg": 0}, streams=["exp_avg"], checkpoint=checkpoint
+        step=step,
+        versions={"params": 0, "exp_avg": 0},
+        streams=["exp_avg"],
+        attempt=attempt,
+        checkpoint=checkpoint,
     )
     return held, {"exp_avg": {"w": torch.full((100,), float(step))}}
 
@@ -54,7 +62,7 @@ def test_a_state_at_a_checkpoint_is_not_deleted(tmp_path):
     files = five_windows(tmp_path)
     files.held_at(4)
     files.write(*window(5, checkpoint=4))
-    files.go_back(3, "another attempt")
+    files.go_back({"A": -1, "B": 3})
     assert files.held().step == value(files) == 3
     assert files.held_at(2) is None, "the server keeps no older checkpoint"
 
@@ -69,7 +77,7 @@ def test_of_a_long_run_only_the_states_somebody_can_ask_for_are_left(tmp_path):
         kept = {path.name: path for path in files.folder.iterdir()}
         wanted = {step, max(step - 1, 1), *(at for at in past[-2:] if at > 0)}
         assert kept.keys() == {f"step-{at:08d}.safetensors" for at in wanted}
-    files.go_back(checkpoints[-2], "another attempt")
+    files.go_back({"A": -1, "B": checkpoints[-2]})
     assert files.held().step == value(files) == checkpoints[-2]
 
 
@@ -85,11 +93,51 @@ def test_a_client_that_was_deleted_is_new(killed, tmp_path, monkeypatch):
     assert killed is not None or not list(tmp_path.iterdir())
 
 
+def test_a_state_is_kept_as_far_as_the_servers_history_contains_it(tmp_path):
+    """Resumed from 5 by B, from 8 by C; D, which resumed from 8 as well, wrote no checkpoint."""
+    history = {"A": -1, "B": 5, "C": 8}
+    for attempt, last in (("A", 5), ("B", 8), ("C", 20), ("D", -1)):
+        for step in range(1, 12):
+            files = StateFiles(tmp_path / f"{attempt}{step}", "run", "client-0")
+            files.write(*window(step, attempt=attempt))
+            files.go_back(history)
+            assert (files.held() is not None) == (step <= last)
+    # Checkpoints of older versions do not name the attempts before theirs.
+    for step in (8, 9):
+        files = StateFiles(tmp_path / f"former{step}", "run", "client-0")
+        files.write(*window(step, attempt="unknown"))
+        files.go_back({"": -1, "E": 8})
+        assert (files.held() is not None) == (step <= 8)
+
+
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    files = five_windows(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "safe_open", fail)
+        for call in (files.held, lambda: files.read(["exp_avg"])):
+            with pytest.raises(OSError, match="Input/output error"):
+                call()
+    assert files.held().step == value(files) == 5
+
+
+def test_a_torn_last_file_makes_the_client_new(tmp_path):
+    files = five_windows(tmp_path)
+    last = max(files.folder.iterdir())
+    last.write_bytes(last.read_bytes()[:-1])
+    assert files.held() is None
+    files.go_back({"A": -1})
+    assert files.held() is None
+
+
 def test_a_client_that_joined_after_the_checkpoint_becomes_new(tmp_path):
     files = StateFiles(tmp_path, "run", "client-0")
     files.write(*window(5, checkpoint=4))
     files.write(*window(6, checkpoint=5))
-    files.go_back(4, "another attempt")
+    files.go_back({"A": -1, "B": 4})
     assert files.held() is None
 
 
@@ -151,7 +199,7 @@ def test_the_files_of_the_former_layout_are_taken_over(tmp_path):
         metadata = {"desloc": json.dumps(about), "checksums": json.dumps({"exp_avg": 1})}
         save_file({"exp_avg/w": torch.full((4,), float(step))}, path, metadata)
     files = StateFiles(tmp_path, "run", "client-0")
-    files.go_back(1, "the same")
+    files.go_back({"the same": -1})
     for step in (3, 2, 1):
         assert files.held_at(step).step == value(files) == step
 

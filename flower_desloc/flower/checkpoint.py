@@ -43,20 +43,26 @@ class Checkpoint:
     """States of the server's own optimizer."""
     settings: str = ""
     """The app's settings; a run may only resume with the same ones."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """The starts of the server that led here (:attr:`WindowRequest.attempts`); empty in
+    checkpoints of older versions."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a checkpoint; raises :class:`CheckpointError` for a damaged or foreign file."""
-        about = tensor_file.about(path)
-        if about is None or not about.keys() >= _ABOUT:
-            raise CheckpointError(f"{path} is not a complete checkpoint; take the one before it")
         try:
+            about = tensor_file.about(path)
+            if about is None or not about.keys() >= _ABOUT - {"attempts"}:
+                raise CheckpointError(
+                    f"{path} is not a complete checkpoint; take the one before it"
+                )
             streams = tensor_file.read(path)
-        except DamagedFileError as error:
+        except (DamagedFileError, OSError) as error:
             raise CheckpointError(f"{error}; take the checkpoint before it") from error
         outer = {n.removeprefix(_OUTER): s for n, s in streams.items() if n.startswith(_OUTER)}
         averages = {n: s for n, s in streams.items() if not n.startswith(_OUTER)}
-        return cls(**{name: about[name] for name in _ABOUT}, averages=averages, outer=outer)
+        known = {name: about[name] for name in _ABOUT & about.keys()}
+        return cls(**known, averages=averages, outer=outer)
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}

@@ -61,7 +61,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         _require_same_code(request)
         worker = build(request.config, context)
         files = _state_files(request, context)
-        files.go_back(request.checkpoint, request.attempt)
+        files.go_back(request.attempts)
         held = files.held_at(request.start)
         about = ConfigRecord(
             {
@@ -266,7 +266,7 @@ def _receive_and_save(
         versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
         # safetensors refuses a tensor that is also in ``coding``.
         copies = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
-        _save(files, request, held.step if held else 0, versions, {**old, **copies}, coding)
+        _save(files, request, request.start, versions, {**old, **copies}, coding)
     return received
 
 

@@ -4,8 +4,8 @@ Flower's ``Context.state`` is lost when a SuperNode restarts and silently stale 
 a client keeps its state in a folder, found by the run's key and the client's name. Deleting the
 folder makes the client a new one.
 
-``step-S.safetensors`` is the state after step S. A stream that was due then is not in it: its
-average comes with a later message. A client keeps
+``step-S.safetensors`` is the state after step S of the run. A stream that was due then is not in
+it: its average comes with a later message. A client keeps
 
 - its last state;
 - the one before it, from which it repeats a window that it is asked for again;
@@ -17,6 +17,7 @@ a torn file is detected, and the client starts as a new one.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,18 +32,18 @@ from flower_desloc.flower.checkpoint import KEEP
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a client holds, without the tensors."""
+    """The metadata of a state file."""
 
     step: int
-    """Local steps the streams have been through."""
+    """The run's step when this was written, after a window or an evaluation."""
     versions: Mapping[str, int]
-    """Of every stream held at ``step``, the step of the average it descends from."""
+    """Of every stream, the step of the average from which it started its local steps."""
     streams: Sequence[str]
     """Streams in the file; the others were sent to the server."""
     beside: Sequence[str] = ()
-    """What compression keeps in the file besides (:mod:`flower_desloc.flower.coding`)."""
+    """Streams of compression in the file (:mod:`flower_desloc.flower.coding`)."""
     attempt: str = ""
-    """The start of the server under which this was written."""
+    """The start of the server (:attr:`WindowRequest.attempt`) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
 
@@ -75,12 +76,12 @@ class StateFiles:
         return tensor_file.read(self._files()[-1], names)
 
     def write(self, held: Held, streams: Mapping[str, Stream]) -> None:
-        """Write the state after ``held.step``; states that nobody can ask for are deleted.
+        """Write the state after ``held.step``; states that are no longer needed are deleted.
 
         Raises ``OSError`` naming the folder when it cannot be written; the last state is kept.
         """
         try:
-            self._delete_superfluous(held.checkpoint)  # first, to free the disk space
+            self._delete_unneeded(held.checkpoint)  # first, to free the disk space
             with atomic_write(self._file(held.step), sync=False) as temporary:
                 tensor_file.write(temporary, asdict(held), streams)
         except OSError as error:
@@ -89,16 +90,26 @@ class StateFiles:
                 "state-dir in the node config"
             ) from error
 
-    def go_back(self, checkpoint: int, attempt: str) -> None:
-        """Return to the state at the server's ``checkpoint``, for a new ``attempt``.
+    def go_back(self, attempts: Mapping[str, int]) -> None:
+        """Delete the states that are no part of the server's history.
 
-        A client that has no state of that time is new. ``checkpoint`` is -1 for a server without
-        one.
+        ``attempts`` are the starts of the server that led to the present one, in order, each with
+        the step from which it resumed. A state written under an attempt is part of the history up
+        to the step from which the next one resumed. A client without such a state is new, and so
+        is one whose last file is torn.
         """
         self._rename_former()
-        held = self.held()
-        if held is None or held.attempt != attempt:
-            self._delete_after(checkpoint)
+        resumed = [*attempts.values(), sys.maxsize]
+        ends = dict(zip(attempts, resumed[1:], strict=True))
+        files = self._files()
+        if files and _held(files[-1]) is None:
+            self.delete()
+            return
+        for path in files:
+            held = _held(path)
+            # Checkpoints of older versions do not name the attempts before theirs: the end of "".
+            if held is None or _step(path) > ends.get(held.attempt, ends.get("", -1)):
+                path.unlink()
 
     def delete(self) -> None:
         """Delete the client's files, and the run's folder with its last client."""
@@ -114,14 +125,14 @@ class StateFiles:
 
     def _files(self) -> list[Path]:
         """Return the files, the oldest first."""
-        return sorted(self.folder.glob("step-*.safetensors"), key=_step)
+        return sorted(self.folder.glob(f"step-{'[0-9]' * 8}.safetensors"))
 
     def _delete_after(self, step: int) -> None:
         for path in reversed(self._files()):
             if _step(path) > step:
                 path.unlink()
 
-    def _delete_superfluous(self, checkpoint: int) -> None:
+    def _delete_unneeded(self, checkpoint: int) -> None:
         """Delete all but the last state and those at the last checkpoints of the server."""
         files = self._files()
         known = {held.checkpoint for held in map(_held, files) if held} | {checkpoint}
@@ -146,6 +157,8 @@ class StateFiles:
             if held := _held(path):
                 self.folder.mkdir(exist_ok=True)
                 path.replace(self._file(held.step))
+        with contextlib.suppress(OSError):  # there was none
+            (parent / f"{name}.checkpoint").rmdir()
 
 
 def _step(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The round engine: greet the clients, ask them, validate their replies, repeat below the quorum.
+"""The round engine: greet the clients, ask them, collect their replies, repeat below the quorum.
 
 One round is one window. A strategy says what to send and how to average; the engine knows the
 clients, takes their replies in one fixed order, and keeps the record of the round.
@@ -119,6 +119,8 @@ class Engine:
         Draws the clients of a window.
     checkpoint : int
         Step of the last checkpoint; -1: none.
+    attempts : Mapping[str, int]
+        The starts of the server before this one (:attr:`WindowRequest.attempts`).
 
     """
 
@@ -131,10 +133,12 @@ class Engine:
         *,
         seed: int = 0,
         checkpoint: int = -1,
+        attempts: Mapping[str, int] | None = None,
     ) -> None:
         self.round = Round()
         self.attempt = secrets.token_hex(4)
-        """Tells this start of the server from earlier ones, for the clients' own files."""
+        """Identifies this start of the server in the clients' own files."""
+        self.attempts = {**(attempts or {}), self.attempt: checkpoint}
         self.checkpoint = checkpoint
         self.meter = TrafficMeter()
         self.on_join: list[Callable[[str, Mapping[str, str]], None]] = []
@@ -369,6 +373,7 @@ class Engine:
         hello = WindowRequest(
             run_key=self._run_key,
             attempt=self.attempt,
+            attempts=self.attempts,
             checkpoint=self.checkpoint,
             start=step,
             config={**self._settings, "code": fingerprint()},

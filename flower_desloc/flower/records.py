@@ -38,7 +38,8 @@ STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
-    *("attempt", "checkpoint-step", "stream-formats", "differences", "former-version", "bundles"),
+    *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
+    *("stream-formats", "differences", "former-version", "bundles"),
 }
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
@@ -54,6 +55,9 @@ class WindowRequest:
     """Names the run in the client's own files, over restarts."""
     attempt: str = ""
     """Names this start of the server; every resume has another one."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """In a greeting: the starts of the server that led to this one, in order and with this one,
+    each with the step from which it resumed; -1 for a start without a checkpoint."""
     checkpoint: int = -1
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
@@ -84,6 +88,8 @@ class WindowRequest:
                 "server-round": server_round,
                 "run-key": self.run_key,
                 "attempt": self.attempt,
+                "attempts": list(self.attempts),
+                "attempt-starts": list(self.attempts.values()),
                 "checkpoint-step": self.checkpoint,
                 "start-step": self.start,
                 "stop-step": self.stop,
@@ -114,6 +120,13 @@ class WindowRequest:
         return cls(
             run_key=_value(config, "run-key", str),
             attempt=_value(config, "attempt", str),
+            attempts=dict(
+                zip(
+                    _values(config, "attempts", str),
+                    _values(config, "attempt-starts", int),
+                    strict=True,
+                )
+            ),
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),

@@ -51,7 +51,7 @@ class DesLoc(Strategy):
     policy : Policy, optional
         Who takes part, and what a failed client does to the run.
     eval_every : int (default: 0)
-        Evaluate at the first average of params at or after each multiple of so many steps, and
+        Evaluate at the first average of params at or after each multiple of this many steps, and
         always before and after training; 0: only then.
     outer : Outer, optional
         The server's own optimizer of the averaged parameters (DiLoCo).
@@ -307,7 +307,7 @@ class DesLoc(Strategy):
         has_params = PARAMS in averages
         self.state.publish(averages, window.stop, self.schedule.resets)
         if self.outer is not None and has_params and PARAMS in self.state.formats:
-            self.outer.go_on_from(self.state.average(PARAMS))
+            self.outer.set_params(self.state.average(PARAMS))
 
     def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         """Replace the average of params by the server optimizer's step towards it."""
@@ -428,6 +428,8 @@ class DesLoc(Strategy):
             plain(config),
             seed=self.seed,
             checkpoint=self.resume.step if self.resume else -1,
+            # A checkpoint of an older version does not name the attempts that led to it.
+            attempts=(self.resume.attempts or {"": -1}) if self.resume else None,
         )
         members = self.engine.open(self.state.step)
         if observer is not None:
@@ -461,6 +463,7 @@ class DesLoc(Strategy):
                 evaluated=self._evaluated,
                 versions=self.state.versions,
                 former=self.state.former,
+                attempts=self.engine.attempts,
                 averages=self.state.to_checkpoint(),
                 outer=self.outer.state if self.outer else {},
             )

@@ -15,7 +15,7 @@ from flower_desloc.core.averaging import Stream
 
 _ABOUT, _CHECKSUMS = "desloc", "xxh3"  # keys of the file's metadata
 _SEPARATOR = "/"  # joins stream and tensor; no stream name contains it
-_UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, ValueError)
+_DAMAGED = (SafetensorError, KeyError, TypeError, ValueError)
 
 
 class DamagedFileError(ValueError):
@@ -26,7 +26,7 @@ def about(path: Path) -> dict[str, Any] | None:
     """Return the ``about`` that :func:`write` was given; None for a missing or damaged file.
 
     A torn file is found here, as it is shorter than its header says; damaged tensors are found by
-    :func:`read`.
+    :func:`read`. Raises ``OSError`` when an intact file may be there but cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -34,14 +34,15 @@ def about(path: Path) -> dict[str, Any] | None:
         text, checksums = metadata[_ABOUT], _checksums(metadata)
         intact = checksums is None or checksums[_ABOUT] == _text_checksum(text)
         return dict(json.loads(text)) if intact else None
-    except _UNREADABLE:
+    except (FileNotFoundError, *_DAMAGED):
         return None
 
 
 def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
     """Return the named streams, by default all.
 
-    Raises :class:`DamagedFileError` when they are not what was written.
+    Raises :class:`DamagedFileError` when they are not what was written, and ``OSError`` when they
+    cannot be read.
     """
     wanted = None if streams is None else set(streams)
     result: dict[str, dict[str, Tensor]] = {name: {} for name in wanted or ()}
@@ -59,7 +60,7 @@ def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str
                     result.setdefault(name, {})[key] = tensor
     except DamagedFileError:
         raise
-    except _UNREADABLE as error:
+    except _DAMAGED as error:
         raise DamagedFileError(f"{path} cannot be read: {error}") from error
     return result
 
