@@ -20,7 +20,9 @@ from flower_desloc.setup.initial import OF_MODEL_CONFIG, settled
 # Typer 0.20 loses the help of arguments with Click 8.5: the commands' docstrings explain them.
 Preset = Annotated[str, typer.Argument(show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
-OutputDir = Annotated[Path, typer.Option(help="Where its folder goes.", file_okay=False)]
+OutputDir = Annotated[
+    Path, typer.Option(help="Folder in which its folder is created.", file_okay=False)
+]
 
 _A_LIST = re.compile(r"[^=]+=[\[{]")
 _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")

@@ -37,7 +37,7 @@ class Run:
     """Evaluate at the first average of params at or after each multiple of this many steps; 0:
     only before and after training."""
     checkpoint_every: int = bounded(1, 0)
-    """Write a checkpoint after every so many windows, and at the end; 0: never."""
+    """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
     """Resume a run that was interrupted: its folder, one of its checkpoints, or `auto`: the last
     run of this name in the output folder, or a new one if that is complete."""
@@ -222,7 +222,7 @@ class Federation(Policy):
     """Who takes part, and what happens when a client fails."""
 
     num_clients: int = bounded(4, 1)
-    """Clients that `desloc run` simulates; in a deployment the SuperNodes are what they are."""
+    """Clients that `desloc run` simulates; no effect in a deployment."""
     client_cpus: int = bounded(1, 1)
     """CPU cores, and so threads, a simulated client gets; the result depends on it in the last
     bits."""

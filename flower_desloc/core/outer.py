@@ -51,7 +51,7 @@ class Outer:
             group["initial_lr"] = group["lr"]
 
     @torch.no_grad()
-    def go_on_from(self, params: Stream) -> None:
+    def set_params(self, params: Stream) -> None:
         """Replace the parameters by what the clients have, where compression changed them."""
         for key, tensor in params.items():
             self._params[key].copy_(tensor)

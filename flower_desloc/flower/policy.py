@@ -19,10 +19,10 @@ class Policy:
     """
 
     min_clients: int = 1
-    """Quorum: wait for so many clients, and average no window with fewer."""
+    """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
     """Joins and leaves, as step: number. From the first window that begins at that step or later,
-    the first so many clients take part, as in `{0: 4, 96: 8}` (on the command line
+    only that many clients take part, the first in order, as in `{0: 4, 96: 8}` (on the command line
     `federation.attendance.96=8`). Before the first step named, all do."""
     fraction_train: float = 1.0
     """Share of the clients online, drawn by the seed, that train in a window."""
@@ -35,7 +35,7 @@ class Policy:
     """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
     that."""
     norm_bound: float | None = None
-    """Leave out a client whose update of a stream is longer than so many times the median of all
+    """Leave out a client whose update of a stream is longer than this many times the median of all
     clients'; holds all replies of a window in memory; null: do not."""
     on_failure: str = "stop"
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
