@@ -257,8 +257,10 @@ def picture(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Figure:
     noise = {rung: methods for rung, methods in rows.items() if rung.study == "ladder_noise"}
     optimizers = sorted({rung.optimizer for rung in noise})
     names = {"iid": "IID", "by_domain": "by domain"}
-    made = Figure(figsize=(9, 3.4 * len(optimizers)), layout="constrained")
-    axes = made.subplots(len(optimizers), 2, sharex=True, sharey=True, squeeze=False)
+    names = {key: name for key, name in names.items() if any(r.partition == key for r in noise)}
+    size = (4.5 * len(names), 3.4 * len(optimizers))
+    made = Figure(figsize=size, layout="constrained")
+    axes = made.subplots(len(optimizers), len(names), sharex=True, sharey=True, squeeze=False)
     for row, optimizer in zip(axes, optimizers, strict=True):
         for panel, partition in zip(row, names, strict=True):
             panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
