@@ -43,9 +43,9 @@ class Checkpoint:
     """States of the server's own optimizer."""
     settings: str = ""
     """The app's settings; a run may only resume with the same ones."""
-    attempts: Mapping[str, int] = field(default_factory=dict)
-    """The starts of the server that led here (:attr:`WindowRequest.attempts`); empty in
-    checkpoints of older versions."""
+    attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
+    """The starts of the server that led here (:attr:`WindowRequest.attempts`); checkpoints of older
+    versions do not name them, and "" stands for all."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

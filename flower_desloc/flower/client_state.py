@@ -64,7 +64,9 @@ class StateFiles:
 
         Later states are deleted: the client is asked for these windows again.
         """
-        self._delete_after(step)
+        for path in reversed(self._files()):
+            if _step(path) > step:
+                path.unlink()
         return self.held()
 
     def read(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
@@ -126,11 +128,6 @@ class StateFiles:
     def _files(self) -> list[Path]:
         """Return the files, the oldest first."""
         return sorted(self.folder.glob(f"step-{'[0-9]' * 8}.safetensors"))
-
-    def _delete_after(self, step: int) -> None:
-        for path in reversed(self._files()):
-            if _step(path) > step:
-                path.unlink()
 
     def _delete_unneeded(self, checkpoint: int) -> None:
         """Delete all but the last state and those at the last checkpoints of the server."""

@@ -428,8 +428,7 @@ class DesLoc(Strategy):
             plain(config),
             seed=self.seed,
             checkpoint=self.resume.step if self.resume else -1,
-            # A checkpoint of an older version does not name the attempts that led to it.
-            attempts=(self.resume.attempts or {"": -1}) if self.resume else None,
+            attempts=self.resume.attempts if self.resume else None,
         )
         members = self.engine.open(self.state.step)
         if observer is not None:
