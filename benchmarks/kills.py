@@ -133,7 +133,7 @@ def main(trials: int = 6, seed: int = 0, json: Path | None = None) -> None:
             print(one, flush=True)
             found.append(one)
             shutil.rmtree(folder)
-    report({"loss in peace": loss, "over TLS": {"trials": found}}, json)
+    report({"undisturbed loss": loss, "over TLS": {"trials": found}}, json)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
 from processes import has_ended, wait_until
 from safetensors.torch import load_file
+from tiny import TINY
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
@@ -41,13 +42,7 @@ SMALL = [
     "sync.params=2",
     "sync.exp_avg=4",
     "sync.exp_avg_sq=4",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=1",
-    "data.max_bytes=60000",
-    "data.seq_len=32",
-    "data.batch_size=2",
-    "evaluation.sequences=4",
+    *TINY,
     "evaluation.federated=false",
 ]
 FAST_HEARTBEATS = """\

@@ -42,17 +42,17 @@ def transferred(sent, **options):
     with here, there:
         sender = threading.Thread(target=send, args=(here, sent), kwargs=options)
         sender.start()
-        (came,) = receive(there)
+        (received,) = receive(there)
         sender.join()
-    return came
+    return received
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 9), st.integers(8190, 8194), st.just(70_000)), max_size=5))
 def test_a_message_of_any_sizes_is_transferred_whole(sizes):
     sent, same = message(sizes), message(sizes)
-    came = transferred(sent, release=True)
-    assert came.content == same.content
+    received = transferred(sent, release=True)
+    assert received.content == same.content
     assert not sent.content
 
 
@@ -66,11 +66,11 @@ def test_a_released_message_is_never_held_twice():
             sent.content["params"][str(i)] = Array("uint8", (size,), "raw", bytes(bytearray(size)))
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        came = transferred(sent, release=True)
+        received = transferred(sent, release=True)
         more = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert len(came.content["params"]) == 16
+    assert len(received.content["params"]) == 16
     assert before > 16 * MB
     assert more < 3 * MB
 
@@ -79,9 +79,9 @@ def test_the_arrays_of_a_message_are_freed_with_it():
     gc.disable()
     try:
         sent = message([1, 2])
-        came = transferred(sent)
-        arrays = [weakref.ref(m.content["params"]["1"]) for m in (sent, came)]
-        del sent, came
+        received = transferred(sent)
+        arrays = [weakref.ref(m.content["params"]["1"]) for m in (sent, received)]
+        del sent, received
         assert [array() for array in arrays] == [None, None]
     finally:
         gc.enable()

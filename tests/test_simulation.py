@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 from safetensors.torch import load_file
+from tiny import TINY
 
 from flower_desloc.sites.supervisor import end_all
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -23,14 +24,8 @@ SMALL = [
     "sync.params=2",
     "sync.exp_avg=6",
     "sync.exp_avg_sq=12",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=1",
-    "data.max_bytes=60000",
-    "data.seq_len=32",
-    "data.batch_size=2",
+    *TINY,
     "federation.num_clients=3",
-    "evaluation.sequences=4",
 ]
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,9 +13,9 @@ import pytest
 import yaml
 from processes import DEFAULT_SIGNALS, wait_until
 from scripts import BENCHMARKS, load_benchmark
+from tiny import TINY
 
 network = load_benchmark("thin_links/network")
-RELAY = BENCHMARKS / "thin_links" / "relay.py"
 MINIATURE = {
     "sites": 2,
     "round_trip_ms": 50,
@@ -28,13 +26,7 @@ MINIATURE = {
     "overrides": [
         "run.steps=6",
         "run.eval_every=2",
-        "model.hidden_size=32",
-        "model.intermediate_size=64",
-        "model.num_hidden_layers=1",
-        "data.max_bytes=60000",
-        "data.seq_len=32",
-        "data.batch_size=2",
-        "evaluation.sequences=4",
+        *TINY,
         "evaluation.federated=false",
     ],
     "methods": {"DES-LOC": ["desloc_adam", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=4"]},
@@ -53,27 +45,13 @@ REASON = not_allowed()
 needs_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-@contextmanager
-def tool(*words: object) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-I", str(RELAY), *map(str, words)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if words[0] != "measure":
-            process.stdout.readline()
-        yield process
-        process.stdin.close()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address on Linux only")
 def test_the_relay_delays_both_directions_and_changes_no_byte():
     data = os.urandom(1 << 16)
     with socket.create_server(("127.0.0.2", 0)) as server:
         port = server.getsockname()[1]
         with (
-            tool("relay", "127.0.0.2", 0.05, port),
+            network.tool((), "relay", "127.0.0.2", 0.05, port),
             socket.create_connection(("127.0.0.1", port)) as here,
             server.accept()[0] as there,
             there.makefile("rb") as received,
@@ -82,9 +60,9 @@ def test_the_relay_delays_both_directions_and_changes_no_byte():
             here.shutdown(socket.SHUT_WR)
             assert received.read() == data
     with (
-        tool("serve", "127.0.0.2", port),
-        tool("relay", "127.0.0.2", 0.05, port),
-        tool("measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
+        network.tool((), "serve", "127.0.0.2", port),
+        network.tool((), "relay", "127.0.0.2", 0.05, port),
+        network.tool((), "measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
     ):
         assert process.stdout is not None
         found = json.loads(process.stdout.readline())

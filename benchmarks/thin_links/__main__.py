@@ -36,6 +36,8 @@ from report import DOCUMENT, RESULTS, draw
 
 from flower_desloc.cli.terminal import exit_on_signals
 from flower_desloc.config import load
+from flower_desloc.flower.atomic import atomic_write
+from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.summary import versions
 from flower_desloc.tools.engines.deployment import deploy
 from flower_desloc.tools.engines.simulation import flwr_run
@@ -182,14 +184,9 @@ def window(line: dict[str, Any], at: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def write(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.rename(path)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

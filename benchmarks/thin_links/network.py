@@ -96,31 +96,11 @@ class Network:
         sizes = (size, 0) if up else (0, size)
         words = ["measure", address, PROBE, *sizes, time.time() + 2]
         with ExitStack() as stack:
-            stack.enter_context(self._tool("server", "serve", SERVER, PROBE))
-            started = [stack.enter_context(self._tool(site, *words)) for site in sites]
-            found = [json.loads(tool.stdout.readline()) for tool in started if tool.stdout]
+            stack.enter_context(tool(self.enter("server"), "serve", SERVER, PROBE))
+            started = [stack.enter_context(tool(self.enter(site), *words)) for site in sites]
+            found = [json.loads(each.stdout.readline()) for each in started if each.stdout]
         seconds = max(f["ended"] for f in found) - min(f["began"] for f in found)
         return found[0]["round_trip"], 8e-6 * size * len(sites) / seconds
-
-    @contextmanager
-    def _tool(self, name: str, *words: object) -> Iterator[subprocess.Popen[str]]:
-        """Run relay.py in a namespace; it ends with this process."""
-        process = subprocess.Popen(
-            [*self.enter(name), sys.executable, "-I", str(RELAY), *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            if words[0] != "measure":
-                process.stdout.readline()  # "ready"
-            yield process
-        finally:
-            process.stdin.close()
-            process.wait()
 
     def _shape(self, name: str, device: str, *, delayed: bool) -> None:
         """Shape what leaves through a device."""
@@ -161,6 +141,26 @@ class Network:
 
 
 @contextmanager
+def tool(enter: Sequence[str], *words: object) -> Iterator[subprocess.Popen[str]]:
+    """Run relay.py behind the words ``enter``; it ends with this process."""
+    with subprocess.Popen(
+        [*enter, sys.executable, "-I", str(RELAY), *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            if words[0] != "measure":
+                process.stdout.readline()  # "ready"
+            yield process
+        finally:
+            process.stdin.close()
+
+
+@contextmanager
 def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
     """Build a network and take it down on exit, with every process inside.
 
@@ -175,7 +175,7 @@ def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
             if not made.netem:
                 words = ("relay", SERVER, round_trip / 2, SUPERLINK, PROBE)
                 for site in made.site_names:
-                    stack.enter_context(made._tool(site, *words))
+                    stack.enter_context(tool(made.enter(site), *words))
             yield made
     finally:
         remove(name for name in namespaces() if name.startswith(made.prefix))

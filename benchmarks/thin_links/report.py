@@ -117,7 +117,7 @@ def times(runs: list[Run], targets: list[float], overhead: float) -> str:
 
 
 def volumes(runs: list[Run]) -> str:
-    """Return the table of bytes on the server's interface beside the ledger."""
+    """Return the table of bytes on the server's interface and in the ledger."""
     heads = ["Mbit/s", "method", "seed"]
     for way in ("up", "down"):
         heads += [f"ledger {way}, MB", "interface, MB", "of it headers", "rest to ledger"]

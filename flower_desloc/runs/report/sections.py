@@ -121,7 +121,7 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
         yield Section(
             "events",
             "Joins, leaves and failures",
-            "Clients that came or left during the run, the number of events by client and kind, "
+            "Clients that joined or left during the run, the number of events by client and kind, "
             "and each event with its message.",
             tables=[tables.attendance(run), tables.event_counts(run), tables.events(run)],
         )
@@ -135,7 +135,7 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
         yield Section(
             "events",
             "Runs that did not complete",
-            "How far they came, and the error.",
+            "The last step of each, and the error.",
             tables=[tables.problems(runs)],
         )
         differ, same = tables.differences(groups)
