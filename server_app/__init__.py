@@ -28,7 +28,7 @@ from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
 from flower_desloc.setup.build import build_outer, build_schedule, build_streams
-from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, settled
+from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.setup.preflight import Preflight
 from flower_desloc.tasks import Task, build_task
 
@@ -39,7 +39,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
     run_config = context.run_config
-    config = settled(load(str(run_config["config"]), str(run_config["overrides"])))
+    config = with_init_from(load(str(run_config["config"]), str(run_config["overrides"])))
     if config.model.config:
         log(INFO, OF_MODEL_CONFIG)
     task = build_task(config)
@@ -149,8 +149,8 @@ def _strategy(
 def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
     if BUFFERS in streams and GRADIENTS in config.sync:
         raise ConfigError(
-            "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which do "
-            "not travel with gradients; choose a model without, or average params"
+            "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which are "
+            "not sent with gradients; choose a model without, or average params"
         )
     if BUFFERS in streams and BUFFERS not in config.sync:
         config.sync[BUFFERS] = NEVER

@@ -11,7 +11,7 @@ from reference import State
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
@@ -87,7 +87,7 @@ class Run:
         lr_schedule: LRSchedule | None = None,
         clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
-        outer: Outer | None = None,
+        outer: OuterOptimizer | None = None,
         **options: Any,
     ) -> None:
         self.problem, self.case, self.schedule = problem, case, schedule

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.config import ConfigError, load
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
@@ -149,7 +149,7 @@ def data_parallel(name: str, folder: Any, num_clients: int) -> Run:
         folder,
         num_clients=num_clients,
         num_steps=9,
-        outer=Outer(
+        outer=OuterOptimizer(
             OPTIMIZERS[name].make,
             lr_schedule=lambda t: 1 / (1 + t),
             clipping=Clipping(norm=0.5),
@@ -229,7 +229,9 @@ def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
         tmp_path,
         num_clients=clients,
         num_steps=rounds * k,
-        outer=Outer(lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum, nesterov=nesterov)),
+        outer=OuterOptimizer(
+            lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum, nesterov=nesterov)
+        ),
     )
     run.strategy.start(run.grid, run.initial)
     center = sum(range(clients)) / clients
@@ -246,7 +248,7 @@ def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
 def test_an_outer_sgd_of_rate_one_is_plain_averaging(tmp_path):
     schedule = SyncSchedule({PARAMS: 3, "exp_avg": 6, "exp_avg_sq": NEVER})
     results = []
-    for outer in (None, Outer(lambda p: torch.optim.SGD(p, lr=1.0))):
+    for outer in (None, OuterOptimizer(lambda p: torch.optim.SGD(p, lr=1.0))):
         folder = tmp_path / str(len(results))
         run = Run(
             Quadratic(),

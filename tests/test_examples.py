@@ -22,7 +22,7 @@ from client_app.worker import model_of
 from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import check_optimizer, frozen
 from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
@@ -306,7 +306,11 @@ def ademamix(params: Any) -> torch.optim.Optimizer:
 def test_the_servers_optimizer_goes_on_where_it_was():
     """Data parallelism, whose one optimizer counts its steps once for all parameters."""
     grads = [{"x": torch.tensor([1.0, -2.0]) * (t + 1)} for t in range(6)]
-    whole, first, then = Outer(ademamix), Outer(ademamix), Outer(ademamix)
+    whole, first, then = (
+        OuterOptimizer(ademamix),
+        OuterOptimizer(ademamix),
+        OuterOptimizer(ademamix),
+    )
     for outer in (whole, first):
         outer.begin({"x": torch.ones(2)})
     for step, grad in enumerate(grads):

@@ -498,7 +498,7 @@ def test_a_folder_of_image_files_has_a_label_a_subfolder(tmp_path):
             folder.mkdir(parents=True)
             for i in range(count):
                 picture(shade, "RGB", (10 + i, 12)).save(folder / f"{i}.png")
-    with pytest.raises(ValueError, match=r"data.image_size=null: .* pixels beside"):
+    with pytest.raises(ValueError, match=r"data.image_size=null: .* pixels and one of"):
         on(tmp_path / "sky").client_data(Site(0, 1)).train_batch(0)
     batch = on(tmp_path / "sky", "data.image_size=8").client_data(Site(0, 1)).train_batch(0)
     assert read(Source(str(tmp_path / "sky"))).names == ("day", "night")

@@ -19,8 +19,8 @@ from flower_desloc.flower.observer import Plan
 from flower_desloc.setup import preflight
 from flower_desloc.setup.build import build_lr_schedule, build_streams
 from flower_desloc.setup.preflight import (
+    Hardware,
     Needs,
-    Place,
     Preflight,
     micro_batch_size,
     on_the_server,
@@ -291,11 +291,11 @@ def test_a_gpu_that_is_not_there_ends_the_run_before_anything_starts(tmp_path, m
 
 def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
     config = load("quickstart", f"{TINY} data.batch_size=1048576 data.seq_len=1024")
-    place = Place(CPU, 1, 2**20)
-    (found,) = on_this_machine(Needs(config), place, tmp_path / "not" / "there")
+    hardware = Hardware(CPU, 1, 2**20)
+    (found,) = on_this_machine(Needs(config), hardware, tmp_path / "not" / "there")
     assert found.stops
     assert "data.micro_batch_size=auto" in found.what
-    fits = on_this_machine(Needs(load("quickstart", TINY)), Place(CPU, 1, 8), tmp_path)
+    fits = on_this_machine(Needs(load("quickstart", TINY)), Hardware(CPU, 1, 8), tmp_path)
     assert not any(found.stops for found in fits)
 
 

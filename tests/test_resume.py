@@ -19,14 +19,14 @@ from omegaconf import OmegaConf
 
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, dump, load
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
-from flower_desloc.runs.record import plain
+from flower_desloc.runs.record import yaml_mapping
 from flower_desloc.runs.resume import to_resume
 
 
@@ -54,7 +54,7 @@ class Case:
     optimizer: str = "adopt"
     periods: dict[str, Any] | None = None
     coins: bool = False
-    outer: Callable[[], Outer] | None = None
+    outer: Callable[[], OuterOptimizer] | None = None
     formats: Mapping[str, str] | None = None
     every: int = 1
     fraction: float = 1.0
@@ -134,7 +134,9 @@ CASES = {
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
     "DiLoCo": Case(
         periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: Outer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)),
+        outer=lambda: OuterOptimizer(
+            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
+        ),
         every=2,
     ),
     "coded streams": Case(
@@ -144,7 +146,9 @@ CASES = {
     ),
     "coded DiLoCo": Case(
         periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: Outer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)),
+        outer=lambda: OuterOptimizer(
+            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
+        ),
         formats={PARAMS: "int8"},
         every=2,
     ),
@@ -152,7 +156,7 @@ CASES = {
         optimizer="adam", periods={PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}
     ),
     "data parallelism": Case(
-        periods={GRADIENTS: 1}, outer=lambda: Outer(OPTIMIZERS["adam"].make), every=3
+        periods={GRADIENTS: 1}, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
     ),
 }
 
@@ -383,7 +387,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
 def test_a_checkpoint_that_is_older_than_a_setting_is_resumed_with_its_default(tmp_path):
     folder = tmp_path / "quickstart" / "checkpoints"
     folder.mkdir(parents=True)
-    settings = plain(dump(load("quickstart")))
+    settings = yaml_mapping(dump(load("quickstart")))
     del settings["sync_once_at"], settings["federation"]["trim"]
     Checkpoints(folder, 1, OmegaConf.to_yaml(settings)).write(a_checkpoint())
     resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)

@@ -21,7 +21,7 @@ from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import digest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.setup.initial import initial, is_pretrained, settled
+from flower_desloc.setup.initial import initial, is_pretrained, with_init_from
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -409,7 +409,7 @@ def config_for(folder: Path | str, *overrides: str) -> Config:
 def test_a_client_builds_the_servers_model_without_the_folder(kind, tied, tmp_path):
     theirs = a_model(tmp_path / "model", kind, tie_word_embeddings=tied)
     assert len([*(tmp_path / "model").glob("*.safetensors")]) > 1
-    config = settled(config_for(tmp_path / "model", "model.dtype=float64"))
+    config = with_init_from(config_for(tmp_path / "model", "model.dtype=float64"))
     begun = initial(config)
     shutil.rmtree(tmp_path / "model")
     ours = build_task(parse(dump(config))).build_model()
@@ -438,7 +438,7 @@ def test_a_run_that_begins_with_an_exported_model_begins_with_its_loss(run, mode
 
 def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     theirs = a_model(tmp_path, "llama")
-    config = settled(config_for(tmp_path))
+    config = with_init_from(config_for(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
     shards = sorted(tmp_path.glob("*.safetensors"))
     kept = json.loads(index.read_text())
@@ -453,11 +453,11 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     theirs.save_pretrained(tmp_path / "nan", state_dict=own)
     ByteTokenizer().save(tmp_path / "nan")
     with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights are of no use"):
-        initial(settled(config_for(tmp_path / "nan")))
+        initial(with_init_from(config_for(tmp_path / "nan")))
     other = json.loads((tmp_path / "nan" / "config.json").read_text())
     (tmp_path / "nan" / "config.json").write_text(json.dumps(other | {"intermediate_size": 48}))
     with pytest.raises(ConfigError, match=r"of other shapes than its config\.json states"):
-        initial(settled(config_for(tmp_path / "nan")))
+        initial(with_init_from(config_for(tmp_path / "nan")))
     shards[0].write_bytes(shards[0].read_bytes()[:100])
     with pytest.raises(ConfigError, match="cannot read its weights, safetensors"):
         initial(config)
@@ -471,32 +471,32 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
 def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
     a_model(tmp_path / "bare", "llama", tokenizer=False)
     with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
-        settled(config_for(tmp_path / "bare"))
+        with_init_from(config_for(tmp_path / "bare"))
     a_model(tmp_path / "empty", "gpt2", tokenizer=False)
     with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
-        settled(config_for(tmp_path / "empty"))
+        with_init_from(config_for(tmp_path / "empty"))
     a_model(tmp_path / "model", "gpt2")
     with pytest.raises(ConfigError, match=r"data\.seq_len=65: the model takes 64 tokens at most"):
-        settled(config_for(tmp_path / "model", "data.seq_len=65"))
+        with_init_from(config_for(tmp_path / "model", "data.seq_len=65"))
     shifted = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     vocab = shifted["model"]["vocab"]
     shifted["model"]["vocab"] = {piece: (i + 1) % 256 for piece, i in vocab.items()}
     (tmp_path / "other.json").write_text(json.dumps(shifted))
     with pytest.raises(ConfigError, match="has other numbers for the same text"):
-        settled(config_for(tmp_path / "model", f"data.tokenizer={tmp_path / 'other.json'}"))
+        with_init_from(config_for(tmp_path / "model", f"data.tokenizer={tmp_path / 'other.json'}"))
     a_model(tmp_path / "few", "llama", vocab_size=200)
     with pytest.raises(ConfigError, match="it has 256 tokens, the model 200"):
-        settled(config_for(tmp_path / "few"))
+        with_init_from(config_for(tmp_path / "few"))
     with pytest.raises(ConfigError, match="a model of transformers is for task=causal_lm"):
-        settled(load("digits", [f"run.init_from={tmp_path / 'model'}"]))
+        with_init_from(load("digits", [f"run.init_from={tmp_path / 'model'}"]))
     config = json.loads((tmp_path / "few" / "config.json").read_text())
     masked = config | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
     (tmp_path / "few" / "config.json").write_text(json.dumps(masked))
     with pytest.raises(ConfigError, match="BertForMaskedLM is no causal language model"):
-        settled(config_for(tmp_path / "few"))
+        with_init_from(config_for(tmp_path / "few"))
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="vit is no causal language model"):
-        settled(config_for(tmp_path / "model"))
+        with_init_from(config_for(tmp_path / "model"))
 
 
 def test_a_tokenizer_of_its_own_goes_with_a_model(tmp_path):
@@ -505,8 +505,8 @@ def test_a_tokenizer_of_its_own_goes_with_a_model(tmp_path):
     own = json.loads(file.read_text())
     own["model"]["vocab"] = {piece: i + 3 for piece, i in own["model"]["vocab"].items()}
     file.write_text(json.dumps(own))
-    assert settled(config_for(tmp_path)).data.tokenizer == str(tmp_path)
-    stated = settled(config_for(tmp_path, f"data.tokenizer={file}"))
+    assert with_init_from(config_for(tmp_path)).data.tokenizer == str(tmp_path)
+    stated = with_init_from(config_for(tmp_path, f"data.tokenizer={file}"))
     assert stated.data.tokenizer == str(file)
 
 

@@ -294,7 +294,7 @@ def test_coded_parameters_come_to_the_same_place(name, tmp_path):
     ("formats", "said"),
     [
         ({"params": "int7"}, "params=int7: no such format; there are fp32, bf16, int8, int4"),
-        ({"buffers": "int8"}, "buffers=int8: buffers travel as fp32 only"),
+        ({"buffers": "int8"}, "buffers=int8: buffers are sent as fp32 only"),
         ({"exp_avg": "int8"}, r"formats of \['exp_avg'\] need states="),
     ],
 )

@@ -149,7 +149,7 @@ def run(cells: Cells, links: Network, method: str, seed: int) -> dict[str, Any]:
         ]
         command = flwr_run(HERE / "app", arguments)
         load_before = os.getloadavg()[0]
-        status = deploy(command, sites, 1, verbose=False, places=links.places)
+        status = deploy(command, sites, 1, verbose=False, hosts=links.hosts)
         if not status.completed:
             raise RuntimeError(status.error)
         made = Path(folder, RUN)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from flower_desloc.sites.deployment.environment import Place
+from flower_desloc.sites.deployment.environment import Host
 
 PREFIX = "thin-links-"
 SUPERLINK, PROBE = 8000, 8001  # ports
@@ -46,12 +46,12 @@ class Network:
     netem: bool
 
     @property
-    def places(self) -> list[Place]:
+    def hosts(self) -> list[Host]:
         """Where the SuperLink runs, and every SuperNode."""
         # A site reaches the relay at its own address, and the relay reaches the server.
         seen = SERVER if self.netem else "127.0.0.1"
-        sites = [Place(self.enter(site), f"{seen}:{SUPERLINK}") for site in self.site_names]
-        return [Place(self.enter("server"), f"{SERVER}:{SUPERLINK}"), *sites]
+        sites = [Host(self.enter(site), f"{seen}:{SUPERLINK}") for site in self.site_names]
+        return [Host(self.enter("server"), f"{SERVER}:{SUPERLINK}"), *sites]
 
     @property
     def site_names(self) -> list[str]:
@@ -92,7 +92,7 @@ class Network:
     def _measure(self, sites: Sequence[str], *, up: bool) -> tuple[float, float]:
         """Return a round trip in seconds, and the payload of all ``sites`` together in Mbit/s."""
         size = int(self.mbit / 8 * 1e6 * TRANSFER / len(sites))
-        address = self.places[1].superlink.rpartition(":")[0]
+        address = self.hosts[1].superlink.rpartition(":")[0]
         sizes = (size, 0) if up else (0, size)
         words = ["measure", address, PROBE, *sizes, time.time() + 2]
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.config.units import TEXT, percent_text, size_text
 from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
 from flower_desloc.runs.terminal import number_table
-from flower_desloc.setup.initial import settled
+from flower_desloc.setup.initial import with_init_from
 from flower_desloc.tasks import Site, build_task
 
 _SHOWN = 20
@@ -35,7 +35,7 @@ def partition(
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
     with failing(FAILED, ValueError), failing(USAGE, ConfigError, NotACheckoutError):
-        config = settled(load(preset, overrides or [], presets=app_folder() / "configs"))
+        config = with_init_from(load(preset, overrides or [], presets=app_folder() / "configs"))
         task, number = build_task(config), config.federation.num_clients
         data = {
             f"client-{i}": dict(task.client_data(Site(i, number)).description)

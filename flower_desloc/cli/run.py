@@ -26,7 +26,7 @@ from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since
 from flower_desloc.setup.machine import cores
-from flower_desloc.setup.preflight import OVERRIDE, Needs, Place, on_this_machine
+from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.dry_run import full_report, one_line
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
@@ -115,11 +115,11 @@ def _preflight(
 ) -> None:
     """Print what the run needs; unless ``dry``, end the command if it clearly does not fit."""
     needs = Needs(config)
-    place = Place.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
-    lines = full_report(needs, place) if dry else one_line(needs, place)
+    hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
+    lines = full_report(needs, hardware) if dry else one_line(needs, hardware)
     for line in lines:
         typer.echo(line)
-    for finding in on_this_machine(needs, place, output_dir.expanduser().resolve()):
+    for finding in on_this_machine(needs, hardware, output_dir.expanduser().resolve()):
         stops = finding.stops and (config.run.preflight == "stop" or not finding.estimated)
         if stops and not dry:
             fail(USAGE, finding.what + (f" ({OVERRIDE})" if finding.estimated else ""))

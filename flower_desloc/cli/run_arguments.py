@@ -15,7 +15,7 @@ from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.runs.resume import AUTO
 from flower_desloc.setup.build import check_streams
-from flower_desloc.setup.initial import OF_MODEL_CONFIG, settled
+from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
 
 # Typer 0.20 loses the help of arguments with Click 8.5: the commands' docstrings explain them.
 Preset = Annotated[str, typer.Argument(show_default=False)]
@@ -64,7 +64,7 @@ class RunArguments:
             if absolute := _absolute_paths(config):
                 given, every = [*given, *absolute], [*every, *absolute]
                 config = load(preset, every, presets=app / "configs")
-            config = settled(config)
+            config = with_init_from(config)
             check_streams(config)
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)

@@ -1,6 +1,7 @@
 """Semantic validation: values that have the right type and still cannot be used.
 
-What a single setting may be is declared beside it in ``schema``; here is what depends on several.
+The range of a single setting is declared at its field in ``schema``; here is what depends on
+several.
 """
 
 import dataclasses
@@ -246,7 +247,7 @@ def _wire(config: Config) -> Iterator[str]:
         yield f"wire.{name}: sync has no such stream; it has {', '.join(config.sync)}"
     for name in coded:
         if config.sync[name] in (NEVER, RESET):
-            yield f"wire.{name}: with sync.{name}={config.sync[name]} it never travels"
+            yield f"wire.{name}: with sync.{name}={config.sync[name]} it is never sent"
 
 
 def _strategy(config: Config) -> Iterator[str]:

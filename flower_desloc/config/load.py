@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, TupleConfig
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -193,6 +193,8 @@ def _wanted(node: Any, key: str, value: Any, error: Exception) -> str:
         return f"a section; set {key}.NAME=VALUE"
     if isinstance(has, BaseContainer) and not isinstance(value, (dict, list)):
         return f"a list; set {key}=[A,B]"
+    if isinstance(has, TupleConfig) and isinstance(value, list) and len(value) != len(has):
+        return f"takes {len(has)} values, got {len(value)}"
     if value is None:
         return "needs a value; leave it out for the default"
     return _one_line(error)

@@ -26,5 +26,5 @@ def lossy(formats: Mapping[str, str]) -> dict[str, Format]:
             known = ", ".join(get_args(Format))
             raise ValueError(f"{name}={format_}: no such format; there are {known}")
         if name in (BUFFERS, GRADIENTS) and format_ != EXACT:
-            raise ValueError(f"{name}={format_}: {name} travel as {EXACT} only")
+            raise ValueError(f"{name}={format_}: {name} are sent as {EXACT} only")
     return {name: cast(Format, format_) for name, format_ in formats.items() if format_ != EXACT}

@@ -12,7 +12,7 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.streams import STEP, prime, set_step
 
 
-class Outer:
+class OuterOptimizer:
     """An optimizer of the global parameters.
 
     In DiLoCo (Douillard et al., 2023) its gradient is the difference of the last parameters to the

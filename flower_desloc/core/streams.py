@@ -74,7 +74,7 @@ def check_optimizer(
         raise ValueError(
             f"{type(optimizer).__name__} remembers more than its step count and the states "
             f"{', '.join(names[1:]) or '(none)'}, or does not begin with zeros; what is not a "
-            "floating-point tensor beside a parameter cannot be kept between windows"
+            "floating-point tensor of a parameter cannot be kept between windows"
         )
     return names
 

@@ -102,7 +102,7 @@ class TrafficMeter:
         return traffic
 
 
-class Engine:
+class RoundEngine:
     """The clients of one run over one grid, and the round in progress.
 
     Parameters

@@ -248,7 +248,7 @@ def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
     return stream
 
 
-def plain(config: ConfigRecord) -> dict[str, str | int | float | bool]:
+def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
     """Return an app's settings; raises ``ValueError`` for one that no request can hold."""
     settings: dict[str, str | int | float | bool] = {}
     for key, value in config.items():

@@ -30,7 +30,7 @@ class ServerState:
     versions: dict[str, int] = field(default_factory=dict)
     """Step of the last average or reset of every stream; 0 before the first."""
     formats: Mapping[str, Format] = field(default_factory=dict)
-    """Of the streams that travel in a lossy format."""
+    """Of the streams that are sent in a lossy format."""
     like: dict[str, Stream] = field(default_factory=dict)
     """Meta tensors with the names, shapes and types of each stream, as far as known."""
     difference: ArrayRecord | None = None

@@ -20,18 +20,24 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.core.averaging import Mean, Stream
 from flower_desloc.core.formats import lossy
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import Average, Gathered
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.engine import BEFORE_TRAINING, Engine, FederationError
+from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundEngine
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import check_evaluation, number, pooled
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import WindowReply, WindowRequest, from_record, plain, to_record
+from flower_desloc.flower.records import (
+    WindowReply,
+    WindowRequest,
+    from_record,
+    settings_of,
+    to_record,
+)
 from flower_desloc.flower.server_state import ServerState, meta
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -53,7 +59,7 @@ class DesLoc(Strategy):
     eval_every : int (default: 0)
         Evaluate at the first average of params at or after each multiple of this many steps, and
         always before and after training; 0: only then.
-    outer : Outer, optional
+    outer : OuterOptimizer, optional
         The server's own optimizer of the averaged parameters (DiLoCo).
     states : Mapping[str, Stream], optional
         The optimizer's streams, as meta tensors, to validate replies against; ``buffers`` with
@@ -85,7 +91,7 @@ class DesLoc(Strategy):
         *,
         policy: Policy | None = None,
         eval_every: int = 0,
-        outer: Outer | None = None,
+        outer: OuterOptimizer | None = None,
         states: Mapping[str, Stream] | None = None,
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
@@ -120,7 +126,7 @@ class DesLoc(Strategy):
             if not starts_at_zero(name):
                 self.state.averages[name] = to_record(stream)
         self.checkpoints, self.resume = checkpoints, resume
-        self.engine: Engine
+        self.engine: RoundEngine
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         self._evaluated = resume.evaluated if resume else 0
 
@@ -386,7 +392,7 @@ class DesLoc(Strategy):
             formats=self.state.formats,
             differences=frozenset(name for name, (_, differs) in sent.items() if differs),
             former=self.state.former,
-            config=plain(config),
+            config=settings_of(config),
         )
         records = {name: record for name, (record, _) in sent.items()}
         return self.engine.request(member, message_type, request, records)
@@ -421,11 +427,11 @@ class DesLoc(Strategy):
         if self.outer is not None:
             self.outer.begin(self.state.average(PARAMS))
             self.outer.restore(self.resume.outer if self.resume else {})
-        self.engine = Engine(
+        self.engine = RoundEngine(
             grid,
             self.policy,
             self.run_key,
-            plain(config),
+            settings_of(config),
             seed=self.seed,
             checkpoint=self.resume.step if self.resume else -1,
             attempts=self.resume.attempts if self.resume else None,

@@ -17,7 +17,7 @@ from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
 from flower_desloc.setup.build import build_schedule, check_streams
-from flower_desloc.setup.initial import settled
+from flower_desloc.setup.initial import with_init_from
 from flower_desloc.setup.sketch import offline_task
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
@@ -117,7 +117,7 @@ def model_size(config: Config) -> int:
     Raises ``ValueError`` when the model cannot be built.
     """
     with torch.device("meta"):
-        model = offline_task(settled(config)).build_model()
+        model = offline_task(with_init_from(config)).build_model()
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

@@ -148,7 +148,7 @@ def load(path: Path) -> RunRecord:
     folder = RunFolder(path)
     with _reading(folder.config, "not a configuration"):
         text = folder.config.read_text(encoding="utf-8")
-        config = plain(text)
+        config = yaml_mapping(text)
     with _reading(folder.metrics, "not one JSON object a line"):
         lines = list(read_lines(folder.metrics))
     if not folder.summary.exists():
@@ -169,7 +169,7 @@ def _reading(path: Path, otherwise: str) -> Iterator[None]:
         raise NoRunError(f"{path}: {otherwise}: {error}") from error
 
 
-def plain(text: str) -> dict[str, Any]:
+def yaml_mapping(text: str) -> dict[str, Any]:
     """Return a configuration's YAML as plain values.
 
     Raises ``TypeError`` when it is not a mapping.

@@ -10,7 +10,7 @@ from flower_desloc.config import Config, dump
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
-from flower_desloc.runs.record import RunRecord, plain
+from flower_desloc.runs.record import RunRecord, yaml_mapping
 from flower_desloc.runs.summary import Status, build, versions
 from flower_desloc.runs.tensorboard import TensorBoard
 from flower_desloc.runs.terminal import TerminalView
@@ -93,7 +93,7 @@ class RunRecorder(Observer):
             error=error,
             weights_sha256=weights_sha256,
         ) | {"versions": versions(), "resumed": list(read_lines(self._folder.resumes))}
-        record = RunRecord(self._folder.path, plain(dump(self._config)), lines, summary)
+        record = RunRecord(self._folder.path, yaml_mapping(dump(self._config)), lines, summary)
         try:
             self._folder.write_summary(summary)
         finally:

@@ -17,7 +17,7 @@ from flower_desloc.flower.checkpoint import (
 )
 from flower_desloc.runs.folder import RunFolder, read_summary
 from flower_desloc.runs.groups import flat
-from flower_desloc.runs.record import plain
+from flower_desloc.runs.record import yaml_mapping
 
 AUTO = "auto"
 
@@ -150,7 +150,7 @@ def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
             f"{file} was written under settings that this version does not have: {error}; start a "
             "new run with run.init_from"
         ) from error
-    ours, theirs = flat(plain(dump(config))), flat(plain(written))
+    ours, theirs = flat(yaml_mapping(dump(config))), flat(yaml_mapping(written))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     if other:

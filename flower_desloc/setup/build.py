@@ -12,7 +12,7 @@ from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import imported, is_path
 from flower_desloc.core import lr_schedule
 from flower_desloc.core.local_steps import Clipping
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, RESET, SyncSchedule
 from flower_desloc.core.streams import (
     BUFFERS,
@@ -150,24 +150,24 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     return always, [name for name in names if name not in always]
 
 
-def build_outer(config: Config) -> Outer | None:
+def build_outer(config: Config) -> OuterOptimizer | None:
     """Return the server's optimizer, if there is one."""
     o = config.outer
     if GRADIENTS in config.sync:
-        return Outer(
+        return OuterOptimizer(
             lambda params: build_optimizer(config, params),
             lr_schedule=build_lr_schedule(config),
             clipping=build_clipping(config),
         )
     match o.name:
         case "sgd":
-            return Outer(
+            return OuterOptimizer(
                 lambda params: torch.optim.SGD(
                     params, o.lr, momentum=o.momentum, nesterov=o.nesterov
                 )
             )
         case "adam":
-            return Outer(lambda params: optim.Adam(params, o.lr, betas=(0.9, 0.95)))
+            return OuterOptimizer(lambda params: optim.Adam(params, o.lr, betas=(0.9, 0.95)))
     return None
 
 

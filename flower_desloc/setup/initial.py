@@ -23,7 +23,7 @@ def is_pretrained(name: str) -> bool:
     return path.suffix != ".safetensors" and bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
 
 
-def settled(config: Config) -> Config:
+def with_init_from(config: Config) -> Config:
     """Return ``config`` with the settings that a model in ``run.init_from`` determines.
 
     To be called after a configuration is loaded and before anything is built from it. Raises
@@ -39,13 +39,15 @@ def settled(config: Config) -> Config:
     # Imported here: transformers takes seconds.
     from flower_desloc.tasks.causal_lm import pretrained
 
-    return pretrained.settled(config)
+    return pretrained.with_architecture(config)
 
 
 def initial(config: Config) -> Mapping[str, Stream] | None:
     """Return the streams that ``run.init_from`` names, if it is set.
 
-    ``config`` is the result of :func:`settled`. Raises :class:`ConfigError` if they cannot be read.
+    ``config`` is the result of :func:`with_init_from`.
+
+    Raises :class:`ConfigError` if they cannot be read.
     """
     name = config.run.init_from
     if not name:

@@ -185,7 +185,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Place:
+class Hardware:
     """Device, number and micro-batch of clients that are simulated at once."""
 
     device: torch.device
@@ -193,8 +193,8 @@ class Place:
     micro_batch: int
 
     @classmethod
-    def of(cls, config: Config, *, in_process: bool, workers: int | None) -> "Place":
-        """Return the place that the settings select on this machine.
+    def of(cls, config: Config, *, in_process: bool, workers: int | None) -> "Hardware":
+        """Return the hardware that the settings select on this machine.
 
         If they require a GPU and there is none, its memory is unknown.
         """
@@ -212,34 +212,34 @@ class Place:
         return self.device.type == "cpu" or torch.cuda.is_available()
 
 
-def on_this_machine(needs: Needs, place: Place, folder: Path) -> Iterator[Finding]:
+def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[Finding]:
     """Yield the problems of simulating the run on this machine, with its files in ``folder``."""
     config = needs.config
     gpus = config.federation.client_gpus
-    if not place.exists:
+    if not hardware.exists:
         yield Finding(
             f"federation.client_gpus={gpus:g}, and this machine has no GPU that PyTorch can use; "
             "set federation.client_gpus=0 to train on the CPU",
             stops=True,
             estimated=False,
         )
-    elif place.device.type == "cpu" and torch.cuda.is_available():
+    elif hardware.device.type == "cpu" and torch.cuda.is_available():
         yield Finding(
             "this machine has a GPU that no client uses; set federation.client_gpus=1, or a share"
         )
     try:
-        if place.exists and place.device.type != "cpu":
+        if hardware.exists and hardware.device.type != "cpu":
             share = gpus if 0 < gpus < 1 else 1.0
-            wanted = sum(needs.client(place.device, place.micro_batch).values()) / share
-            total, free = device_memory(place.device)
+            wanted = sum(needs.client(hardware.device, hardware.micro_batch).values()) / share
+            total, free = device_memory(hardware.device)
             yield from _memory("clients on one GPU", wanted, total, _SMALLER, free=free)
-        wanted = needs.machine(place.device, place.micro_batch, place.at_once)
+        wanted = needs.machine(hardware.device, hardware.micro_batch, hardware.at_once)
     except ValueError as error:
         yield Finding(f"the memory of a step cannot be estimated: {error}")
     else:
         total, free = memory()
         fewer = f"{_SMALLER}, or fewer clients at once (--workers 1)"
-        clients = "a client" if place.at_once == 1 else f"{place.at_once} clients"
+        clients = "a client" if hardware.at_once == 1 else f"{hardware.at_once} clients"
         who = f"the server and {clients} at a time"
         yield from _memory(who, wanted, total, fewer, free=free)
     number = config.federation.num_clients

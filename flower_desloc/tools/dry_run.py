@@ -14,36 +14,36 @@ from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.machine import cores, memory
-from flower_desloc.setup.preflight import Needs, Parts, Place
+from flower_desloc.setup.preflight import Hardware, Needs, Parts
 from flower_desloc.tools.step_time import timed_step
 
 _LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
 
 
-def full_report(needs: Needs, place: Place) -> Iterator[str]:
+def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:
     """Yield the lines of the report; one local step is timed."""
     yield from _model(needs)
     yield _machine()
-    yield from _memory(needs, place)
+    yield from _memory(needs, hardware)
     yield from _bytes(needs)
-    yield from _time(needs, place)
+    yield from _time(needs, hardware)
 
 
-def one_line(needs: Needs, place: Place) -> Iterator[str]:
+def one_line(needs: Needs, hardware: Hardware) -> Iterator[str]:
     """Yield the one line that is printed before a run starts, if its memory can be estimated."""
     sketch = needs.sketch
     try:
-        client = sum(needs.client(place.device, place.micro_batch).values())
+        client = sum(needs.client(hardware.device, hardware.micro_batch).values())
     except ValueError:
         return
     yield (
         f"{sketch.num_params:,} parameters; by estimate a client fills {bytes_text(client)} "
-        f"{_on(place)}, the server {bytes_text(sum(needs.server().values()))}"
+        f"{_on(hardware)}, the server {bytes_text(sum(needs.server().values()))}"
     )
 
 
-def _on(place: Place) -> str:
-    return "on the CPU" if place.device.type == "cpu" else "on a GPU"
+def _on(hardware: Hardware) -> str:
+    return "on the CPU" if hardware.device.type == "cpu" else "on a GPU"
 
 
 def _model(needs: Needs) -> Iterator[str]:
@@ -78,19 +78,19 @@ def _machine() -> str:
     )
 
 
-def _memory(needs: Needs, place: Place) -> Iterator[str]:
+def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
     config = needs.config
-    at_once = f"{place.micro_batch} of {config.data.batch_size} at once"
-    if not place.exists and config.data.micro_batch_size == AUTO:
+    at_once = f"{hardware.micro_batch} of {config.data.batch_size} at once"
+    if not hardware.exists and config.data.micro_batch_size == AUTO:
         at_once += "; auto takes what the GPU holds"
     try:
         yield from _table(
-            f"a client needs, {_on(place)} ({at_once})",
-            needs.client(place.device, place.micro_batch),
+            f"a client needs, {_on(hardware)} ({at_once})",
+            needs.client(hardware.device, hardware.micro_batch),
         )
     except ValueError as error:
         yield f"what a step takes cannot be known before it is taken: {error}"
-    if place.device.type != "cpu":
+    if hardware.device.type != "cpu":
         yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())
     clients = config.federation.num_clients * needs.client_disk()
@@ -135,22 +135,22 @@ def _bytes(needs: Needs) -> Iterator[str]:
             yield f"{name} would send {bytes_text(other)}, {other / total:.2f} times as much"
 
 
-def _time(needs: Needs, place: Place) -> Iterator[str]:
+def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
     config = needs.config
-    device = place.device if place.exists else torch.device("cpu")
+    device = hardware.device if hardware.exists else torch.device("cpu")
     try:
         timing = timed_step(config, device, needs.sketch.num_params)
     except ValueError as error:
         yield f"the time of a step is not known: {error}"
         return
     clients, steps = config.federation.num_clients, config.run.steps
-    turns = -(-clients // place.at_once)
+    turns = -(-clients // hardware.at_once)
     here = "GPU" if device.type == "cuda" else "CPU"
-    yield f"a step takes {seconds_text(timing.seconds)} on this {here}, by {timing.of}"
-    if not place.exists:
+    yield f"a step takes {seconds_text(timing.seconds)} on this {here} ({timing.of})"
+    if not hardware.exists:
         return
     compute = turns * steps * timing.seconds
-    yield f"{clients} clients, {place.at_once} at a time, compute {seconds_text(compute)}"
+    yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"
     schedule = build_schedule(config)
     windows = list(schedule.windows(steps))
     sent = sum(traffic.uploads(schedule, needs.wire, steps).desloc.values())

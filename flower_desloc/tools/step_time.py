@@ -81,13 +81,13 @@ def _examples(config: Config) -> int:
 
 def _description(config: Config, part: Config) -> str:
     if part.data == config.data and part.model == config.model:
-        return "one taken here"
+        return "measured here"
     if config.task != TEXT:
-        return f"one taken here with {part.data.batch_size} examples"
+        return f"scaled from one of {part.data.batch_size} examples, measured here"
     blocks, rows = part.model.num_hidden_layers, part.data.batch_size
     return (
-        f"one taken here with {blocks} of {config.model.num_hidden_layers} blocks and {rows} x "
-        f"{part.data.seq_len} tokens"
+        f"scaled from one with {blocks} of {config.model.num_hidden_layers} blocks and {rows} x "
+        f"{part.data.seq_len} tokens, measured here"
     )
 
 

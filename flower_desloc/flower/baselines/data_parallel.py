@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from flower_desloc.core.outer import Outer
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.flower.observer import Observer
 from flower_desloc.flower.records import from_record
@@ -25,14 +25,14 @@ class DataParallel(DesLoc):
     ----------
     num_steps : int
         Steps to train.
-    optimizer : Outer
+    optimizer : OuterOptimizer
         The one optimizer.
     **options
         As in :class:`~flower_desloc.flower.strategy.DesLoc`.
 
     """
 
-    def __init__(self, num_steps: int, optimizer: Outer, **options: Any) -> None:
+    def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
         super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
 
     @staticmethod

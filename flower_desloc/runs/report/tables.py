@@ -21,7 +21,7 @@ from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import worst_first
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
-from flower_desloc.runs.record import RunRecord, natural, plain
+from flower_desloc.runs.record import RunRecord, natural, yaml_mapping
 from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.runs.time_model import modelled
 
@@ -237,7 +237,7 @@ def problems(runs: Sequence[RunRecord]) -> TextTable:
 
 def settings(run: RunRecord) -> list[TextTable]:
     """Return the settings by section; those that differ from the defaults are marked."""
-    default, own = flat(plain(dump(Config()))), flat(run.config)
+    default, own = flat(yaml_mapping(dump(Config()))), flat(run.config)
     marked = {
         key
         for key, value in own.items()

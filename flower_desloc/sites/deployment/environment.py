@@ -20,7 +20,7 @@ _LONGEST_TMPDIR = 20
 
 
 @dataclass(frozen=True)
-class Place:
+class Host:
     """Where a SuperLink or a SuperNode runs: on this machine, or in a network namespace of it."""
 
     enter: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Place:
     """Host and port of the SuperLink as seen from here; empty: 127.0.0.1 and a free port."""
 
 
-HERE = Place()
+HERE = Host()
 
 
 @contextmanager

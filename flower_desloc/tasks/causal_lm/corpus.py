@@ -103,7 +103,7 @@ def _split(source: Source, domain: str, train: Texts, heldout: Texts) -> tuple[l
     except ValueError as error:
         raise ValueError(
             f"{source}: its domain {domain!r} holds too little text ({error}); "
-            "leave it out of data.domains"
+            "add text, or leave it out of data.domains"
         ) from error
 
 

@@ -28,7 +28,7 @@ _SAMPLE = (
 """Text that different tokenizers encode differently."""
 
 
-def settled(config: Config) -> Config:
+def with_architecture(config: Config) -> Config:
     """Return ``config`` with the architecture and the tokenizer of the model in ``run.init_from``.
 
     No weights are read. The result states everything that a client needs to build the same model.
@@ -53,7 +53,7 @@ def settled(config: Config) -> Config:
 def weights(config: Config) -> dict[str, dict[str, Tensor]]:
     """Return the model's parameters and saved buffers, as streams, in ``model.dtype``.
 
-    ``config`` is the result of :func:`settled`.
+    ``config`` is the result of :func:`with_architecture`.
 
     Raises :class:`ConfigError` if they cannot be read.
     """

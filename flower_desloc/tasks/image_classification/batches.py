@@ -162,7 +162,7 @@ def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> ImageBatch:
             if not config.data.image_size:
                 raise ValueError(
                     f"data.image_size=null: there is an image of {picture.width} x "
-                    f"{picture.height} pixels beside one of {shape}; set it to the side that all "
+                    f"{picture.height} pixels and one of {shape}; set it to the side that all "
                     "images are resized to"
                 )
             picture = picture.resize(size, PIL.Image.Resampling.BILINEAR)

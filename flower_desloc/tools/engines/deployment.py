@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import typer
 
 from flower_desloc.sites.deployment.credentials import make_key
-from flower_desloc.sites.deployment.environment import HERE, Place, private_home
+from flower_desloc.sites.deployment.environment import HERE, Host, private_home
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.tools.engines.simulation import follow
 from flower_desloc.tools.engines.superlink import RunStatus, SuperLink, private_superlink
@@ -20,14 +20,14 @@ def deploy(
     threads: int,
     *,
     verbose: bool,
-    places: Sequence[Place] = (),
+    hosts: Sequence[Host] = (),
 ) -> RunStatus:
     """Run a `flwr run` command on a deployment of its own, and print the run's output as it comes.
 
     ``threads`` are those of each SuperNode's ClientApp. If the run fails, the end of the log of
-    every SuperNode with an error is printed. ``places`` are those of :func:`deployment`.
+    every SuperNode with an error is printed. ``hosts`` are those of :func:`deployment`.
     """
-    with deployment(sites, threads, places) as (superlink, nodes):
+    with deployment(sites, threads, hosts) as (superlink, nodes):
         typer.echo(
             f"SuperLink at https://{superlink.address}, {len(nodes)} SuperNodes online, each "
             "registered with its key"
@@ -44,21 +44,21 @@ def deploy(
 
 @contextmanager
 def deployment(
-    sites: Sequence[NodeConfig], threads: int, places: Sequence[Place] = ()
+    sites: Sequence[NodeConfig], threads: int, hosts: Sequence[Host] = ()
 ) -> Iterator[tuple[SuperLink, list[SuperNode]]]:
     """Start a SuperLink and a SuperNode for each site; end them on exit.
 
-    ``places`` are the SuperLink's and those of the sites, in their order; by default all run here.
+    ``hosts`` are the SuperLink's and those of the sites, in their order; by default all run here.
     """
-    server, *hosts = places or [HERE] * (1 + len(sites))
-    with private_superlink(simulation=False, place=server) as superlink, ExitStack() as stack:
+    server, *at_sites = hosts or [HERE] * (1 + len(sites))
+    with private_superlink(simulation=False, host=server) as superlink, ExitStack() as stack:
         assert superlink.certificates is not None
         nodes = []
-        for site, place in zip(sites, hosts, strict=True):
+        for site, host in zip(sites, at_sites, strict=True):
             home = stack.enter_context(private_home())
             superlink.register(make_key(home / KEY))
-            address, ca = place.superlink or superlink.address, superlink.certificates.ca
-            started = supernode(home, address, ca, site, threads=threads, enter=place.enter)
+            address, ca = host.superlink or superlink.address, superlink.certificates.ca
+            started = supernode(home, address, ca, site, threads=threads, enter=host.enter)
             nodes.append(stack.enter_context(started))
         for node in nodes:
             node.wait_until_online()

@@ -19,7 +19,7 @@ from typing import Any
 from flower_desloc.sites.deployment.credentials import Certificates, make_certificates
 from flower_desloc.sites.deployment.environment import (
     HERE,
-    Place,
+    Host,
     flower_environment,
     free_port,
     private_home,
@@ -146,11 +146,11 @@ class SuperLink:
 
 
 @contextmanager
-def private_superlink(*, simulation: bool = True, place: Place = HERE) -> Iterator[SuperLink]:
+def private_superlink(*, simulation: bool = True, host: Host = HERE) -> Iterator[SuperLink]:
     """Start a SuperLink, and end it with everything it started on exit."""
     with private_home() as home:
         environment = flower_environment(home)
-        address = place.superlink or f"127.0.0.1:{free_port()}"
+        address = host.superlink or f"127.0.0.1:{free_port()}"
         hosts = dict.fromkeys(["localhost", "127.0.0.1", address.rpartition(":")[0]])
         certificates = None if simulation else make_certificates(home, list(hosts))
         trust = f'root-certificates = "{certificates.ca}"' if certificates else "insecure = true"
@@ -159,9 +159,9 @@ def private_superlink(*, simulation: bool = True, place: Place = HERE) -> Iterat
             f'address = "{address}"\n{trust}\n',
             encoding="utf-8",
         )
-        command = [*place.enter, *superlink_command(address, environment, certificates)]
+        command = [*host.enter, *superlink_command(address, environment, certificates)]
         with supervised(home, command, environment) as process:
-            superlink = SuperLink(home, environment, process, address, certificates, place.enter)
+            superlink = SuperLink(home, environment, process, address, certificates, host.enter)
             superlink.wait_until_ready()
             yield superlink
 

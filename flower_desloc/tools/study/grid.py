@@ -107,10 +107,10 @@ class StudyRun:
 
     @cached_property
     def folder(self) -> str:
-        """Name of the run's folder in its cell's: the tuned value, the seed, the fingerprint."""
+        """Name of the run's folder: the tuned value, the seed, a digest of its settings."""
         key, _, value = self.tuned.partition("=")
         tuned = [f"{key.rpartition('.')[2]}-{value}"] if self.tuned else []
-        return "-".join([*tuned, f"seed-{self.seed}", fingerprint(self.config)])
+        return "-".join([*tuned, f"seed-{self.seed}", config_digest(self.config)])
 
     @property
     def title(self) -> str:
@@ -123,10 +123,10 @@ def named(config: Config, name: str) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
 
 
-def fingerprint(config: Config) -> str:
+def config_digest(config: Config) -> str:
     """Return eight hexadecimal digits of the values that are not defaults, except the run's name.
 
-    A key that a later version adds does not change the fingerprint of earlier runs.
+    A key that a later version adds does not change the digest of earlier runs.
     """
     default = flat(dataclasses.asdict(Config()))
     changed = {
