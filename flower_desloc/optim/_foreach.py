@@ -39,9 +39,10 @@ class ForeachOptimizer(Optimizer):
     def compile(self, compiler: Callable[..., Any] = torch.compile) -> None:
         """Compile :attr:`update`, which then takes the step of all tensors in one call.
 
-        Learning rate and clip, which may change in every step, become tensors.
+        Learning rate and clip, which may change in every step, become tensors. Shapes are fixed:
+        a second model in one process would otherwise get slower code for shapes of any size.
         """
-        self.update = compiler(type(self).update)
+        self.update = compiler(type(self).update, dynamic=False)
         self.compiled = True
 
     @overload

@@ -131,16 +131,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Compiled:
-    """A function under ``torch.compile``, compiled when first called.
+    """A function under ``torch.compile`` with ``options``, compiled when first called.
 
     If the compiler fails, it logs a warning and calls the function itself from then on.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         # The default is a folder of /tmp: after a reboot everything would be compiled again.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
         self._function = function
-        self._compiled: Callable[..., Any] | None = torch.compile(function)
+        self._compiled: Callable[..., Any] | None = torch.compile(function, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function."""
