@@ -492,6 +492,29 @@ def test_the_page_shows_what_its_commands_print():
         assert lines == output.splitlines(), command
 
 
+def test_the_authors_clock_on_the_page_is_the_formula_with_their_inputs_and_the_commands_output():
+    page = (ROOT / "docs" / "plan.md").read_text()
+    command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1]
+    table = page[page.index("| share of time computing, ring |") :].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    exchanges = {
+        "DDP": 20_000,
+        "Local Adam": 3 * (20_000 / 256),
+        "DES-LOC": 20_000 * (1 / 256 + 1 / 768 + 1 / 1536),
+        "FedAvg": 20_000 / 256,
+    }
+    compute = 6 * 1.3e9 * 40e9 / (0.5 * 312e12 * 4)
+    for column, title in enumerate(rows[0][1:], start=1):
+        bandwidth = float(title.removesuffix(" Gbit/s"))
+        _, printed, _ = plan(*command.split()[1:], "--bandwidth", bandwidth)
+        ring = printed.partition("Time on a ring")[2]
+        for name, *cells in rows[2:6]:
+            wait = exchanges[name] * (2 * 1.3e9 * 16 / (bandwidth * 1e9) * 3 / 4 + 0.01)
+            share = 100 * compute / (compute + wait)
+            assert cells[column - 1] == f"{share:.3g}%"
+            assert re.search(rf"{name} .*?{share:.3g}%", ring), (name, bandwidth)
+
+
 def test_preset_override_and_every_option_take_effect():
     code, said, _ = plan(
         *("desloc_adam", "sync.params=8", "sync.exp_avg=24", "sync.exp_avg_sq=never"),
