@@ -64,21 +64,21 @@ def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
 
 
 @pytest.mark.parametrize(
-    ("preset", "steps", "warmup", "decay"),
+    ("preset", "steps", "warmup", "decay", "period", "local"),
     [
-        ("smollm2_135m", 3072, 512, 307),
-        ("smollm2_135m_niid", 1536, 512, 153),
-        ("smollm2_1_7b", 20480, 2048, 2048),
+        ("smollm2_135m", 3072, 512, 307, 256, ("adopt", 0.0021, (0.95, 0.9999))),
+        ("smollm2_135m_niid", 1536, 512, 153, 128, ("adam", 0.003, (0.95, 0.95))),
+        ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0021, (0.95, 0.9999))),
     ],
 )
-def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay):
+def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, period, local):
     config = load(preset)
     assert config.run.steps == steps
     assert config.data.batch_size * config.federation.num_clients == 1024
     assert (config.data.seq_len, config.optimizer.clip_norm) == (2048, 1.0)
-    assert config.sync == {"params": 256, "exp_avg": 768, "exp_avg_sq": 1536}
+    assert config.sync == {"params": period, "exp_avg": 3 * period, "exp_avg_sq": 6 * period}
     optimizer = config.optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adopt", 0.0021, (0.95, 0.9999))
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == local
     rate = build_lr_schedule(config)
     assert rate(warmup - 2) < rate(warmup - 1) == rate(steps - decay) == 1
     assert rate(steps - decay + 1) < 1
