@@ -2,12 +2,12 @@
 
     python benchmarks/ladder.py collect runs/ladder_noise ...   # finished runs into results/
     python benchmarks/ladder.py missing studies/ladder_noise.yaml --seed 0 > rest.yaml
-    python benchmarks/ladder.py draw                            # tables, and docs/ladder.png
+    python benchmarks/ladder.py draw                            # docs/ladder.md and ladder.png
 
 `collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
 runs that are already there. `missing` prints a study of the cells that have no result for a seed
 yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
-be repeated. `draw` prints Markdown tables: the difference to Local with the same seed, partition,
+be repeated. `draw` writes the page's tables: the difference to Local with the same seed, partition,
 optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
 The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
 Seeds from 100 on tune learning rates and are not included.
@@ -35,7 +35,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "ladder.png"
+DOCUMENT = ROOT / "docs" / "ladder.md"
 LOCAL = "Local"
 MARGINS = (0.5, 1.0)
 TUNING = 100
@@ -131,16 +131,25 @@ def read_run(folder: Path) -> Run | None:
     if outcome["status"] != "completed":
         return record
     summary = json.loads((folder / "summary.json").read_text())
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
-    parts = last["evaluation"]["central"]["parts"]
+    windows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    parts = windows[-1]["evaluation"]["central"]["parts"]
     return record | {
         "params": summary["stream_bytes"]["params"] // 4,
         "loss": summary["evaluation"]["central"]["loss"]["final"],
         "perplexity": summary["evaluation"]["central"]["perplexity"]["final"],
         "loss_by_domain": {name: part["loss"] for name, part in parts.items()},
+        "momentum_drift": momentum_drift(windows),
         "bytes_sent_by_a_client": summary["bytes"]["measured"]["up"]["total"] // summary["clients"],
         "versions": summary["versions"],
     }
+
+
+def momentum_drift(windows: list[dict[str, Any]]) -> float | None:
+    """Return the median relative drift of exp_avg over its averages in the second half of a run."""
+    half = windows[-1]["step"] / 2
+    drifts = [w["drift"].get("exp_avg") for w in windows if w["step"] > half]
+    ratios = [d["spread"] / d["norm"] for d in drifts if d]
+    return statistics.median(ratios) if ratios else None
 
 
 def slug(labels: str) -> str:
@@ -234,22 +243,17 @@ def below(gap: Gap) -> str:
     return next((f"{margin} %" for margin in MARGINS if gap.high < margin), "")
 
 
-def table(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Iterator[str]:
-    """Yield the lines of the tables, one for each study."""
+def tables(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Iterator[str]:
+    """Yield a table for each study."""
+    heads = ["partition", "optimizer", "parameters", "tokens", "steps", "K", "method", "seeds"]
+    heads += ["loss, %", "perplexity, %", "below"]
     for study in dict.fromkeys(rung.study for rung in rows):
-        yield f"\n{study}\n"
-        yield (
-            "| partition | optimizer | parameters | tokens | steps | K | method | seeds "
-            "| loss, % | perplexity, % | below |"
-        )
-        yield "|" + "---|" * 11
+        lines = [heads, ["---"] * len(heads)]
         for rung, methods in rows.items():
             for name, (loss, perplexity) in methods.items() if rung.study == study else ():
-                yield (
-                    f"| {rung.partition} | {rung.optimizer} | {rung.params} | {rung.tokens} "
-                    f"| {rung.steps} | {rung.period} | {name} | {loss.seeds} | {loss} "
-                    f"| {perplexity} | {below(loss)} |"
-                )
+                cells = [*rung[1:], name, loss.seeds, loss, perplexity, below(loss)]
+                lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
+        yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def picture(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Figure:
@@ -287,16 +291,19 @@ def picture(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Figure:
 
 
 def draw() -> None:
-    """Print the tables and draw the picture, from the results."""
+    """Write the page's tables between its markers, and draw the picture, from the results."""
     runs = [
         run | {"study": path.stem}
         for path in sorted(RESULTS.glob("ladder_*.json"))
         for run in json.loads(path.read_text()).get("runs", [])
     ]
     rows = gaps(runs)
-    print("\n".join(table(rows)))
-    if any(rung.study == "ladder_noise" for rung in rows):
-        picture(rows).savefig(PICTURE, dpi=130)
+    text = "\n\n".join(tables(rows))
+    before, _, rest = DOCUMENT.read_text().partition("<!-- tables -->\n")
+    after = rest.partition("\n<!-- /tables -->")[2]
+    DOCUMENT.write_text(f"{before}<!-- tables -->\n{text}\n<!-- /tables -->{after}")
+    picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
+    print(text)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
 from network import HEADERS
 
 from flower_desloc.config import load
@@ -16,6 +17,7 @@ from flower_desloc.runs.time_model import MBIT
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "thin_links.json"
 DOCUMENT = ROOT / "docs" / "thin-links.md"
+COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
 
 Run = dict[str, Any]
 
@@ -148,8 +150,34 @@ def calibrations(found: list[Run]) -> str:
     return table(heads, rows)
 
 
+def picture(runs: list[Run], target: float) -> Figure:
+    """Draw the seconds until a loss by link and method: the mean over seeds, and every seed."""
+    rates = sorted({run["rate_mbit"] for run in runs})
+    made = Figure(figsize=(7.2, 2.4), layout="constrained")
+    panels = made.subplots(1, len(rates), squeeze=False)[0]
+    for panel, rate in zip(panels, rates, strict=True):
+        found: dict[str, list[float]] = {}
+        for run in runs:
+            at = time_to(run, target)
+            if run["rate_mbit"] == rate and at is not None:
+                found.setdefault(run["method"], []).append(at)
+        ordered = sorted(found.items(), key=lambda pair: -fmean(pair[1]))
+        for row, (method, seconds) in enumerate(ordered):
+            mean = fmean(seconds)
+            panel.barh(row, mean, color=COLOUR.get(method, "#BBBBBB"))
+            panel.plot(seconds, [row] * len(seconds), "k.", ms=3)
+            panel.text(max(seconds), row, f"  {mean:.0f} s", va="center", fontsize=8)
+        panel.set_yticks(range(len(ordered)), [method for method, _ in ordered], fontsize=8)
+        panel.set_title(f"{rate:g} Mbit/s", loc="left", fontsize=9)
+        panel.set_xlabel(f"seconds to a held-out loss of {target:g}", fontsize=8)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.margins(x=0.18)
+        panel.spines[["top", "right"]].set_visible(False)
+    return made
+
+
 def draw(results: dict[str, Any], document: Path) -> None:
-    """Write the tables between the document's markers."""
+    """Write the tables between the document's markers, and the picture next to it."""
     cells, files = results["cells"], results["files"]
     order = list(cells["methods"])
     runs = [found for found in files if "method" in found]
@@ -166,6 +194,7 @@ def draw(results: dict[str, Any], document: Path) -> None:
             "a run.",
             volumes(runs),
         ]
+        picture(runs, cells["targets"][-1]).savefig(document.with_suffix(".png"), dpi=130)
     text = "\n\n".join(parts)
     page = document.read_text()
     made = re.sub(
