@@ -64,7 +64,7 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.steps=many"], "run.steps=many"),
         (["quickstart", "run.steps=0"], "run.steps=0: must be at least 1"),
         (["quickstart", "run.steps"], "not of the form key=value"),
-        (["quickstart", "run.name=two words"], "run.name=two words: it names folders"),
+        (["quickstart", "run.name=two words"], "run.name=two words: must have 1 to 80"),
         (["quickstart", "data.domains=[a, b]"], "leave out the blanks, as in [a,b]"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),

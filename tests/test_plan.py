@@ -605,7 +605,7 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
         ([], "which preset, or how many --params?"),
         (["1.8b"], "no preset of that name"),
         (["1.7b", "sync.parms=3"], "sync.parms"),
-        (["1.7b", "sync.params=0"], "sync period of 'params'"),
+        (["1.7b", "sync.params=0"], "the period of 'params'"),
         (["1.7b", "sync.buffers=3"], "sync.buffers: "),
         (["1.7b", "--plot", "plan.xyz"], "--plot plan.xyz: "),
         (["1.7b", "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),

@@ -26,6 +26,7 @@ from flower_desloc.runs.summary import build
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tools.study.cells import study_state
 from flower_desloc.tools.study.figures import draw
+from flower_desloc.tools.study.grid import config_digest, named
 from flower_desloc.tools.study.results import markdown, table, write
 from flower_desloc.tools.study.run_study import run_study
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -146,7 +147,7 @@ sweep: {key: optimizer.lr}
         ("score: {where: elsewhere}", "score.where=elsewhere: must be one of central"),
         ("base: [evaluation.central=false]", "score.where=central: but evaluation.central=false"),
         ("base: 3", "base: a list of key=value"),
-        ("- a", "the study: holds keys and values"),
+        ("- a", "the study: must be a mapping"),
     ],
 )
 def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, said):
@@ -156,12 +157,24 @@ def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, 
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_the_fingerprint_depends_on_the_settings_and_not_on_the_names():
+def test_a_runs_digest_depends_on_the_settings_and_not_on_the_name():
     (one, other) = (cell.run(0) for cell in read_study(MINIATURE).cells)
-    (again, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.name=x"]).cells)
     (changed, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.steps=13"]).cells)
-    assert one.folder == again.folder
+    assert config_digest(named(one.config, "x")) == config_digest(one.config)
     assert len({one.folder, other.folder, changed.folder}) == 3
+
+
+def test_an_axis_may_tune_what_the_study_does_not(tmp_path):
+    axes = "{method: {tuned: {sweep: {key: optimizer.lr}}, fixed: []}}"
+    for text in ("", "sweep: none\n"):
+        tuned, fixed = read_study(study(tmp_path, f"{text}axes: {axes}")).cells
+        assert (tuned.search.key, fixed.search) == ("optimizer.lr", None)
+
+
+@pytest.mark.parametrize("item", ["run.seed=1", "run.name=x"])
+def test_what_a_study_sets_itself_cannot_be_overridden(item):
+    with pytest.raises(ConfigError, match=f"{item}: a study sets it"):
+        read_study(MINIATURE, [item])
 
 
 # --- The results -------------------------------------------------------------------------------

@@ -236,8 +236,8 @@ def test_a_model_that_is_not_whole_is_neither_asked_nor_scored(model, questions,
 
     for change, said in (
         (without_a_layer, "its weights lack model.layers.0."),
-        (with_a_nan, "are of no use ('model.norm.weight' of stream 'params' has values"),
-        (a_classifier, "LlamaForSequenceClassification is no causal language model"),
+        (with_a_nan, "contain NaN or infinity ('model.norm.weight' of stream 'params' has values"),
+        (a_classifier, "LlamaForSequenceClassification is not a causal language model"),
         (without_tokenizer, "has no tokenizer"),
         (adapters, "holds adapters of peft"),
     ):
@@ -452,7 +452,7 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     own["model.norm.weight"][3] = float("nan")
     theirs.save_pretrained(tmp_path / "nan", state_dict=own)
     ByteTokenizer().save(tmp_path / "nan")
-    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights are of no use"):
+    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights contain NaN"):
         initial(with_init_from(config_for(tmp_path / "nan")))
     other = json.loads((tmp_path / "nan" / "config.json").read_text())
     (tmp_path / "nan" / "config.json").write_text(json.dumps(other | {"intermediate_size": 48}))
@@ -492,10 +492,10 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
     config = json.loads((tmp_path / "few" / "config.json").read_text())
     masked = config | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
     (tmp_path / "few" / "config.json").write_text(json.dumps(masked))
-    with pytest.raises(ConfigError, match="BertForMaskedLM is no causal language model"):
+    with pytest.raises(ConfigError, match="BertForMaskedLM is not a causal language model"):
         with_init_from(config_for(tmp_path / "few"))
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ConfigError, match="vit is no causal language model"):
+    with pytest.raises(ConfigError, match="vit is not a causal language model"):
         with_init_from(config_for(tmp_path / "model"))
 
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder
 from flower_desloc.cli.run_arguments import Overrides, Preset
-from flower_desloc.cli.terminal import FAILED, USAGE, failing
-from flower_desloc.config import ConfigError, load
+from flower_desloc.cli.terminal import USAGE, failing
+from flower_desloc.config import load
 from flower_desloc.config.units import TEXT, percent_text, size_text
 from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
 from flower_desloc.runs.terminal import number_table
@@ -34,7 +34,7 @@ def partition(
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
-    with failing(FAILED, ValueError), failing(USAGE, ConfigError, NotACheckoutError):
+    with failing(USAGE, ValueError, NotACheckoutError):
         config = with_init_from(load(preset, overrides or [], presets=app_folder() / "configs"))
         task, number = build_task(config), config.federation.num_clients
         data = {

@@ -24,11 +24,11 @@ from flower_desloc.cli.run_arguments import (
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import Config, dump
 from flower_desloc.flower.client import STATE_DIR
-from flower_desloc.runs.resume import begun_in, cut_off_since
+from flower_desloc.runs.resume import begun_in, cut_off_since, to_resume
 from flower_desloc.setup.machine import cores
 from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
-from flower_desloc.tools.dry_run import full_report, one_line
+from flower_desloc.tools.dry_run import full_report, memory_line
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
 from flower_desloc.tools.engines.simulation import federation_config, flwr_run, simulate
 
@@ -93,6 +93,7 @@ def run(
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
         with failing(USAGE, ValueError):
+            to_resume(config, output_dir)
             _preflight(config, engine, workers, output_dir, dry=True)
         return
     require_writable(output_dir)
@@ -116,7 +117,7 @@ def _preflight(
     """Print what the run needs; unless ``dry``, end the command if it clearly does not fit."""
     needs = Needs(config)
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
-    lines = full_report(needs, hardware) if dry else one_line(needs, hardware)
+    lines = full_report(needs, hardware) if dry else memory_line(needs, hardware)
     for line in lines:
         typer.echo(line)
     for finding in on_this_machine(needs, hardware, output_dir.expanduser().resolve()):

@@ -13,7 +13,7 @@ import typer
 from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import Config, ConfigError, load
-from flower_desloc.runs.resume import AUTO
+from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
 

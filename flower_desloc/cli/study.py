@@ -44,7 +44,7 @@ def study(
     changes single settings of every run.
 
     Finished runs are not repeated: the same command resumes a stopped study, and only redraws the
-    table and figures of a complete one. Exits by 0 if the study is complete, by 1 if a
+    table and figures of a complete one. The exit code is 0 if the study is complete, by 1 if a
     run failed, by 2 if the study's file is wrong.
     """
     with failing(USAGE, ConfigError, NotACheckoutError):

@@ -75,10 +75,10 @@ def _single(section: Any, prefix: str = "") -> Iterator[str]:
             numbers = [*value] if isinstance(value, tuple) else [value]
             if not all(least <= n <= most and n < below for n in numbers):
                 stated = numbers if isinstance(value, tuple) else value
-                limit = "finite"
+                limit = "" if all(isinstance(n, int) for n in numbers) else " and finite"
                 if min(most, below) < math.inf:
-                    limit = f"below {below:g}" if below <= most else f"at most {most:g}"
-                yield f"{key}={stated}: must be at least {least:g} and {limit}"
+                    limit = f" and below {below:g}" if below <= most else f" and at most {most}"
+                yield f"{key}={stated}: must be at least {least:g}{limit}"
 
 
 def _partition(config: Config) -> Iterator[str]:
@@ -157,8 +157,8 @@ def _run_name(config: Config) -> Iterator[str]:
     run = config.run
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", run.name):
         yield (
-            f"{run.name=!s}: it names folders; letters, digits, '_', '-' and '.', at most 80, and "
-            "not '.' or '-' first"
+            f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
+            "begin with '.' or '-'"
         )
 
 
@@ -262,8 +262,8 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if run.resume:
         yield (
-            f"{run.resume=!s}: {strategy=!s} is Flower's own, which cannot go on in the middle; "
-            "leave it out"
+            f"{run.resume=!s}: {strategy=!s} is Flower's own, which cannot resume a run; "
+            "leave out run.resume"
         )
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (

@@ -1,4 +1,7 @@
-"""The error of a wrong configuration, and errors as one line."""
+"""The error of a wrong configuration, and parts of error messages."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
@@ -8,3 +11,9 @@ class ConfigError(ValueError):
 def one_line(error: BaseException) -> str:
     """Return the text of an error of another library, as part of a message."""
     return " ".join(str(error).split())
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return a suggestion for a name that does not exist; empty if no other is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

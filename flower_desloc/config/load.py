@@ -1,8 +1,8 @@
 """From YAML and overrides to a typed :class:`Config`, or to one clear error."""
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +12,18 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config.check import check, check_used, unused
-from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 _EXTENDS = "extends"
 _SYNC = "sync"
+_TYPES = {
+    "Integer": "an integer",
+    "Float": "a number",
+    "Boolean": "true or false",
+    "string": "text",
+}  # by OmegaConf's names
 
 # Settings of earlier versions that nobody changed: a file that states the value which is now fixed
 # can still be read.
@@ -91,7 +97,7 @@ def _find(config: str, presets: Path) -> Path:
         return path
     names = sorted(p.stem for p in presets.glob("*.yaml"))
     raise ConfigError(
-        f"config={config}: no preset of that name{_nearest(config, names)}; "
+        f"config={config}: no preset of that name{suggestion(config, names)}; "
         f"there are {', '.join(names)}, or give the path of a .yaml file"
     )
 
@@ -118,7 +124,7 @@ def _mapping(text: str, what: str) -> dict[str, Any]:
 def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:
     items = overrides.split() if isinstance(overrides, str) else list(overrides)
     for item in items:
-        if "=" not in item:
+        if not item.partition("=")[0] or "=" not in item:
             raise ConfigError(f"override {item!r} is not of the form key=value")
     try:
         container = OmegaConf.to_container(OmegaConf.from_dotlist(items))
@@ -133,7 +139,7 @@ def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> N
         if key not in known:
             names = sorted(known)
             raise ConfigError(
-                f"{prefix}{key}: no such key{_nearest(key, names)}; "
+                f"{prefix}{key}: no such key{suggestion(key, names)}; "
                 f"{prefix[:-1] or 'the configuration'} has {', '.join(names)}"
             )
         if isinstance(known[key], dict) and known[key]:
@@ -197,6 +203,10 @@ def _wanted(node: Any, key: str, value: Any, error: Exception) -> str:
         return f"takes {len(has)} values, got {len(value)}"
     if value is None:
         return "needs a value; leave it out for the default"
+    if converted := re.search(
+        r"could not be converted to (\w+)|Cannot convert .* to (string)", str(error)
+    ):
+        return f"must be {_TYPES[converted[1] or converted[2]]}"
     return _one_line(error)
 
 
@@ -216,10 +226,5 @@ def _as_step(key: Any) -> Any:
     return int(key) if str(key).removeprefix("-").isdecimal() else key
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(names), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n    full_key")[0].split())
+    return one_line(error).partition(" full_key")[0]

@@ -86,15 +86,16 @@ class SyncSchedule:
         if self.resets and self.resets != states:
             # Bias correction has one step count for all states.
             raise ValueError(
-                f"'reset' is for all states or none: {', '.join(sorted(states - self.resets))} "
-                f"would keep what it has, {', '.join(sorted(self.resets))} not"
+                f"set 'reset' for all optimizer states or for none; it is set for "
+                f"{', '.join(sorted(self.resets))}, and not for "
+                f"{', '.join(sorted(states - self.resets))}"
             )
         for stream, period in self.periods.items():
             if period in (NEVER, RESET):
                 continue
             # bool is an int in Python, and True would silently mean "every step".
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-                raise ValueError(f"sync period of {stream!r} must be {_ALLOWED}; got {period!r}")
+                raise ValueError(f"the period of {stream!r} must be {_ALLOWED}; got {period!r}")
 
     @property
     def resets(self) -> frozenset[str]:

@@ -128,6 +128,8 @@ def last_checkpoint(path: Path) -> Path:
         files = [path] if path.is_file() else []
     else:
         files = Checkpoints(path / "checkpoints").all()
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
     if not files:
         raise CheckpointError(
             f"{path} has no checkpoint; give a run's folder, or a file of its checkpoints"

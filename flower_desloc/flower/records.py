@@ -183,11 +183,13 @@ class WindowReply:
             self.metrics.get("stop-step", steps[1]),
         )
         if answered != steps:
-            raise ValueError(f"it answers for the steps {answered}, asked were {steps}")
+            raise ValueError(f"its reply is for the steps {answered}, expected {steps}")
         if due:
             self._check_metrics()
         if self.streams.keys() != due:
-            raise ValueError(f"it holds the streams {sorted(self.streams)}, due are {sorted(due)}")
+            raise ValueError(
+                f"its reply has the streams {sorted(self.streams)}, expected {sorted(due)}"
+            )
         for name, stream in self.streams.items():
             if name in like:
                 check_like(name, stream, like[name])

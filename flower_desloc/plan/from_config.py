@@ -93,8 +93,8 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     check_streams(config)
     if PARAMS not in config.sync:
         raise ConfigError(
-            f"sync.{PARAMS} is not stated: a plan needs DES-LOC's periods, and compares them with "
-            "data parallelism by itself; choose a preset that has them"
+            f"sync.{PARAMS} is not set; choose a preset that has it. A plan always compares with "
+            "data parallelism"
         )
     if BUFFERS in config.sync:
         raise ConfigError(f"sync.{BUFFERS}: a plan does not know their size; leave it out")

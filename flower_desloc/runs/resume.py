@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError, dump, parse
+from flower_desloc.config.schema import AUTO
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -18,8 +19,6 @@ from flower_desloc.flower.checkpoint import (
 from flower_desloc.runs.folder import RunFolder, read_summary
 from flower_desloc.runs.groups import flat
 from flower_desloc.runs.record import yaml_mapping
-
-AUTO = "auto"
 
 _MAY_DIFFER = {
     *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),

@@ -29,7 +29,10 @@ def with_init_from(config: Config) -> Config:
     To be called after a configuration is loaded and before anything is built from it. Raises
     :class:`ConfigError` if there is no such model, or it does not fit the data.
     """
-    if not config.run.init_from or not is_pretrained(config.run.init_from):
+    if not config.run.init_from:
+        return config
+    if not is_pretrained(config.run.init_from):
+        _checkpoint(config.run.init_from)
         return config
     if config.task != TEXT:
         raise ConfigError(
@@ -57,7 +60,13 @@ def initial(config: Config) -> Mapping[str, Stream] | None:
 
         return pretrained.weights(config)
     try:
-        file = last_checkpoint(Path(name).expanduser())
-        return Checkpoint.read(file).averages
+        return Checkpoint.read(_checkpoint(name)).averages
+    except CheckpointError as error:
+        raise ConfigError(f"run.init_from={name}: {error}") from error
+
+
+def _checkpoint(name: str) -> Path:
+    try:
+        return last_checkpoint(Path(name).expanduser())
     except CheckpointError as error:
         raise ConfigError(f"run.init_from={name}: {error}") from error

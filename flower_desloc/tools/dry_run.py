@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,7 @@ def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:
     yield from _time(needs, hardware)
 
 
-def one_line(needs: Needs, hardware: Hardware) -> Iterator[str]:
+def memory_line(needs: Needs, hardware: Hardware) -> Iterator[str]:
     """Yield the one line that is printed before a run starts, if its memory can be estimated."""
     sketch = needs.sketch
     try:
@@ -53,20 +52,17 @@ def _model(needs: Needs) -> Iterator[str]:
         f"{sketch.num_params:,} parameters: {sketch.num_embeddings:,} in embeddings, "
         f"{rest:,} in the rest"
     )
-    if hidden := _not_looked_at(config):
-        yield f"not looked at, as it may come from the network: {', '.join(hidden)}"
+    if hidden := _not_read(config):
+        yield f"not read: {', '.join(hidden)}"
 
 
-def _not_looked_at(config: Config) -> list[str]:
+def _not_read(config: Config) -> list[str]:
+    """Return the settings of data that a dry run does not read."""
     if config.task != TEXT:
         return []
     keys = ["source"] + ["tokenizer"] * (config.model.vocab_size is not None)
     named = {key: str(getattr(config.data, key)) for key in keys}
-    return [
-        f"data.{key}={value}"
-        for key, value in named.items()
-        if value not in ("builtin", "bytes") and not Path(value).expanduser().exists()
-    ]
+    return [f"data.{k}={value}" for k, value in named.items() if value not in ("builtin", "bytes")]
 
 
 def _machine() -> str:
@@ -89,7 +85,7 @@ def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
             needs.client(hardware.device, hardware.micro_batch),
         )
     except ValueError as error:
-        yield f"what a step takes cannot be known before it is taken: {error}"
+        yield f"the memory of a step cannot be estimated: {error}"
     if hardware.device.type != "cpu":
         yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())

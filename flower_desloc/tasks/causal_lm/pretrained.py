@@ -75,7 +75,7 @@ def weights(config: Config) -> dict[str, dict[str, Tensor]]:
 def architecture_of(name: str) -> PretrainedConfig:
     """Return the architecture of a model in a folder or on the hub.
 
-    Raises ``ValueError`` if it cannot be read, or is no causal language model.
+    Raises ``ValueError`` if it cannot be read, or is not a causal language model.
     """
     try:
         with quiet():
@@ -85,10 +85,10 @@ def architecture_of(name: str) -> PretrainedConfig:
             f"no model that transformers could load ({shorten(str(error), 200)})"
         ) from error
     if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{found.model_type} is no causal language model")
+        raise ValueError(f"{found.model_type} is not a causal language model")
     of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
     if found.architectures and of_kind not in found.architectures:
-        raise ValueError(f"{found.architectures[0]} is no causal language model")
+        raise ValueError(f"{found.architectures[0]} is not a causal language model")
     return found
 
 
@@ -116,7 +116,7 @@ def read(name: str, **settings: Any) -> Any:
     try:
         check_finite(PARAMS, {name: p.detach() for name, p in model.named_parameters()})
     except ValueError as error:
-        raise ValueError(f"its weights are of no use ({error})") from error
+        raise ValueError(f"its weights contain NaN or infinity ({error})") from error
     return model
 
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import yaml
 
+from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.quiet import quiet
 
 PAPER = ("arc_challenge", "arc_easy", "piqa", "hellaswag")
@@ -120,7 +121,7 @@ def evaluate(
         except Exception as error:
             raise ValueError(
                 f"lm-eval cannot evaluate {', '.join(tasks)} "
-                f"({type(error).__name__}: {' '.join(str(error).split())})"
+                f"({type(error).__name__}: {one_line(error)})"
             ) from error
         return {
             name: _score(result, found["samples"][name], scorer)

@@ -65,6 +65,8 @@ class TrainedModel:
         if self.checkpoint is None:
             config = parse(self.run.config.read_text(encoding="utf-8"))
             summary: dict[str, Any] = json.loads(self.run.summary.read_text(encoding="utf-8"))
+            if missing := {"steps", "clients", "bytes"} - summary.keys():
+                raise ValueError(f"{self.run.summary}: it has no {', '.join(sorted(missing))}")
             return config, summary
         checkpoint = Checkpoint.read(self.checkpoint)
         config = parse(checkpoint.settings)

@@ -1,10 +1,9 @@
 """Reading a study's YAML file: into a grid of cells, or into one error before anything starts."""
 
 import dataclasses
-import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.runs.groups import flat
 from flower_desloc.setup.build import check_streams
 from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, load_once
@@ -38,6 +38,9 @@ def read_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     in a cell, with the file and the key.
     """
     path = Path(path).expanduser()
+    for item in overrides:
+        if item.partition("=")[0] in ("run.seed", "run.name"):
+            raise ConfigError(f"{item}: a study sets it; change name and seeds in {path}")
     try:
         return _study(path, overrides)
     except _StudyFileError as error:
@@ -67,7 +70,9 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
         cell = _cell(path, dict(zip(axes, labels, strict=True)), chosen, base, overrides)
         own = _one_of(chosen, "sweep", sweep)
         if own not in _NONE:
-            cell = replace(cell, search=_search({**(sweep or {}), **own}, cell, seeds))
+            cell = replace(
+                cell, search=_search({**({} if sweep in _NONE else sweep), **own}, cell, seeds)
+            )
         cells.append(cell)
     _require_distinct(cells)
     score = _score(values.get("score"))
@@ -90,7 +95,7 @@ def _read(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
-        raise _StudyFileError(f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise _StudyFileError(f"not valid YAML: {one_line(error)}") from error
 
 
 def _axes(values: Any) -> dict[str, dict[str, dict[str, Any]]]:
@@ -146,7 +151,7 @@ def _search(values: Mapping[str, Any], cell: Cell, seeds: tuple[int, ...]) -> Se
         raise _StudyFileError(f"sweep of the cell {cell.name!r}: state the key to tune")
     key, numbers = str(values["key"]), _numbers(load_once(cell.config, cell.overrides))
     if key not in numbers:
-        raise _StudyFileError(f"sweep.key={key}: no such number{_near(key, numbers)}")
+        raise _StudyFileError(f"sweep.key={key}: no such number{suggestion(key, numbers)}")
     if numbers[key] <= 0:
         raise _StudyFileError(
             f"sweep.key={key}: the search begins at the cell's own value, which is "
@@ -225,20 +230,16 @@ def _numbers(config: Config) -> dict[str, float]:
 
 def _mapping(values: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise _StudyFileError(f"{where}: holds keys and values, got {values!r}")
+        raise _StudyFileError(f"{where}: must be a mapping, got {values!r}")
     named = {str(key): value for key, value in values.items()}
     for key in named:
         if known is not None and key not in known:
             inside = "" if where == "the study" else f"{where}."
             raise _StudyFileError(
-                f"{inside}{key}: no such key{_near(key, known)}; {where} has {', '.join(known)}"
+                f"{inside}{key}: no such key{suggestion(key, known)}; "
+                f"{where} has {', '.join(known)}"
             )
     return named
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _require_distinct(cells: Sequence[Cell]) -> None:
