@@ -43,6 +43,7 @@ COLOURS = {
     "DES-LOC": "#0072B2",
     "FAVG+OPT": "#D55E00",
     "early average": "#009E73",
+    "u as often as x": "#56B4E9",
     "u never": "#CC79A7",
     "v never": "#E69F00",
 }
@@ -98,6 +99,8 @@ def method(config: Run) -> str:
         return "FAVG-OPT"
     if (first, second) == (sync["params"],) * 2:
         return LOCAL
+    if first == sync["params"]:
+        return "u as often as x"
     names = {(True, True): "FAVG+OPT", (True, False): "u never", (False, True): "v never"}
     return names.get((first == "never", second == "never"), "DES-LOC")
 

@@ -168,7 +168,7 @@ class Faults:
             reply.content = self._before[node].content
             return [reply]
 
-        words = "answers for the steps"
+        words = "its reply is for the steps"
         self._plan(Fault(node, window, "unheard", "refused", words, reply=stale))
 
     # Injection

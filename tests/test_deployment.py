@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,7 +32,7 @@ from flower_desloc.sites.deployment.environment import (
     private_home,
     program,
 )
-from flower_desloc.sites.deployment.node import PollInterval
+from flower_desloc.sites.deployment.node import PollInterval, when_available
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
@@ -115,6 +116,26 @@ def test_a_supernode_without_messages_sleeps_as_long_as_flowers(asked, slept):
     clock = Clock()
     PollInterval(clock).sleep(asked)
     assert clock.now == 1000.0 + slept
+
+
+@pytest.mark.parametrize(
+    ("found", "arrives", "answered", "available"),
+    [
+        (True, 0.0, 0.0, True),
+        (True, 2.0, 2.0, True),
+        (True, 60.0, 5.0, False),
+        (False, 9, 0, False),
+    ],
+)
+def test_a_supernode_answers_when_the_object_has_arrived(found, arrives, answered, available):
+    clock = Clock()
+
+    def pull(*_):
+        there = found and clock.now >= 1000.0 + arrives
+        return SimpleNamespace(object_found=found, object_available=there)
+
+    assert when_available(pull, clock)("request", "state", "task").object_available == available
+    assert clock.now - 1000.0 == pytest.approx(answered, abs=0.11)
 
 
 # --- Invalid command lines -----------------------------------------------------------------------

@@ -586,7 +586,7 @@ def test_every_preset_with_periods_has_a_plan(preset):
         assert "Recommended" in said
     else:
         assert code == 2
-        assert "sync.params is not stated" in error
+        assert "sync.params is not set" in error
 
 
 def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypatch):

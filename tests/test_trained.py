@@ -150,7 +150,7 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     (tmp_path / "clone" / ".git").mkdir()
     with pytest.raises(ValueError, match="is not an exported model"):
         export(run, tmp_path / "clone", overwrite=True)
-    with pytest.raises(ValueError, match="has no checkpoint"):
+    with pytest.raises(ValueError, match="no such file or folder"):
         export(tmp_path / "nowhere", tmp_path / "there")
     assert [path.name for path in mine.iterdir()] == ["README.md"]
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "clone"}

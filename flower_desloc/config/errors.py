@@ -13,7 +13,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
+def suggestion(name: object, names: Iterable[str]) -> str:
     """Return a suggestion for a name that does not exist; empty if no other is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

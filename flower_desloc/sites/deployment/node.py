@@ -2,12 +2,18 @@
 
 A SuperNode of Flower 1.41 that finds no message sleeps for three seconds, which no setting changes,
 so every window waits for that. This SuperNode sleeps longer the longer no message has arrived, up
-to Flower's three seconds. Everything else, its arguments included, is that of `flower-supernode`.
+to Flower's three seconds.
+
+A ClientApp's process starts while its SuperNode still downloads the message, and asks for what is
+not there yet after 1, 2, 4, 8 and 10 seconds. This SuperNode answers when the object has arrived.
+
+Everything else, its arguments included, is that of `flower-supernode`.
 """
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +21,7 @@ COMMAND = (sys.executable, "-P", "-m", "flower_desloc.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
 
 _SHORTEST, _LONGEST = 0.1, 3.0
+_LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
 
 
 class PollInterval:
@@ -38,10 +45,28 @@ class PollInterval:
         self._clock.sleep(min(max(interval, _SHORTEST), _LONGEST, seconds))
 
 
+def when_available(pull: Callable[..., Any], clock: Any = time) -> Callable[..., Any]:
+    """Return Flower's handler ``pull``, which then answers when the object is available.
+
+    It answers as before when there is no such object, and after some seconds.
+    """
+
+    def pull_object(*args: Any) -> Any:
+        until = clock.monotonic() + _LONGEST_ANSWER
+        while True:
+            answer = pull(*args)
+            if answer.object_available or not answer.object_found or clock.monotonic() >= until:
+                return answer
+            clock.sleep(_SHORTEST)
+
+    return pull_object
+
+
 def main() -> None:
     """Run `flower-supernode` with the arguments of the command line."""
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
+    from flwr.supernode.servicer.runtime import runtime_handlers
 
     interval, pull = PollInterval(), loop._pull_and_store_message
 
@@ -51,7 +76,8 @@ def main() -> None:
             interval.message_received()
         return run_id
 
-    # Flower's loop offers no other hook: these are its own names for pulling and sleeping.
+    # Flower offers no other hook: these are its own names for pulling and sleeping.
+    runtime_handlers.pull_object = when_available(runtime_handlers.pull_object)
     loop._pull_and_store_message = pull_and_note
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
     # How often its SuperExec asks for work: once a second by default.
