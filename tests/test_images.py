@@ -584,7 +584,7 @@ def test_desloc_partition_shows_and_draws_what_a_run_would_deal(tmp_path):
     ("words", "code", "told"),
     [
         (["digits", "data.partition=by_domain"], 2, "data.partition=by_domain"),
-        (["digits", "federation.num_clients=4000"], 1, "federation.num_clients=4000"),
+        (["digits", "federation.num_clients=4000"], 2, "federation.num_clients=4000"),
         (["digits", "--plot", "nowhere/partition.png"], 2, "--plot nowhere/partition.png"),
     ],
 )
