@@ -44,6 +44,7 @@ COLOURS = {
     "FAVG+OPT": "#D55E00",
     "early average": "#009E73",
     "u as often as x": "#56B4E9",
+    "v as often as u": "#999999",
     "u never": "#CC79A7",
     "v never": "#E69F00",
 }
@@ -101,6 +102,8 @@ def method(config: Run) -> str:
         return LOCAL
     if first == sync["params"]:
         return "u as often as x"
+    if first == second != "never":
+        return "v as often as u"
     names = {(True, True): "FAVG+OPT", (True, False): "u never", (False, True): "v never"}
     return names.get((first == "never", second == "never"), "DES-LOC")
 

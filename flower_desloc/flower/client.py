@@ -184,7 +184,7 @@ def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) 
         return _LOST
     if worker.evaluate is not None:
         worker.put(streams)
-    return evaluated(worker)
+    return evaluated(worker, request.start)
 
 
 def client_name(context: Context) -> str:

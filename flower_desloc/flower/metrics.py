@@ -5,8 +5,12 @@ from collections.abc import Callable, Mapping
 
 from flwr.app import MetricRecord, MetricRecordValues
 
+from flower_desloc.core.noise import noise_scale
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.records import TOTALS, WindowReply
+
+NOISE_SCALE = "noise_scale"
+"""Metric of an evaluation on clients: the gradient noise scale in batches of one client."""
 
 FromTotals = Callable[[Mapping[str, float]], Mapping[str, float]]
 """Returns metrics from totals added over clients."""
@@ -82,7 +86,9 @@ def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> Me
         parts[client] = figures
     if not any(parts.values()):
         return None
-    overall = metrics(totals) if metrics else _weighted(parts, weights)
+    overall = dict(metrics(totals)) if metrics else _weighted(parts, weights)
+    if (noise := noise_scale(totals)) is not None:
+        overall[NOISE_SCALE] = noise
     named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
     return MetricRecord({**overall, **named})
 

@@ -1,5 +1,6 @@
 """A client's model, optimizer and data, and what is measured with them."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from flower_desloc.core.local_steps import (
     seed_states,
 )
 from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.streams import check_finite, put, take
 from flower_desloc.flower.records import TOTALS, WindowReply
 
@@ -79,6 +81,14 @@ class Worker:
         """Return the gradient of the step taken after ``step`` completed ones."""
         return gradients(self.module, self.optimizer, self.loss_at, step=step)
 
+    def noise(self, step: int) -> Mapping[str, float]:
+        """Return the totals of the gradient noise over the next two batches, if they are finite."""
+        self.module.train()
+        losses = (self.loss_at(each) for each in (step, step + 1))
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        totals = noise_totals(losses, params)
+        return totals if all(map(math.isfinite, totals.values())) else {}
+
 
 def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
     """Return the metrics of local steps that led from the parameters ``before`` to ``after``."""
@@ -93,16 +103,17 @@ def trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -
     }
 
 
-def evaluated(worker: Worker) -> WindowReply:
-    """Evaluate the model as it is on the client's held-out data, if there is any."""
+def evaluated(worker: Worker, step: int) -> WindowReply:
+    """Evaluate the model as it is after ``step`` steps on the client's held-out data, if any."""
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0})
     totals = worker.evaluate()
+    noise = worker.noise(step)
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
             **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in totals.items()},
+            **{f"{TOTALS}{name}": value for name, value in {**totals, **noise}.items()},
         }
     )
 

@@ -4,13 +4,14 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from importlib.metadata import version
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any, Literal
 
 from flower_desloc import __version__
 from flower_desloc.config import Config
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
+from flower_desloc.flower.metrics import NOISE_SCALE
 from flower_desloc.flower.observer import Plan, client_data, devices
 from flower_desloc.runs.folder import Line
 from flower_desloc.setup.build import build_schedule
@@ -95,6 +96,7 @@ def build(
         },
         "evaluation": {where: _evaluation(lines, where) for where in places},
         "fairness": fairness(lines),
+        "noise_scale": noise_scale(lines),
         "client_data": client_data(plan),
         "devices": devices(plan),
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
@@ -142,6 +144,21 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
         "mean": {name: fmean(values) for name, values in columns.items()},
         "std": {name: pstdev(values) for name, values in columns.items()},
     }
+
+
+def noise_scale(lines: Iterable[Line]) -> float | None:
+    """Return the gradient noise scale in batches of a client; None where it was not measured.
+
+    It is the median over the evaluations on clients in the second half of the run: one evaluation
+    measures few batches.
+    """
+    seen = [
+        (line["step"], line["evaluation"]["federated"]["overall"].get(NOISE_SCALE))
+        for line in lines
+        if "federated" in line.get("evaluation", {})
+    ]
+    values = [value for step, value in seen if value is not None and 2 * step > seen[-1][0]]
+    return median(values) if values else None
 
 
 def _bytes(

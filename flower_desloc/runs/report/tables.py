@@ -8,6 +8,7 @@ from typing import get_args
 
 from flower_desloc.config import Config, dump
 from flower_desloc.config.units import (
+    TEXT,
     bytes_text,
     count_text,
     duration_text,
@@ -88,12 +89,23 @@ def tiles(run: RunRecord) -> list[Tile]:
             sent = bytes_text(summary["bytes"][key]["up"]["total"])
             factor = figures(summary["ratio"][key])
             found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
+    if (noise := summary.get("noise_scale")) is not None:
+        found.append(Tile("gradient noise scale", *_noise(run, noise)))
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "evaluation", "exchange")
         split = ", ".join(f"{part} {duration_text(seconds.get(part, 0.0))}" for part in parts)
         found.append(Tile("wall-clock", duration_text(seconds["total"]), split))
     return found
+
+
+def _noise(run: RunRecord, batches: float) -> tuple[str, str]:
+    data = run.config["data"]
+    size, unit = data["batch_size"], "images"
+    if run.task == TEXT:
+        size, unit = size * data["seq_len"], "tokens"
+    rounded = float(f"{batches * size:.2g}")
+    return f"{rounded:,.0f} {unit}", f"{figures(batches)} {TIMES} a client's batch"
 
 
 def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
