@@ -7,8 +7,9 @@
 `collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
 runs that are already there. `missing` prints a study of the cells that have no result for a seed
 yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
-be repeated. `draw` writes the page's tables: the difference to Local with the same seed, partition,
-optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
+be repeated. `draw` writes the page's tables and the gaps that `desloc plan` shows: the difference
+to Local with the same seed, partition, optimizer, size, batch and horizon, in per cent, as mean
+over the seeds with the 95 % t-interval.
 The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
 Seeds from 100 on tune learning rates and are not included.
 """
@@ -37,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "ladder.md"
 LOCAL = "Local"
+MEASURED = ROOT / "flower_desloc" / "plan" / "measured.json"
+MIN_SEEDS = 3
+CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
 TUNING = 100
 COLOURS = {
@@ -226,6 +230,15 @@ def missing(study: Path, seed: int, only: list[str]) -> None:
     yaml.safe_dump(values, sys.stdout, sort_keys=False)
 
 
+def results() -> list[Run]:
+    """Return all collected runs, each with the name of its study."""
+    return [
+        run | {"study": path.stem}
+        for path in sorted(RESULTS.glob("ladder_*.json"))
+        for run in json.loads(path.read_text()).get("runs", [])
+    ]
+
+
 def gaps(runs: list[Run]) -> dict[Rung, dict[str, tuple[Gap, Gap]]]:
     """Return the gaps in loss and in perplexity of each method, where Local has the same seeds."""
     found: dict[Rung, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
@@ -296,18 +309,31 @@ def picture(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Figure:
     return made
 
 
-def draw() -> None:
-    """Write the page's tables between its markers, and draw the picture, from the results."""
-    runs = [
-        run | {"study": path.stem}
-        for path in sorted(RESULTS.glob("ladder_*.json"))
-        for run in json.loads(path.read_text()).get("runs", [])
+def package_data(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> str:
+    """Return DES-LOC's gaps as the JSON that `desloc plan` reads."""
+    names = ("partition", "optimizer", "params", "tokens", "steps")
+    gaps = [
+        {name: getattr(rung, name) for name in names}
+        | {"seeds": gap.seeds, "loss": gap.mean, "low": gap.low, "high": gap.high}
+        for rung, methods in rows.items()
+        for gap, _ in [methods.get("DES-LOC", (None, None))]
+        if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in CHECKS
     ]
-    rows = gaps(runs)
+    lines = (
+        json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in gap.items()})
+        for gap in gaps
+    )
+    return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
+
+
+def draw() -> None:
+    """Write the page's tables between its markers, the plan's gaps and the picture."""
+    rows = gaps(results())
     text = "\n\n".join(tables(rows))
     before, _, rest = DOCUMENT.read_text().partition("<!-- tables -->\n")
     after = rest.partition("\n<!-- /tables -->")[2]
     DOCUMENT.write_text(f"{before}<!-- tables -->\n{text}\n<!-- /tables -->{after}")
+    MEASURED.write_text(package_data(rows))
     picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
     print(text)
 

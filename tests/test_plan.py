@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import load_benchmark
 from typer.testing import CliRunner
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
@@ -18,6 +19,7 @@ from flower_desloc.cli import app
 from flower_desloc.config import load
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
+from flower_desloc.plan.evidence import MEASURED, measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import (
@@ -636,3 +638,37 @@ def test_an_option_outside_its_limits_is_refused(limits, values):
     for value in values.split():
         code, _, error = plan("1.7b", f"--{value}")
         assert (code, error) == (2, f"error: --{value}: must be {limits}\n")
+
+
+# ----------------------------------------------------------------------------- Measured gaps
+
+
+def test_the_measured_gaps_are_those_of_the_ladder():
+    ladder = load_benchmark("ladder")
+    assert ladder.package_data(ladder.gaps(ladder.results())) == MEASURED.read_text()
+
+
+@pytest.mark.parametrize("gap", measured(), ids=str)
+def test_a_measured_run_is_nearest_to_itself(gap):
+    name = "desloc_adam" if gap.optimizer == "adam" else "desloc_adopt"
+    run = planned_run(
+        load(name),
+        LINK,
+        num_params=gap.params,
+        tokens=4 * gap.tokens,
+        step_seconds=1,
+        flops=1,
+        mfu=1,
+    )
+    assert nearest(run)[0].distance(run) == 1
+    assert (gap.params, gap.tokens) == (nearest(run)[0].params, nearest(run)[0].tokens)
+
+
+def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
+    code, said, _ = plan("desloc_adam", "--params", "41120", "--tokens-per-step", "1024")
+    assert code == 0
+    assert "of DES-LOC above Local: the nearest measurements" in said
+    assert "no measurement" not in said
+    assert "no measurement is near" in plan("desloc_adam")[1]
+    assert "above Local" not in plan("local_adam")[1]
+    assert "above Local" not in plan("desloc_sgdm")[1]

@@ -15,6 +15,7 @@ from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
 from flower_desloc.plan.advice import reasons, recommended, warnings
+from flower_desloc.plan.evidence import NEAR, MeasuredGap, nearest
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
@@ -49,6 +50,16 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         "sent by one worker; right: how many times as much other methods send",
         _bytes(run),
     )
+    if gaps := nearest(run):
+        _print(
+            console,
+            "Loss",
+            "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
+            _gaps(gaps),
+        )
+        if gaps[0].distance(run) > NEAR:
+            remark = "no measurement is near this run's model and batch"
+            console.print(Text(remark, style="dim"))
     for topology, how in (
         (Topology.STAR, "all workers' payloads, up and then down the server's link"),
         (Topology.RING, "one all-reduce per stream, as in the paper"),
@@ -119,6 +130,20 @@ def _bytes(run: PlannedRun) -> Table:
                 for m in (ddp, local_adam)
             ),
             style="bold" if method is run.desloc else None,
+        )
+    return table
+
+
+def _gaps(gaps: Iterable[MeasuredGap]) -> Table:
+    table = _table("parameters", "worker's tokens", "text", "steps", "loss", "95% interval")
+    for gap in gaps:
+        table.add_row(
+            f"{gap.params:,}",
+            f"{gap.tokens:,}",
+            "IID" if gap.partition == "iid" else "by domain",
+            f"{gap.steps:,}",
+            f"{gap.loss:+.2f}%",
+            f"{gap.low:+.2f} to {gap.high:+.2f}%",
         )
     return table
 
