@@ -222,7 +222,7 @@ WRONG = {
     "optimizer.betas=0.9": ["optimizer.betas=0.9"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
     "optimizer.momentum=1": ["optimizer.momentum=1.0", "below 1"],
-    "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adopt has no such setting"],
+    "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
     "optimizer.clip_norm=0": ["optimizer.clip_norm=0.0", "at least"],
     "lr_schedule.name=linear": ["lr_schedule.name=linear", "wsd, cosine, constant"],
     "lr_schedule.final=2": ["lr_schedule.final=2.0", "at most 1"],
@@ -268,7 +268,7 @@ BROKEN_FILES = {
     "empty_sync": ("extends: base\nsync: {}", ["sync", "no period is stated"]),
     "list_for_section": ("extends: base\nrun: [1]", ["run=[1]", "section"]),
     "number_for_key": ("extends: base\nrun: {1: 2}", ["run.1", "seed, steps"]),
-    "unknown_parent": ("extends: bsae", ["config=bsae", "did you mean base?", "broken"]),
+    "unknown_parent": ("extends: bsae", ["extends=bsae", "did you mean base?", "broken"]),
     "no_params": ("sync: {exp_avg: 3}", ["sync", "'params'", "exp_avg"]),
 }
 

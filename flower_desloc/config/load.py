@@ -71,7 +71,7 @@ def parse(text: str) -> Config:
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    path = _find(config, presets)
+    path = _find(config, presets, seen[-1] if seen else None)
     if str(path) in seen:
         raise ConfigError(f"{path} extends itself")
     try:
@@ -86,18 +86,19 @@ def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[
     yield layer
 
 
-def _find(config: str, presets: Path) -> Path:
+def _find(config: str, presets: Path, child: str | None) -> Path:
+    named = f"{child}: extends={config}" if child else f"config={config}"
     if config.endswith((".yaml", ".yml")):
         path = Path(config).expanduser()
         if path.is_file():
             return path
-        raise ConfigError(f"config={config}: no such file")
+        raise ConfigError(f"{named}: no such file")
     path = presets / f"{config}.yaml"
     if path.is_file():
         return path
     names = sorted(p.stem for p in presets.glob("*.yaml"))
     raise ConfigError(
-        f"config={config}: no preset of that name{suggestion(config, names)}; "
+        f"{named}: no preset of that name{suggestion(config, names)}; "
         f"there are {', '.join(names)}, or give the path of a .yaml file"
     )
 
