@@ -43,12 +43,15 @@ MIN_SEEDS = 3
 CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
 TUNING = 100
+HALF = {"params": 8, "exp_avg": 24, "exp_avg_sq": 48}
+"""Periods of DES-LOC at which it sends what Local sends at 16, with which it is compared."""
 COLOURS = {
     "DES-LOC": "#0072B2",
     "FAVG+OPT": "#D55E00",
     "early average": "#009E73",
     "u as often as x": "#56B4E9",
     "v as often as u": "#999999",
+    "half the periods": "#F0E442",
     "u never": "#CC79A7",
     "v never": "#E69F00",
 }
@@ -98,6 +101,8 @@ def method(config: Run) -> str:
     if "gradients" in sync:
         return "DDP"
     first, second = sync["exp_avg"], sync["exp_avg_sq"]
+    if sync == HALF:
+        return "half the periods"
     if config["sync_once_at"]:
         return "early average"
     if "reset" in (first, second):
@@ -130,7 +135,7 @@ def read_run(folder: Path) -> Run | None:
         "clients": config["federation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
-        "period": config["sync"].get("params", 1),
+        "period": 16 if config["sync"] == HALF else config["sync"].get("params", 1),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
         "rate": config["optimizer"]["lr"],
