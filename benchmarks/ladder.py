@@ -43,15 +43,21 @@ MIN_SEEDS = 3
 CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
 TUNING = 100
-HALF = {"params": 8, "exp_avg": 24, "exp_avg_sq": 48}
-"""Periods of DES-LOC at which it sends what Local sends at 16, with which it is compared."""
+OTHER_PERIODS = {
+    "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
+    "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
+}
+"""Methods at other periods than 16, with which they are compared: the first sends what Local
+sends, the second what DES-LOC sends."""
 COLOURS = {
     "DES-LOC": "#0072B2",
     "FAVG+OPT": "#D55E00",
     "early average": "#009E73",
     "u as often as x": "#56B4E9",
     "v as often as u": "#999999",
-    "half the periods": "#F0E442",
+    "DES-LOC, half the periods": "#F0E442",
+    "DES-LOC, half the periods, lean": "#8B5A2B",
+    "Local, twice the period": "#000000",
     "u never": "#CC79A7",
     "v never": "#E69F00",
 }
@@ -96,13 +102,19 @@ class Gap(NamedTuple):
 
 
 def method(config: Run) -> str:
-    """Return the method's name, derived from the periods."""
+    """Return the method's name, derived from the periods and the formats."""
+    return periods_name(config) + (", lean" if config["wire"] else "")
+
+
+def periods_name(config: Run) -> str:
+    """Return the name of a method that sends fp32."""
     sync = config["sync"]
     if "gradients" in sync:
         return "DDP"
     first, second = sync["exp_avg"], sync["exp_avg_sq"]
-    if sync == HALF:
-        return "half the periods"
+    for name, periods in OTHER_PERIODS.items():
+        if sync == periods:
+            return name
     if config["sync_once_at"]:
         return "early average"
     if "reset" in (first, second):
@@ -124,18 +136,19 @@ def read_run(folder: Path) -> Run | None:
     except OSError:
         return None
     config = yaml.safe_load(outcome["config"])
+    name = method(config)
     record: Run = {
         "cell": slug(folder.parent.name),
         "seed": config["run"]["seed"],
         "optimizer": config["optimizer"]["name"],
         "betas": config["optimizer"]["betas"],
-        "method": method(config),
+        "method": name,
         "partition": config["data"]["partition"],
         "domains": config["data"]["domains"],
         "clients": config["federation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
-        "period": 16 if config["sync"] == HALF else config["sync"].get("params", 1),
+        "period": 16 if periods_name(config) in OTHER_PERIODS else config["sync"].get("params", 1),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
         "rate": config["optimizer"]["lr"],
