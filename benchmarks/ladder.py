@@ -43,6 +43,10 @@ MIN_SEEDS = 3
 CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
 TUNING = 100
+STEPS = 512
+NAMES = {"adam": "Adam", "adopt": "ADOPT"}
+BY_BYTES = ((41_120, 256), (213_440, 1024))  # parameters and tokens of the panels by bytes
+LIMITS = (-2, 4)  # per cent, of the picture
 OTHER_PERIODS = {
     "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
     "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
@@ -55,8 +59,8 @@ COLOURS = {
     "early average": "#009E73",
     "u as often as x": "#56B4E9",
     "v as often as u": "#999999",
-    "DES-LOC, half the periods": "#F0E442",
-    "DES-LOC, half the periods, lean": "#8B5A2B",
+    "DES-LOC, half the periods": "#B8860B",
+    "DES-LOC, half the periods, lean": "#7B3294",
     "Local, twice the period": "#000000",
     "u never": "#CC79A7",
     "v never": "#E69F00",
@@ -99,6 +103,14 @@ class Gap(NamedTuple):
         if math.isinf(self.high):
             return f"{self.mean:+.2f}"
         return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
+
+
+class Row(NamedTuple):
+    """A method beside Local: its gaps, and its bytes as a share of Local's."""
+
+    loss: Gap
+    perplexity: Gap
+    bytes: float
 
 
 def method(config: Run) -> str:
@@ -257,21 +269,24 @@ def results() -> list[Run]:
     ]
 
 
-def gaps(runs: list[Run]) -> dict[Rung, dict[str, tuple[Gap, Gap]]]:
-    """Return the gaps in loss and in perplexity of each method, where Local has the same seeds."""
+def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
+    """Return each method beside Local with the same seeds."""
     found: dict[Rung, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         if run["status"] == "completed" and run["seed"] < TUNING:
             found[Rung(*(run[key] for key in Rung._fields))][run["method"]][run["seed"]] = run
-    table: dict[Rung, dict[str, tuple[Gap, Gap]]] = {}
+    table: dict[Rung, dict[str, Row]] = {}
     for rung in sorted(found):
         local = found[rung].pop(LOCAL, {})
         for name in sorted(found[rung], key=[*COLOURS, *found[rung]].index):
             pairs = [(run, local[s]) for s, run in found[rung][name].items() if s in local]
             if pairs:
-                table.setdefault(rung, {})[name] = (
-                    Gap.of([run["loss"] / other["loss"] for run, other in pairs]),
-                    Gap.of([run["perplexity"] / other["perplexity"] for run, other in pairs]),
+                loss, perplexity, sent = (
+                    [run[key] / other[key] for run, other in pairs]
+                    for key in ("loss", "perplexity", "bytes_sent_by_a_client")
+                )
+                table.setdefault(rung, {})[name] = Row(
+                    Gap.of(loss), Gap.of(perplexity), statistics.fmean(sent)
                 )
     return table
 
@@ -280,61 +295,91 @@ def below(gap: Gap) -> str:
     return next((f"{margin} %" for margin in MARGINS if gap.high < margin), "")
 
 
-def tables(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Iterator[str]:
+def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
     """Yield a table for each study."""
-    heads = ["partition", "optimizer", "parameters", "tokens", "steps", "K", "method", "seeds"]
+    heads = [
+        "partition",
+        "optimizer",
+        "parameters",
+        "tokens",
+        "steps",
+        "K",
+        "method",
+        "bytes",
+        "seeds",
+    ]
     heads += ["loss, %", "perplexity, %", "below"]
     for study in dict.fromkeys(rung.study for rung in rows):
         lines = [heads, ["---"] * len(heads)]
         for rung, methods in rows.items():
-            for name, (loss, perplexity) in methods.items() if rung.study == study else ():
-                cells = [*rung[1:], name, loss.seeds, loss, perplexity, below(loss)]
+            for name, row in methods.items() if rung.study == study else ():
+                cells = [*rung[1:], name, f"{row.bytes:.2f}", row.loss.seeds, *row[:2]]
+                cells.append(below(row.loss))
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
         yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def picture(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> Figure:
-    """Draw the gap against the tokens of a worker and step, from the study of the noise."""
-    noise = {rung: methods for rung, methods in rows.items() if rung.study == "ladder_noise"}
-    optimizers = sorted({rung.optimizer for rung in noise})
-    names = {"iid": "IID", "by_domain": "by domain"}
-    names = {key: name for key, name in names.items() if any(r.partition == key for r in noise)}
-    size = (4.5 * len(names), 3.4 * len(optimizers))
-    made = Figure(figsize=size, layout="constrained")
-    axes = made.subplots(len(optimizers), len(names), sharex=True, sharey=True, squeeze=False)
-    for row, optimizer in zip(axes, optimizers, strict=True):
-        for panel, partition in zip(row, names, strict=True):
-            panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-            panel.axhline(0, color="#777777", lw=0.8)
-            panel.set_title(f"{names[partition]}, {optimizer}", loc="left", fontsize=10)
-            panel.set_xscale("log", base=2)
-            here = {r.tokens: m for r, m in noise.items() if r[1:3] == (partition, optimizer)}
-            for index, (name, colour) in enumerate(COLOURS.items()):
-                points = [(t, m[name][0]) for t, m in sorted(here.items()) if name in m]
-                if not points:
-                    continue
-                shift = 1.05 ** (index - 2)
-                x = [tokens * shift for tokens, _ in points]
-                y = [gap.mean for _, gap in points]
-                reach = [gap.high - gap.mean if gap.seeds > 1 else 0.0 for _, gap in points]
-                panel.errorbar(x, y, reach, fmt="o-", color=colour, ms=4, capsize=3, label=name)
-            panel.set_xticks(sorted({rung.tokens for rung in noise}))
-            panel.xaxis.set_major_formatter("{x:.0f}")
-        row[0].set_ylabel("held-out loss above Local, %")
-    for panel in axes[-1]:
-        panel.set_xlabel("tokens a worker and step")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    return made
+def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
+    """Draw DES-LOC's gap against the batch, and every method's gap against its bytes."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    batches, *sent = figure.subplots(1, 1 + len(BY_BYTES), sharey=True)
+    for panel in (batches, *sent):
+        panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+        panel.axhline(0, color="#777777", lw=0.8)
+    lines: dict[tuple[str, str, int], dict[int, Gap]] = defaultdict(dict)
+    for rung, methods in rows.items():
+        if "DES-LOC" in methods and rung.steps == STEPS and rung.study not in CHECKS:
+            line = lines[rung.partition, rung.optimizer, rung.params]
+            line[rung.tokens] = methods["DES-LOC"].loss
+    for index, ((partition, optimizer, params), line) in enumerate(sorted(lines.items())):
+        text = "by domain" if partition == "by_domain" else "IID"
+        label = f"{params:,} parameters, {NAMES[optimizer]}, {text}"
+        shift = 1.06 ** (index - len(lines) / 2)
+        points = [(tokens * shift, gap) for tokens, gap in sorted(line.items())]
+        errorbar(batches, points, label=label, fmt="o-")
+    batches.set_xscale("log", base=2)
+    batches.set_xticks(sorted({tokens for line in lines.values() for tokens in line}))
+    batches.xaxis.set_major_formatter("{x:.0f}")
+    batches.set_xlabel("tokens a worker and step")
+    batches.set_ylabel("held-out loss above Local Adam's (or ADOPT's), %")
+    batches.set_title("DES-LOC, half of Local's bytes", loc="left", fontsize=10)
+    batches.legend(frameon=False, fontsize=7)
+    for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
+        methods = next(
+            m
+            for rung, m in rows.items()
+            if rung[1:6] == ("iid", "adam", params, tokens, STEPS) and rung.study not in CHECKS
+        )
+        for name, colour in COLOURS.items():
+            if name in methods:
+                row = methods[name]
+                errorbar(panel, [(row.bytes, row.loss)], label=name, color=colour, fmt="o")
+        panel.plot(1, 0, "D", color="#777777", ms=5, label="Local")
+        panel.set_xscale("log", base=2)
+        panel.set_xlim(0.16, 1.4)
+        panel.set_xticks([0.25, 0.5, 1], ["1/4", "1/2", "1"])
+        panel.set_xlabel("bytes, Local = 1")
+        panel.set_title(f"{params:,} parameters, {tokens} tokens", loc="left", fontsize=10)
+        panel.legend(frameon=False, fontsize=7)
+    batches.set_ylim(*LIMITS)
+    return figure
 
 
-def package_data(rows: dict[Rung, dict[str, tuple[Gap, Gap]]]) -> str:
+def errorbar(panel: Any, points: list[tuple[float, Gap]], **how: Any) -> None:
+    """Draw means with their intervals."""
+    x, gaps = zip(*points, strict=True)
+    reach = [gap.high - gap.mean if gap.seeds > 1 else 0.0 for gap in gaps]
+    panel.errorbar(x, [gap.mean for gap in gaps], reach, ms=4, capsize=3, **how)
+
+
+def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
     """Return DES-LOC's gaps as the JSON that `desloc plan` reads."""
     names = ("partition", "optimizer", "params", "tokens", "steps")
     gaps = [
         {name: getattr(rung, name) for name in names}
         | {"seeds": gap.seeds, "loss": gap.mean, "low": gap.low, "high": gap.high}
         for rung, methods in rows.items()
-        for gap, _ in [methods.get("DES-LOC", (None, None))]
+        for gap in [methods["DES-LOC"].loss if "DES-LOC" in methods else None]
         if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in CHECKS
     ]
     lines = (
