@@ -61,6 +61,8 @@ COLOURS = {
     "v as often as u": "#999999",
     "DES-LOC, half the periods": "#B8860B",
     "DES-LOC, half the periods, lean": "#7B3294",
+    "DES-LOC, lean": "#5DA5DA",
+    "Local, lean": "#AAAAAA",
     "Local, twice the period": "#000000",
     "u never": "#CC79A7",
     "v never": "#E69F00",
@@ -392,10 +394,11 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
 def draw() -> None:
     """Write the page's tables between its markers, the plan's gaps and the picture."""
     rows = gaps(results())
-    text = "\n\n".join(tables(rows))
-    before, _, rest = DOCUMENT.read_text().partition("<!-- tables -->\n")
-    after = rest.partition("\n<!-- /tables -->")[2]
-    DOCUMENT.write_text(f"{before}<!-- tables -->\n{text}\n<!-- /tables -->{after}")
+    page, text = DOCUMENT.read_text(), "\n\n".join(tables(rows))
+    before, after = re.split(
+        r"(?<=<!-- tables -->\n)(?:.*\n)?(?=<!-- /tables -->)", page, flags=re.S
+    )
+    DOCUMENT.write_text(f"{before}{text}\n{after}")
     MEASURED.write_text(package_data(rows))
     picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
     print(text)
