@@ -304,6 +304,43 @@ def listing_sgdm(
     return [{"params": x[m], "momentum_buffer": u[m]} for m in M]
 
 
+def listing_amsgrad(
+    x0: Tree,
+    grad: Grad,
+    *,
+    num_workers: int,
+    num_steps: int,
+    coins: Mapping[int, Collection[str]],
+    lr: Callable[[int], float],
+    beta1: float,
+    beta2: float,
+    lam: float,
+) -> list[State]:
+    """Algorithm 6, DES-LOC-Adam with coins: AMSGrad, the maximum taken after v is averaged.
+
+    ``coins`` as in :func:`listing_sgdm`. The maximum v~ is never averaged.
+    """
+    M = range(num_workers)
+    x, u, v = _seeds(x0, num_workers)
+    v_max = v
+    for t in range(num_steps):
+        fell = coins.get(t + 1, ())
+        g = [grad(m, t, x[m]) for m in M]
+        u = [each(lambda u, g: beta1 * u + (1 - beta1) * g, u[m], g[m]) for m in M]
+        if "exp_avg" in fell:
+            u = [E(u)] * num_workers
+        v = [each(lambda v, g: beta2 * v + (1 - beta2) * g * g, v[m], g[m]) for m in M]
+        if "exp_avg_sq" in fell:
+            v = [E(v)] * num_workers
+        v_max = [each(torch.maximum, v[m], v_max[m]) for m in M]
+        d = [each(lambda u, w: lr(t) / torch.sqrt(w + lam**2) * u, u[m], v_max[m]) for m in M]  # noqa: B023
+        x = [each(torch.sub, x[m], d[m]) for m in M]
+        if "params" in fell:
+            x = [E(x)] * num_workers
+    states = _states(x, u, v)
+    return [state | {"max_exp_avg_sq": v_max[m]} for m, state in enumerate(states)]
+
+
 def _seeds(x0: Tree, num_workers: int) -> tuple[list[Tree], list[Tree], list[Tree]]:
     zeros = each(torch.zeros_like, x0)
     return [x0] * num_workers, [zeros] * num_workers, [zeros] * num_workers

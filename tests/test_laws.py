@@ -309,6 +309,15 @@ def _by_hand(problem, module, optimizer, steps):
 #     listing  =  post-step;
 #
 # where u's coin falls alone, x differs by eta (u_m - E[u]), whose mean over workers is 0.
+#
+# Algorithm 6 averages u and v, and then takes the maximum v~ of v; v~ is never averaged. PyTorch's
+# AMSGrad takes the maximum of the worker's own v, which is averaged after the step. Its bias
+# correction is a factor of the learning rate. Hence, for lambda = epsilon = 0:
+#
+#     listing  =  post-step,  for any coins of x, if u and v are never averaged;
+#
+# where a coin of u or v falls, x differs by the direction, (u_m - E[u]) / sqrt(v~_m) or
+# u_m (max(v_m, v~_m)^-1/2 - max(E[v], v~_m)^-1/2), whose mean over workers is not 0.
 
 
 def listing_3(problem, periods, num_workers=3, num_steps=T, **changed):
@@ -478,6 +487,87 @@ def test_listing_5_is_post_step_averaging_when_all_workers_are_alike():
     coins = coins_of({"params": 5, "momentum_buffer": 2}, coin_seed=3)
     same_data = Quadratic(heterogeneous=False)
     assert_close(listing_5(same_data, coins), sgdm_post_step(same_data, coins), 1e-13)
+
+
+U_AND_V = {"exp_avg": NEVER, "exp_avg_sq": NEVER}
+
+
+def listing_6(problem, coins, num_steps=T):
+    return reference.listing_amsgrad(
+        initial(problem),
+        problem.grad,
+        num_workers=3,
+        num_steps=num_steps,
+        coins=coins,
+        lr=lambda t: 0.02,
+        beta1=0.9,
+        beta2=0.95,
+        lam=0.0,
+    )
+
+
+def our_amsgrad(problem, coins, num_steps=T):
+    """PyTorch's AMSGrad in a federation; the rate undoes the bias correction."""
+    federation = Federation(
+        problem, lambda p: Adam(p, lr=0.02, betas=(0.9, 0.95), eps=0.0, amsgrad=True), 3
+    )
+
+    def undo(t: int) -> float:
+        return (1 - 0.9 ** (t + 1)) / (1 - 0.95 ** (t + 1)) ** 0.5
+
+    for t in range(num_steps):
+        due = frozenset(coins.get(t + 1, ()))
+        for m in range(3):
+            federation.train(m, Window(t, t + 1, due), undo)
+        federation.average(due, range(3))
+    return federation.states()
+
+
+@pytest.mark.parametrize("coin_seed", [None, 0, 1])
+def test_listing_6_is_our_amsgrad_when_only_params_are_averaged(coin_seed):
+    problem = Quadratic()
+    coins = coins_of({"params": 3, **U_AND_V}, coin_seed)
+    assert_close(our_amsgrad(problem, coins), listing_6(problem, coins))
+
+
+@pytest.mark.parametrize("coin_seed", [0, 1])
+def test_listing_6_is_our_amsgrad_when_all_workers_are_alike(coin_seed):
+    problem = Quadratic(heterogeneous=False)
+    coins = coins_of({"params": 3, "exp_avg": 4, "exp_avg_sq": 2}, coin_seed)
+    assert_close(our_amsgrad(problem, coins), listing_6(problem, coins))
+
+
+@pytest.mark.parametrize("fell", [{"exp_avg"}, {"exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}], ids=str)
+@pytest.mark.parametrize("with_params", [False, True])
+def test_listing_6_takes_the_step_of_a_coin_along_the_averages(fell, with_params):
+    """The first step in which a coin of u or v falls, in closed form."""
+    problem, before = Quadratic(), {2: {"params"}}
+    fell = fell | ({"params"} if with_params else set())
+    assert_close(our_amsgrad(problem, before, 4), listing_6(problem, before, 4))
+    listing, ours = (run(problem, {**before, 5: fell}, 5) for run in (listing_6, our_amsgrad))
+
+    # The same step without averages has every worker's own u, v and maximum.
+    own, old = our_amsgrad(problem, before, 5), our_amsgrad(problem, before, 4)
+    u, v, v_max = ([s[name] for s in own] for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+    mean_u = [E(u)] * 3 if "exp_avg" in fell else u
+    mean_v = [E(v)] * 3 if "exp_avg_sq" in fell else v
+    gaps = []
+    for m in range(3):
+        theirs = each(torch.maximum, mean_v[m], old[m]["max_exp_avg_sq"])
+        steps = [
+            each(lambda u, w: 0.02 * u / w.sqrt(), *pair)
+            for pair in ((u[m], v_max[m]), (mean_u[m], theirs))
+        ]
+        gaps.append(each(torch.sub, *steps))
+        assert_close([{"v": listing[m]["max_exp_avg_sq"]}], [{"v": theirs}])
+        assert_close([{"v": ours[m]["max_exp_avg_sq"]}], [{"v": v_max[m]}])
+    for m in range(3):
+        gap = each(torch.sub, listing[m]["params"], ours[m]["params"])
+        assert_close([{"x": gap}], [{"x": E(gaps) if with_params else gaps[m]}])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_close([{name: listing[m][name]}], [{name: ours[m][name]}])
+    # Unlike Algorithm 5's, the difference remains when x is averaged.
+    assert max(float(tensor.abs().max()) for tensor in E(gaps).values() if tensor.numel()) > 1e-4
 
 
 # -------------------------------------------------------------------------------------- Checkpoints

@@ -3,21 +3,24 @@
 import itertools
 import math
 import re
+import statistics
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from federation import Federation, Quadratic
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import load_benchmark
 from typer.testing import CliRunner
 
-from flower_desloc import NEVER, PARAMS, SyncSchedule
+from flower_desloc import NEVER, PARAMS, SyncSchedule, Window
 from flower_desloc.cli import app
 from flower_desloc.config import load
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
+from flower_desloc.optim import SGDM
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
 from flower_desloc.plan.evidence import MEASURED, measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
@@ -173,13 +176,17 @@ def test_a_beta_outside_its_range_is_refused(beta):
 @pytest.mark.parametrize("p_u", [0.0, 1 / 48, 0.5])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.95])
 def test_psi_bounds_the_two_recursions_of_its_proof(p_x, p_u, beta):
-    """Lemma 2: the workers' spread for a unit spread of gradients, at the best s."""
+    """Lemma 2: the workers' spread for a unit spread of gradients, at the best s.
 
-    def spread(s):
+    x takes its step along u before u is averaged; Algorithm 5 averages u first.
+    """
+
+    def spread(s, *, u_first=False):
         u = x = 0.0
         for _ in range(4000):
-            u = (1 - p_u) * (beta * u + (1 - beta))
-            x = (1 - p_x) * ((1 + s) * x + (1 + 1 / s) * u)
+            own = beta * u + (1 - beta)
+            u = (1 - p_u) * own
+            x = (1 - p_x) * ((1 + s) * x + (1 + 1 / s) * (u if u_first else own))
         return x
 
     best = 1 / math.sqrt(1 - p_x) - 1
@@ -189,12 +196,53 @@ def test_psi_bounds_the_two_recursions_of_its_proof(p_x, p_u, beta):
     exact = psi(p_x, p_u, beta) * (1 + math.sqrt(1 - p_x)) ** 2 / 4
     assert least == pytest.approx(exact, rel=1e-6)
     assert least <= psi(p_x, p_u, beta)
+    # The paper's psi, with its factor 1 - p_u, is that of its own order.
+    assert spread(best, u_first=True) == pytest.approx((1 - p_u) * exact, rel=1e-6)
+
+
+class Slopes(Quadratic):
+    """Worker m's loss is d_m x."""
+
+    directions = (-2.0, 0.5, 1.5)
+
+    def loss(self, module, m, t):
+        return self.directions[m] * module.scalar
+
+
+@pytest.mark.parametrize("p_u", [0.0, 1.0])
+def test_psi_bounds_the_spread_of_workers_whose_momentum_is_averaged_after_the_step(p_u):
+    """Constant gradients: x moves apart by the same amount in every step since its last average.
+
+    The number n of these steps is geometric: the mean of n^2 is (1 - p)(2 - p) / p^2.
+    """
+    p_x, beta, lr = 1 / 4, 0.8, 0.1
+    periods = {PARAMS: 4, "momentum_buffer": 1 if p_u else NEVER}
+    schedule = SyncSchedule(periods, coin_seed=1)
+    federation = Federation(Slopes(), lambda p: SGDM(p, lr=lr, momentum=beta), 3)
+    # A worker's own gradient has the weight 1 - beta in its step, and 1 if u is never averaged.
+    apart = (1 - beta if p_u else 1) ** 2
+    steps = 0
+    for t in range(300):
+        due = schedule.due(t + 1)
+        for m in range(3):
+            federation.train(m, Window(t, t + 1, due))
+        federation.average(due, range(3))
+        steps = 0 if PARAMS in due else steps + 1
+        x = [module.scalar.item() for module, _ in federation.workers]
+        spread = statistics.pvariance(x) / lr**2 / statistics.pvariance(Slopes.directions)
+        if t > 100:  # u has forgotten its start
+            assert spread == pytest.approx(apart * steps**2, rel=1e-6, abs=1e-12)
+    exact = apart * (1 - p_x) * (2 - p_x) / p_x**2
+    assert exact < psi(p_x, p_u, beta)
+    papers = (1 - p_u) * psi(p_x, p_u, beta)
+    assert (exact < papers) == (p_u == 0)
 
 
 def test_psi_at_the_extreme_probabilities():
     assert psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
+    assert psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
     assert psi(0, 0.5, 0.9) == math.inf  # "with vanishing p_x the psi term becomes unbounded"
-    assert psi(0, 1, 0.9) == 0  # all workers take the same steps
+    assert psi(0, 1, 0.9) == math.inf  # the last gradient of a worker is in its step
     assert psi(1e-3, 0, 0.9) == pytest.approx(4e6, rel=2e-3)  # O(1 / p_x^2), whatever beta
 
 

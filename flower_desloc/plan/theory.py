@@ -38,12 +38,15 @@ def drift_bound(beta: float, steps: float, ceiling: float) -> float:
 
 
 def psi(p_x: float, p_u: float, beta: float) -> float:
-    """Return the paper's psi, for averages with probabilities ``p_x`` and ``p_u`` a step.
+    """Return Theorem 1's psi, for averages with probabilities ``p_x`` and ``p_u`` after a step.
 
-    psi = 4 (1 - p_x) / p_x^2  (1 - beta) (1 - p_u) / (1 - (1 - p_u) beta)
+    psi = 4 (1 - p_x) / p_x^2  (1 - beta) / (1 - (1 - p_u) beta)
 
-    It is infinite if parameters are never averaged, unless the momentum is averaged at every step:
-    then all workers take the same steps.
+    The paper's psi has one more factor, 1 - p_u, because its Algorithm 5 averages u before x takes
+    its step. Here u is averaged after the step, so x takes the step along the worker's own u
+    (docs/paper.md, "Theorem 1").
+
+    It is infinite if parameters are never averaged.
 
     Raises ``ValueError`` unless the probabilities are in [0, 1] and 0 <= beta < 1.
     """
@@ -51,12 +54,9 @@ def psi(p_x: float, p_u: float, beta: float) -> float:
         if not 0 <= p <= 1:
             raise ValueError(f"{name} must be a probability, got {p}")
     _check_beta(beta)
-    if p_x == 1 or p_u == 1:
-        return 0.0
     if p_x == 0:
         return math.inf
-    momentum = (1 - beta) * (1 - p_u) / (1 - (1 - p_u) * beta)
-    return 4 * (1 - p_x) / p_x**2 * momentum
+    return 4 * (1 - p_x) / p_x**2 * (1 - beta) / (1 - (1 - p_u) * beta)
 
 
 def step_size_bound(
