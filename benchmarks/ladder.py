@@ -323,7 +323,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
 
 def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     """Draw DES-LOC's gap against the batch, and every method's gap against its bytes."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     batches, *sent = figure.subplots(1, 1 + len(BY_BYTES), sharey=True)
     for panel in (batches, *sent):
         panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
@@ -345,7 +345,7 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     batches.set_xlabel("tokens a worker and step")
     batches.set_ylabel("held-out loss above Local Adam's (or ADOPT's), %")
     batches.set_title("DES-LOC, half of Local's bytes", loc="left", fontsize=10)
-    batches.legend(frameon=False, fontsize=7)
+    batches.legend(frameon=False, fontsize=7, loc="lower center")
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
         methods = next(
             m
@@ -362,8 +362,13 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
         panel.set_xticks([0.25, 0.5, 1], ["1/4", "1/2", "1"])
         panel.set_xlabel("bytes, Local = 1")
         panel.set_title(f"{params:,} parameters, {tokens} tokens", loc="left", fontsize=10)
-        panel.legend(frameon=False, fontsize=7)
     batches.set_ylim(*LIMITS)
+    found = {}
+    for panel in sent:
+        found |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    names = ["Local", *(name for name in COLOURS if name in found)]
+    handles = [found[name] for name in names]
+    figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower right", ncols=4)
     return figure
 
 
