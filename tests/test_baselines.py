@@ -310,7 +310,9 @@ def test_once_at_averages_every_stream_at_the_named_steps(tmp_path):
 
 def test_reset_is_for_all_optimizer_states_or_none():
     """Adam's bias correction has one step count for both moments."""
-    with pytest.raises(ValueError, match="for all optimizer states or for none; .* and not for exp_avg"):
+    with pytest.raises(
+        ValueError, match=r"for all optimizer states or for none; .* and not for exp_avg"
+    ):
         SyncSchedule({PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": RESET})
     for stream in (PARAMS, "buffers"):
         with pytest.raises(ValueError, match=f"'{stream}' cannot be 'reset'"):
