@@ -1,8 +1,8 @@
 """DES-LOC for Flower: average parameters and optimizer states on periods of their own.
 
-Names are imported when first used: ``DesLoc``, ``Worker`` and ``client_app`` need Flower, the
-algorithm needs only PyTorch, and a process that forwards messages
-(:mod:`flower_desloc.sites.warm`) needs neither.
+This module has all that an app of one's own needs; the modules below may be reorganised. Names are
+imported when first used: ``DesLoc``, ``Worker`` and ``client_app`` need Flower, the algorithm needs
+only PyTorch, and a process that forwards messages (:mod:`flower_desloc.sites.warm`) needs neither.
 """
 
 from importlib import import_module
@@ -10,27 +10,50 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
-    from flower_desloc.core.local_steps import Clipping, StepMetrics, local_steps
-    from flower_desloc.core.schedule import NEVER, PARAMS, SyncSchedule, Window
-    from flower_desloc.core.streams import prime, put, set_step, stream_names, take
+    from flower_desloc.core.formats import Format
+    from flower_desloc.core.local_steps import Clipping, SeedsStates, StepMetrics, local_steps
+    from flower_desloc.core.outer import OuterOptimizer
+    from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
+    from flower_desloc.core.streams import (
+        check_optimizer,
+        prime,
+        put,
+        set_step,
+        stream_names,
+        take,
+    )
+    from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
     from flower_desloc.flower.client import client_app
+    from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.flower.worker import Worker
+    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADOPT",
     "NEVER",
     "PARAMS",
+    "RESET",
+    "SGDM",
+    "Checkpoint",
+    "Checkpoints",
     "Clipping",
     "DesLoc",
     "Drift",
+    "Format",
     "Mean",
+    "OuterOptimizer",
+    "PaperAdam",
+    "Policy",
+    "SeedsStates",
     "StepMetrics",
     "SyncSchedule",
     "Window",
     "Worker",
+    "check_optimizer",
     "client_app",
     "from_record",
     "local_steps",
@@ -44,13 +67,18 @@ __all__ = [
 
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
-    "core.local_steps": ["Clipping", "StepMetrics", "local_steps"],
-    "core.schedule": ["NEVER", "PARAMS", "SyncSchedule", "Window"],
-    "core.streams": ["prime", "put", "set_step", "stream_names", "take"],
+    "core.formats": ["Format"],
+    "core.local_steps": ["Clipping", "SeedsStates", "StepMetrics", "local_steps"],
+    "core.outer": ["OuterOptimizer"],
+    "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
+    "core.streams": ["check_optimizer", "prime", "put", "set_step", "stream_names", "take"],
+    "flower.checkpoint": ["Checkpoint", "Checkpoints"],
     "flower.client": ["client_app"],
+    "flower.policy": ["Policy"],
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
     "flower.worker": ["Worker"],
+    "optim": ["ADOPT", "SGDM", "PaperAdam"],
 }
 
 

@@ -152,6 +152,12 @@ def test_the_strategy_is_imported_when_asked_for():
     assert fresh(code + "print(issubclass(DesLoc, Strategy))").strip() == "True"
 
 
+def test_the_algorithm_is_imported_from_the_root_without_flower():
+    names = "ADOPT, SGDM, Clipping, Format, OuterOptimizer, SyncSchedule, check_optimizer, take"
+    code = f"import sys; from flower_desloc import {names}; print('flwr' in sys.modules)"
+    assert fresh(code).strip() == "False"
+
+
 @pytest.mark.parametrize("name", ["flower_desloc", "flower_desloc.optim", "flower_desloc.config"])
 def test_all_is_the_public_names(name):
     package = importlib.import_module(name)

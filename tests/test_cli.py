@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +22,8 @@ from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from typer.testing import CliRunner
 
 import flower_desloc
-from flower_desloc.cli import app, checkout, run
-from flower_desloc.config import Config, load, parse
+from flower_desloc.cli import app, run
+from flower_desloc.config import Config, app_folder, load, parse
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.resume import cut_off_since
 from flower_desloc.sites.deployment import environment as flower
@@ -229,21 +228,16 @@ def test_ray_starts_no_more_workers_than_clients_need(clients, cpus, workers, co
 # --- The app folder ----------------------------------------------------------------------------
 
 
-def test_the_app_is_the_checkout_around_the_package():
-    assert checkout.app_folder() == ROOT
+def test_in_a_clone_the_app_is_the_folder_around_the_package():
+    assert app_folder.APP_FOLDER == ROOT
+    assert app_folder.PRESETS == ROOT / "configs"
 
 
-@pytest.mark.parametrize("pyproject", [None, "[project]\nname = 'another'\n", "not TOML ["])
-def test_a_package_without_its_checkout_is_an_error_with_the_way_to_get_one(
-    nothing_starts, tmp_path, monkeypatch, pyproject
-):
-    if pyproject is not None:
-        (tmp_path / "pyproject.toml").write_text(pyproject)
-    monkeypatch.setattr(flower_desloc, "__file__", str(tmp_path / "flower_desloc" / "__init__.py"))
-    result = desloc("quickstart")
-    assert result.exit_code == 2
-    assert "pip install -e ." in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_the_app_is_imported_before_what_the_user_has_of_that_name(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/mine", "/installed"])
+    app_folder.make_importable()
+    app_folder.make_importable()
+    assert sys.path == [str(ROOT), "/mine", "/installed"]
 
 
 # --- The environment ----------------------------------------------------------------------------
@@ -377,7 +371,6 @@ def test_a_log_that_breaks_off_is_continued_without_repetition():
 def in_process(monkeypatch):
     calls = []
     monkeypatch.setattr(run, "run_in_process", lambda *args: calls.append(args))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return calls
 
 
@@ -390,7 +383,6 @@ def test_the_inprocess_engine_gets_what_flower_would(in_process):
         "output-dir": str(Path("runs").resolve()),
     }
     assert in_process == [(meant, 3)]
-    assert sys.path[0] == str(ROOT)
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
@@ -471,7 +463,6 @@ def tiny(tmp_path):
     write(folder / "server_app" / "__init__.py", SERVER_APP)
     write(folder / "client_app" / "__init__.py", CLIENT_APP)
     write(folder / "flower_desloc" / "__init__.py", "")
-    shutil.copytree(ROOT / "configs", folder / "configs")
     return folder
 
 
@@ -485,9 +476,8 @@ DESLOC = f"""\
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from flower_desloc.cli import app, run_arguments
-folder = Path(sys.argv.pop(1))
-run_arguments.app_folder = lambda: folder
+from flower_desloc.cli import app, run
+run.APP_FOLDER = Path(sys.argv.pop(1))
 app()
 """
 

@@ -34,6 +34,12 @@ def test_the_readmes_tree_names_files_that_exist():
         assert ROOT.joinpath(*folders).exists(), line
 
 
+@pytest.mark.parametrize("file", ["README.md", "examples/stock_app/stock_app.py"])
+def test_an_app_of_ones_own_imports_from_the_root_of_the_package(file):
+    imported = re.findall(r"^(?:from|import) (flower_desloc\S*)", (ROOT / file).read_text(), re.M)
+    assert set(imported) == {"flower_desloc"}
+
+
 def test_every_dependency_has_its_line():
     import tomllib
 

@@ -430,7 +430,7 @@ def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
     )
     store = Store(tmp_path, made.name)
     view = Killer(store, {"A": ["at once"], "B": ["in the middle", "at once"]})
-    with WorkerPool(1, ROOT) as pool:
+    with WorkerPool(1) as pool:
         failed = run_study(made, store, pool, view)
     assert list(failed) == ["B, seed 0"]
     assert "died twice; is there enough memory?" in failed["B, seed 0"]

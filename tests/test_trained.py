@@ -375,7 +375,7 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
     short = said("--data", questions, "--tasks", "piqa", "--window", 8)
     assert "an answer is longer than the 8 tokens that the model is shown" in short
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert "install it with pip install '.[eval]'" in said()
+    assert "install it with pip install 'flower-desloc[eval]'" in said()
 
 
 # ------------------------------------------------------------------------------------------- start

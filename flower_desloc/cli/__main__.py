@@ -1,4 +1,4 @@
-"""Run the command ``desloc`` with this checkout: ``python -m flower_desloc.cli``."""
+"""Run the command ``desloc`` with this package: ``python -m flower_desloc.cli``."""
 
 from flower_desloc.cli import app
 

@@ -17,6 +17,7 @@ from flower_desloc.cli.run_arguments import (
 )
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
+from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.runs.resume import begun_in
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines.deployment import NodeConfig, deploy
@@ -56,7 +57,7 @@ def federate(
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
     require_writable(output_dir)
     config = arguments.config
-    command = flwr_run(arguments.app, arguments.run_config(output_dir))
+    command = flwr_run(APP_FOLDER, arguments.run_config(output_dir))
     typer.echo(shlex.join(command))
     again = ["desloc", "federate", arguments.preset, *arguments.given, "--nodes", str(nodes)]
     for path in data_path or []:

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder
 from flower_desloc.cli.run_arguments import Overrides, Preset
 from flower_desloc.cli.terminal import USAGE, failing
 from flower_desloc.config import load
@@ -34,8 +33,8 @@ def partition(
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
-    with failing(USAGE, ValueError, NotACheckoutError):
-        config = with_init_from(load(preset, overrides or [], presets=app_folder() / "configs"))
+    with failing(USAGE, ValueError):
+        config = with_init_from(load(preset, overrides or []))
         task, number = build_task(config), config.federation.num_clients
         data = {
             f"client-{i}": dict(task.client_data(Site(i, number)).description)

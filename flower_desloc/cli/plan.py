@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from flower_desloc.cli.checkout import app_folder, listing, opening_comments
+from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.run_arguments import Overrides, Preset
 from flower_desloc.cli.terminal import USAGE, fail, failing
-from flower_desloc.config import Config, load
+from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
 from flower_desloc.plan.tables import Assumptions, show
 from flower_desloc.plan.wall_clock import Link
@@ -126,12 +126,11 @@ def plan(
     if "=" in preset:
         preset, words = "", [preset, *words]
     with failing(USAGE, ValueError):
-        presets = app_folder() / "configs"
         if not preset and params is None:
-            known = {**opening_comments(PAPER_CONFIGS), **opening_comments(presets)}
+            known = {**opening_comments(PAPER_CONFIGS), **opening_comments(PRESETS)}
             fail(USAGE, f"which preset, or how many --params? There are\n{listing(known)}")
         paper = not preset or preset in PAPER
-        config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else presets)
+        config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
         _set_options(config, steps, beta1, beta2)
         run = planned_run(
             config,

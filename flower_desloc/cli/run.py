@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from flower_desloc.cli.run_arguments import (
 )
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import Config, dump
+from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since, to_resume
 from flower_desloc.setup.machine import cores
@@ -87,7 +87,7 @@ def run(
     output_dir = begun_in(config, output_dir.expanduser().resolve())
     run_config = arguments.run_config(output_dir)
     command = flwr_run(
-        arguments.app, run_config, federation_config(config, workers=workers, cores=cores())
+        APP_FOLDER, run_config, federation_config(config, workers=workers, cores=cores())
     )
     if dry_run:
         typer.echo(dump(config))
@@ -108,7 +108,7 @@ def run(
         if engine is Engine.SIMULATION:
             _run_simulation(command, output_dir, verbose=verbose)
         else:
-            _run_in_process(arguments, run_config, verbose=verbose)
+            _run_in_process(config, run_config, verbose=verbose)
 
 
 def _preflight(
@@ -155,12 +155,9 @@ def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) 
         fail(FAILED, status.error)
 
 
-def _run_in_process(
-    arguments: RunArguments, run_config: Mapping[str, str], *, verbose: bool
-) -> None:
-    sys.path.insert(0, str(arguments.app))  # where server_app and client_app are
+def _run_in_process(config: Config, run_config: Mapping[str, str], *, verbose: bool) -> None:
     try:
-        run_in_process(dict(run_config), arguments.config.federation.num_clients)
+        run_in_process(dict(run_config), config.federation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()

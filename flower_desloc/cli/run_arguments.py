@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
+from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
-from flower_desloc.config import Config, ConfigError, load
+from flower_desloc.config import PRESETS, Config, ConfigError, load
 from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
@@ -30,9 +30,8 @@ _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 @dataclass(frozen=True)
 class RunArguments:
-    """One run of the app in folder ``app``, validated before anything starts."""
+    """One run of the app, validated before anything starts."""
 
-    app: Path
     preset: str
     given: list[str]
     """The overrides on the command line, with absolute paths."""
@@ -51,24 +50,23 @@ class RunArguments:
 
         ``add`` returns the overrides of the command's own options, from the given ones.
         """
-        with failing(USAGE, ConfigError, NotACheckoutError):
-            app = app_folder()
+        with failing(USAGE, ConfigError):
             if not preset:
-                known = listing(opening_comments(app / "configs"))
+                known = listing(opening_comments(PRESETS))
                 fail(USAGE, f"which preset? There are\n{known}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
             given = _split(overrides)
             every = [*given, *add(given)]
-            config = load(preset, every, presets=app / "configs")
+            config = load(preset, every)
             if absolute := _absolute_paths(config):
                 given, every = [*given, *absolute], [*every, *absolute]
-                config = load(preset, every, presets=app / "configs")
+                config = load(preset, every)
             config = with_init_from(config)
             check_streams(config)
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
-        return cls(app, preset, given, every, config)
+        return cls(preset, given, every, config)
 
     def run_config(self, output_dir: Path) -> dict[str, str]:
         """Return the run config for `flwr run`."""

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder, listing, opening_comments
+from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.run_arguments import OutputDir, Overrides, Preset
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
+from flower_desloc.config.app_folder import STUDIES
 from flower_desloc.runs.terminal import number_table
 from flower_desloc.tools.study.cells import CellState, counts, study_state
 from flower_desloc.tools.study.grid import Study
@@ -47,13 +48,12 @@ def study(
     table and figures of a complete one. The exit code is 0 if the study is complete, by 1 if a
     run failed, by 2 if the study's file is wrong.
     """
-    with failing(USAGE, ConfigError, NotACheckoutError):
-        app = app_folder()
+    with failing(USAGE, ConfigError):
         if not file:
-            fail(USAGE, f"which study? There are\n{listing(opening_comments(app / 'studies'))}")
-        path = Path(file) if file.endswith((".yaml", ".yml")) else app / "studies" / f"{file}.yaml"
+            fail(USAGE, f"which study? There are\n{listing(opening_comments(STUDIES))}")
+        path = Path(file) if file.endswith((".yaml", ".yml")) else STUDIES / f"{file}.yaml"
         if not path.is_file():
-            known = listing(opening_comments(app / "studies"))
+            known = listing(opening_comments(STUDIES))
             fail(USAGE, f"{file}: no such study; give the path of a .yaml file, or one of\n{known}")
         grid = read_study(path, overrides or [])
         store = Store(output_dir, grid.name)
@@ -62,14 +62,14 @@ def study(
             return
         kept = "finished runs are kept; the same command resumes the study"
         with exit_on_signals(kept), store.locked():
-            _run(grid, store, app, jobs)
+            _run(grid, store, jobs)
 
 
-def _run(study: Study, store: Store, app: Path, jobs: int | None) -> None:
+def _run(study: Study, store: Store, jobs: int | None) -> None:
     client_cpus = max(c.run(study.seeds[0]).config.federation.client_cpus for c in study.cells)
     jobs = jobs or default_jobs(client_cpus)
     console = Console() if sys.stdout.isatty() else Console(width=160)  # no wrapped lines in a log
-    with WorkerPool(jobs, app) as pool, StudyProgress(study, store, jobs, console) as progress:
+    with WorkerPool(jobs) as pool, StudyProgress(study, store, jobs, console) as progress:
         failed = run_study(study, store, pool, progress)
     cells = list(study_state(study, store).values())
     write(cells, store.path)

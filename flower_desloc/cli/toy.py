@@ -1,12 +1,10 @@
-"""`desloc toy`: runs the example in examples/toy of the checkout."""
+"""`desloc toy`: runs the example in examples/toy."""
 
-import sys
 from importlib import import_module
 
 import typer
 
-from flower_desloc.cli.checkout import NotACheckoutError, app_folder
-from flower_desloc.cli.terminal import USAGE, failing
+from flower_desloc.config.app_folder import make_importable
 
 
 def toy(context: typer.Context) -> None:
@@ -14,6 +12,5 @@ def toy(context: typer.Context) -> None:
 
     The arguments are those of `python -m examples.toy`; `desloc toy --help` shows them.
     """
-    with failing(USAGE, NotACheckoutError):
-        sys.path.append(str(app_folder()))
+    make_importable()
     import_module("examples.toy.__main__").app(context.args, prog_name="desloc toy")

@@ -4,8 +4,9 @@ The server loads the configuration and sends it to the clients; what belongs to 
 its device, its disk) is set by the site, in Flower's node config.
 """
 
+from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.load import PRESETS, dump, load, parse
+from flower_desloc.config.load import dump, load, parse
 from flower_desloc.config.schema import Config
 
 __all__ = ["PRESETS", "Config", "ConfigError", "dump", "load", "parse"]

@@ -11,11 +11,11 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs"
 _EXTENDS = "extends"
 _SYNC = "sync"
 _TYPES = {

@@ -313,7 +313,8 @@ def _require_same_code(request: WindowRequest) -> None:
     theirs = request.config.get("code", "")
     if theirs and theirs != fingerprint():
         raise RuntimeError(
-            f"this client runs other code ({Path(__file__).parents[1]}) than the server: the "
-            "SuperLink or SuperNode was started in a folder that holds a copy of the app; "
-            "restart it from an empty folder"
+            f"this client runs other code ({Path(__file__).parents[1]}) than the server: another "
+            "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "
+            "in a folder that holds a copy of the app; install the server's version, and start it "
+            "in an empty folder"
         )

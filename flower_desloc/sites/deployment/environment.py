@@ -54,7 +54,7 @@ def program(name: str, environment: Mapping[str, str]) -> str:
     found = shutil.which(name, path=environment["PATH"])
     if found is None:
         raise ProcessError(
-            f"no {name} beside {sys.executable} or on PATH; install with `pip install -e .`"
+            f"no {name} beside {sys.executable} or on PATH; install flwr[simulation] there"
         )
     return found
 

@@ -8,6 +8,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from flower_desloc.config import load
+from flower_desloc.config.app_folder import make_importable
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.setup.machine import num_threads
 
@@ -18,6 +19,7 @@ def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clien
     The clients keep their state in the folder ``.clients`` of the output folder until the run is
     complete. Raises what the ServerApp raises.
     """
+    make_importable()
     from client_app import app as client_app
     from server_app import app as server_app
 

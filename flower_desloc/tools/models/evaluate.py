@@ -147,7 +147,7 @@ def require_lm_eval() -> Any:
             return import_module("lm_eval")
     except ImportError as error:
         raise ValueError(
-            f"lm-eval is not installed ({error}); install it with pip install '.[eval]'"
+            f"lm-eval is not installed ({error}); install it with pip install 'flower-desloc[eval]'"
         ) from error
 
 

@@ -31,9 +31,8 @@ _NOT_FINITE: Final = "has values that are not finite"
 class WorkerPool:
     """At most ``jobs`` worker processes, started on demand; leaving the context ends them."""
 
-    def __init__(self, jobs: int, app: Path) -> None:
+    def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self._app = app
         self._idle: list[_Worker] = []
         self._busy: dict[Future[Outcome], tuple[_Worker, StudyRun]] = {}
 
@@ -44,7 +43,7 @@ class WorkerPool:
 
     def start(self, run: StudyRun, store: Store) -> None:
         """Start ``run`` in an idle or new worker."""
-        worker = self._idle.pop() if self._idle else _Worker(self._app)
+        worker = self._idle.pop() if self._idle else _Worker()
         self._busy[worker.executor.submit(run_to_end, run, store.path)] = (worker, run)
 
     def ended(self, timeout: float) -> Iterator[tuple[StudyRun, Outcome | None]]:
@@ -77,9 +76,9 @@ class WorkerPool:
 class _Worker:
     """A process in an executor of its own: a death in a shared executor ends every run."""
 
-    def __init__(self, app: Path) -> None:
+    def __init__(self) -> None:
         self.executor = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(str(app),)
+            1, multiprocessing.get_context("spawn"), initializer=_prepare
         )
         self._pid = self.executor.submit(os.getpid)
 
@@ -126,12 +125,11 @@ def run_to_end(run: StudyRun, folder: Path) -> Outcome:
     return outcome
 
 
-def _prepare(app: str) -> None:
-    """Make this process a worker; ``app`` is the folder of server_app and client_app."""
+def _prepare() -> None:
+    """Make this process a worker."""
     # Ctrl-C reaches every process of the terminal; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    sys.path.insert(0, app)
 
 
 def _exit_with_parent() -> None:

@@ -1,0 +1,148 @@
+"""The wheel: what it holds, and that it needs no clone."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from io import BytesIO
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from flwr.cli.build import build_fab_from_disk
+
+import flower_desloc
+
+ROOT = Path(__file__).parents[1]
+APP = "flower_desloc/app"
+"""The Flower app in a wheel."""
+METADATA = f"flower_desloc-{flower_desloc.__version__}.dist-info"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def build(target, root, folder):
+    """Return the wheel or sdist of ``root``."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def files(folder, *patterns):
+    """Return the files of ``folder`` that match, with their contents."""
+    found = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def test_a_wheel_is_the_library_with_the_app_inside(unpacked):
+    app = files(
+        ROOT,
+        *("pyproject.toml", "README.md", "LICENSE", "configs/*.yaml", "studies/*.yaml"),
+        *("client_app/**/*.py", "server_app/**/*.py", "examples/toy/**/*.py"),
+    )
+    library = files(ROOT, "flower_desloc/**/*.py", "flower_desloc/**/*.yaml")
+    meant = library | {f"{APP}/{name}": text for name, text in app.items()}
+    held = files(unpacked, "**/*")
+    assert {name for name in held if name not in meant} == {
+        f"{METADATA}/{name}"
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    }
+    assert {name: held[name] for name in meant} == meant
+
+
+def test_a_wheel_takes_one_top_level_name(unpacked):
+    assert {path.name for path in unpacked.iterdir()} == {"flower_desloc", METADATA}
+
+
+def test_the_sdist_gives_the_same_wheel(wheel, tmp_path):
+    for name in ("sdist", "source", "wheel"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    from_source = build("wheel", source, tmp_path / "wheel")
+    assert contents(from_source) == contents(wheel)
+
+
+def contents(archive):
+    return {item.filename: item.CRC for item in ZipFile(archive).infolist()}
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of flwr
+def test_what_flower_sends_from_a_wheel_lacks_only_the_library(unpacked):
+    clone, installed = (
+        set(ZipFile(BytesIO(build_fab_from_disk(folder))).namelist())
+        for folder in (ROOT, unpacked / APP)
+    )
+    library = {name for name in clone if name.startswith("flower_desloc/")}
+    assert "flower_desloc/core/schedule.py" in library
+    assert {"client_app/client.py", "server_app/__init__.py", "LICENSE"} <= installed
+    assert clone - library == installed
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Return a function that calls a program of an environment that has only the wheel of ours."""
+    folder = tmp_path_factory.mktemp("environment")
+    for name in ("home", "cwd"):
+        (folder / name).mkdir()
+    venv.create(folder / "venv", symlinks=True)
+    programs = folder / "venv" / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "-q"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    # Other packages come from here. Of a path in a .pth file the .pth files are not read: a clone
+    # installed by `pip install -e` is not seen.
+    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+
+    def call(program, *arguments):
+        environment = {"HOME": str(folder / "home"), "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [programs / program, *arguments],
+            cwd=folder / "cwd",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    call.cwd = folder / "cwd"
+    return call
+
+
+def test_the_presets_are_listed_and_can_be_extended(installed):
+    listed = installed("desloc", "run")
+    assert listed.returncode == 2
+    for preset in (ROOT / "configs").glob("*.yaml"):
+        assert f"\n  {preset.stem} " in listed.stderr
+    (installed.cwd / "mine.yaml").write_text("extends: lean\nrun:\n  steps: 7\n")
+    code = (
+        "from flower_desloc.config import load; c = load('mine.yaml'); print(c.run.steps, c.wire)"
+    )
+    said = installed("python", "-c", code)
+    assert said.stdout.startswith("7 {'params': 'int8'"), said.stderr
+
+
+def test_a_run_from_an_empty_folder_completes(installed):
+    small = ["run.steps=2", "run.eval_every=0", "federation.num_clients=2", "data.max_bytes=60000"]
+    run = ["run", "quickstart", *small, "evaluation.sequences=2", "--engine", "inprocess"]
+    done = installed("desloc", *run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((installed.cwd / "runs" / "quickstart" / "summary.json").read_text())
+    assert summary["status"] == "completed"
