@@ -56,7 +56,7 @@ def test_a_wheel_is_the_library_with_the_app_inside(unpacked):
         *("pyproject.toml", "README.md", "LICENSE", "configs/*.yaml", "studies/*.yaml"),
         *("client_app/**/*.py", "server_app/**/*.py", "examples/toy/**/*.py"),
     )
-    library = files(ROOT, "flower_desloc/**/*.py", "flower_desloc/**/*.yaml")
+    library = files(ROOT, *(f"flower_desloc/**/*.{end}" for end in ("py", "yaml", "json")))
     meant = library | {f"{APP}/{name}": text for name, text in app.items()}
     held = files(unpacked, "**/*")
     assert {name for name in held if name not in meant} == {
