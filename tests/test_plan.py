@@ -721,3 +721,22 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert "no measurement is near" in plan("desloc_adam")[1]
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
+
+
+def test_an_average_on_a_star_takes_at_least_the_seconds_of_a_window():
+    config = load("desloc_adam", "sync.params=16 sync.exp_avg=48 sync.exp_avg_sq=96")
+    free = planned_run(config, LINK, step_seconds=1, flops=1, mfu=1)
+    transfer = free.waiting(free.desloc, Topology.STAR)
+    for window_seconds in (0.0, 8 * transfer, 32 * transfer):  # a window every 16 steps
+        run = replace(free, window_seconds=window_seconds)
+        waiting = run.waiting(run.desloc, Topology.STAR)
+        assert waiting == pytest.approx(max(transfer, window_seconds / 16))
+        assert run.waiting(run.desloc, Topology.RING) == free.waiting(free.desloc, Topology.RING)
+        enough = run.bandwidth_for(run.desloc, Topology.STAR, waiting / run.compute)
+        assert enough is not None
+        at = Link(bandwidth=enough, latency=LINK.latency)
+        assert run.waiting(run.desloc, Topology.STAR, at) == pytest.approx(waiting)
+        if window_seconds > 16 * transfer:
+            assert run.bandwidth_for(run.desloc, Topology.STAR, transfer / run.compute) is None
+    said = plan("quickstart", "--step-seconds", "0.2", "--window-seconds", "5")[1]
+    assert "312 ms" in said.partition("Time on a star")[2].partition("Time on a ring")[0]

@@ -1,6 +1,7 @@
 """What the runs say: time to a loss, share of computing, bytes on the interface, the planner."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -52,33 +53,27 @@ def stated_link(run: Run) -> Link:
     return Link(bandwidth=run["rate_mbit"] * MBIT, latency=run["round_trip_ms"] / 2000)
 
 
-def measured_link(run: Run, overhead: float = 0.0) -> Link:
-    """Return the link as it was calibrated.
-
-    ``overhead`` are a window's seconds besides steps, payload and round trip. A star has two
-    messages a window, so the latency of a message can state them.
-    """
+def measured_link(run: Run) -> Link:
+    """Return the link as it was calibrated."""
     found = run["calibration"]
     goodput = fmean([found["all_sites_up_mbit"], found["all_sites_down_mbit"]])
-    latency = (found["round_trip_ms"] / 1000 + overhead) / 2
-    return Link(bandwidth=goodput * MBIT, latency=latency)
+    return Link(bandwidth=goodput * MBIT, latency=found["round_trip_ms"] / 2000)
 
 
-def planned(run: Run, link: Link) -> float:
+def planned(run: Run, link: Link, window_seconds: float = 0.0) -> float:
     """Return the seconds per step that `desloc plan` gives for the star."""
     options: Run = {"step_seconds": run["step_seconds"], "flops": 1.0, "mfu": 1.0}
     config = load(run["preset"], run["overrides"])
     if "gradients" in config.sync:  # a plan compares with data parallelism by itself
         config.sync = {"params": 1, "exp_avg": "never", "exp_avg_sq": "never"}
-    plan = planned_run(config, link, **options)
+    plan = replace(planned_run(config, link, **options), window_seconds=window_seconds)
     return plan.compute + plan.waiting(plan.desloc, Topology.STAR)
 
 
-def window_overhead(run: Run) -> float:
-    """Return the mean seconds of a window that `desloc plan` does not explain."""
+def window_seconds(run: Run) -> float:
+    """Return the mean seconds of a window besides its steps."""
     seconds, steps = steady(run)
-    windows = len(run["windows"]) - 2
-    return (seconds - planned(run, measured_link(run)) * steps) / windows
+    return (seconds - run["step_seconds"] * steps) / (len(run["windows"]) - 2)
 
 
 def traffic(run: Run, way: str) -> dict[str, float]:
@@ -92,8 +87,8 @@ def traffic(run: Run, way: str) -> dict[str, float]:
     return {"interface": on_wire, "headers": HEADERS * packets, "ledger": ledger}
 
 
-def times(runs: list[Run], targets: list[float], overhead: float) -> str:
-    """Return the table of times; ``overhead`` is that of :func:`measured_link`."""
+def times(runs: list[Run], targets: list[float], least: float) -> str:
+    """Return the table of times; ``least`` are the seconds that a window takes on any link."""
     heads = ["Mbit/s", "method", "seed", *(f"s to {target:g}" for target in targets)]
     heads += ["last loss", "tokens/s", "computing", "s a step", "plan", "error", "with W", "error"]
     rows = []
@@ -102,8 +97,7 @@ def times(runs: list[Run], targets: list[float], overhead: float) -> str:
         seconds, steps = steady(run)
         pace = seconds / steps
         reached = [time_to(run, target) for target in targets]
-        links = [stated_link(run), measured_link(run, overhead)]
-        plans = [planned(run, link) for link in links]
+        plans = [planned(run, stated_link(run)), planned(run, measured_link(run), least)]
         rows.append(
             [
                 *(f"{run['rate_mbit']:g}", run["method"], str(run["seed"])),
@@ -184,11 +178,11 @@ def draw(results: dict[str, Any], document: Path) -> None:
     runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
     parts = [calibrations([found for found in files if "method" not in found])]
     if runs:
-        fitted = next(r for r in reversed(runs) if r["method"] == cells["overhead_from"])
-        overhead = window_overhead(fitted)
+        fitted = next(r for r in reversed(runs) if r["method"] == cells["window_seconds_from"])
+        least = window_seconds(fitted)
         parts += [
-            times(runs, cells["targets"], overhead),
-            f"W = {overhead:.2f} s, the mean seconds of a window that the plan does not explain: "
+            times(runs, cells["targets"], least),
+            f"W = {least:.2f} s, the mean seconds of a window besides its steps: "
             f"{fitted['method']}, {fitted['rate_mbit']:g} Mbit/s, seed {fitted['seed']}. The "
             f"slowest client's own time was at most {max(map(pace, runs)):.3f} s a step, mean of "
             "a run.",

@@ -80,6 +80,14 @@ def plan(
         float | None,
         _positive("Measured seconds of compute per step, in place of --flops and --mfu."),
     ] = None,
+    window_seconds: Annotated[
+        float,
+        _option(
+            "Least seconds of an average through a server: processes and polls of a deployment.",
+            "at least 0",
+            lambda value: value >= 0,
+        ),
+    ] = 0.0,
     overlap: Annotated[
         float,
         _option(
@@ -144,7 +152,8 @@ def plan(
             flops=flops,
             mfu=mfu,
         )
-    run = replace(run, name=run.name if preset else "plan", alpha=1 - overlap, share=share)
+    name = run.name if preset else "plan"
+    run = replace(run, name=name, alpha=1 - overlap, share=share, window_seconds=window_seconds)
     show(run, Console(), Assumptions(psi, smoothness, dissimilarity))
     if plot is not None:
         # matplotlib takes a second to import.

@@ -43,6 +43,9 @@ class PlannedRun:
     """Share of communication that is not hidden behind compute, as in the paper."""
     share: float = 0.1
     """Largest acceptable ratio of exposed communication to compute."""
+    window_seconds: float = 0.0
+    """What an average through a server takes at least, however fast the link: processes and polls
+    of a deployment. It passes while data travels."""
     coins: bool = False
     """Whether streams are averaged with probability 1/K instead of every K steps."""
 
@@ -84,13 +87,19 @@ class PlannedRun:
     def waiting(self, method: MethodRates, topology: Topology, link: Link | None = None) -> float:
         """Return the seconds per step of communication that is not hidden behind compute."""
         link = link or self.link
-        return self.alpha * communication_seconds(method, self.workers, link, topology)
+        seconds = self.alpha * communication_seconds(method, self.workers, link, topology)
+        return max(seconds, self._least(method, topology))
+
+    def _least(self, method: MethodRates, topology: Topology) -> float:
+        return method.windows * self.window_seconds if topology is Topology.STAR else 0.0
 
     def bandwidth_for(self, method: MethodRates, topology: Topology, share: float) -> float | None:
         """Return the bytes per second at which waiting takes ``share`` of compute.
 
         The result is 0 if no bandwidth is needed, and None if none is enough.
         """
+        if self._least(method, topology) > share * self.compute:
+            return None
         if not self.alpha:
             return 0.0
         seconds = share * self.compute / self.alpha
