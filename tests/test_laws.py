@@ -537,7 +537,11 @@ def test_listing_6_is_our_amsgrad_when_all_workers_are_alike(coin_seed):
     assert_close(our_amsgrad(problem, coins), listing_6(problem, coins))
 
 
-@pytest.mark.parametrize("fell", [{"exp_avg"}, {"exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}], ids=str)
+@pytest.mark.parametrize(
+    "fell",
+    [{"exp_avg"}, {"exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}],
+    ids=["exp_avg", "exp_avg_sq", "both"],
+)
 @pytest.mark.parametrize("with_params", [False, True])
 def test_listing_6_takes_the_step_of_a_coin_along_the_averages(fell, with_params):
     """The first step in which a coin of u or v falls, in closed form."""
