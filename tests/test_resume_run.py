@@ -86,7 +86,7 @@ def test_a_failed_run_is_resumed_in_its_folder(how, cut_off, whole):
 
 
 def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(cut_off, tmp_path):
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.0021 \(now 0\.5\)"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.0042 \(now 0\.5\)"):
         run(cut_off.parent, "run.resume=auto", "optimizer.lr=0.5")
     with pytest.raises(ConfigError, match="no such file or folder"):
         run(cut_off.parent, f"run.resume={tmp_path / 'nowhere'}")

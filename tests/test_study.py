@@ -111,7 +111,7 @@ def test_the_grid_is_the_product_of_the_axes(tmp_path):
         study(
             tmp_path,
             """
-base: {run: {steps: 24}}
+base: {run: {steps: 24}, optimizer: {lr: 0.0021}}
 axes:
   method: {DES-LOC: [], Local ADOPT: {config: local_adopt}}
   data: {IID: [data.partition=iid], by domain: {overrides: {data: {partition: by_domain}}}}
@@ -223,7 +223,7 @@ def test_results_are_mean_and_standard_deviation_over_the_seeds_at_the_tuned_val
         study(
             tmp_path,
             """
-base: [run.steps=48, "sync.params=4", "sync.exp_avg=12", "sync.exp_avg_sq=24"]
+base: [run.steps=48, optimizer.lr=0.0021, "sync.params=4", "sync.exp_avg=12", "sync.exp_avg_sq=24"]
 axes:
   method: {DES-LOC: [], Local ADOPT: ["sync.exp_avg=4", "sync.exp_avg_sq=4"], Wild: [run.steps=47]}
   data: {IID: [data.partition=iid], by domain: [data.partition=by_domain]}
