@@ -136,7 +136,8 @@ def _strategy(
             assert outer is not None
             return DataParallel(steps, outer, **options, **saved)
         case "desloc":
-            return DesLoc(schedule, steps, outer=outer, formats=config.wire, **options, **saved)
+            options |= {"outer": outer, "formats": config.wire, "sync_delay": config.sync_delay}
+            return DesLoc(schedule, steps, **options, **saved)
         case "fedavg":  # Flower's own strategies cannot resume
             return FlowerStrategy(FedAvg, schedule, steps, **options)
         case "fedadam":

@@ -40,7 +40,7 @@ def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first impossible value of ``config``."""
     of_all = (
         _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
-        _outer, _lr_schedule, _sync, _wire, _strategy,
+        _outer, _lr_schedule, _sync, _sync_delay, _wire, _strategy,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
         raise ConfigError(problem)
@@ -230,6 +230,24 @@ def _sync(config: Config) -> Iterator[str]:
         yield f"sync: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
+
+
+def _sync_delay(config: Config) -> Iterator[str]:
+    sync, sync_delay, strategy = config.sync, config.sync_delay, config.strategy
+    if not sync_delay:
+        return
+    stated = f"{sync_delay=}"
+    if strategy != "desloc":
+        yield f"{stated}: {strategy=!s} is Flower's own, which merges averages at once; set it to 0"
+    elif GRADIENTS in sync:
+        yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
+    elif RESET in sync.values():
+        yield f"{stated}: with states that are reset averages come in time; set it to 0"
+    elif config.optimizer.name == "amsgrad":
+        yield (
+            f"{stated}: the maximum of optimizer.name=amsgrad cannot be corrected for a delay; "
+            "set it to 0, or choose adam"
+        )
 
 
 def _wire(config: Config) -> Iterator[str]:

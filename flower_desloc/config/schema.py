@@ -270,6 +270,9 @@ class Config:
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_once_at: list[int] = field(default_factory=list)
     """Steps after which every stream is averaged once, in addition to its period."""
+    sync_delay: int = bounded(0, 0)
+    """Local steps that every client takes before it merges an average, corrected for the delay; in
+    a deployment its streams travel meanwhile. A shorter window merges at its end."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
     with a scale each. The quantisation error of params and first moments is sent later."""

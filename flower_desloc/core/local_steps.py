@@ -39,6 +39,13 @@ class StepMetrics:
     grad_norms: list[float]
     learning_rates: list[float]
 
+    def __add__(self, later: "StepMetrics") -> "StepMetrics":
+        return StepMetrics(
+            self.losses + later.losses,
+            self.grad_norms + later.grad_norms,
+            self.learning_rates + later.learning_rates,
+        )
+
 
 def local_steps(
     module: nn.Module,

@@ -6,7 +6,7 @@ An app gives :func:`client_app` a function that builds a :class:`Worker`.
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
@@ -16,10 +16,12 @@ from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
 from flower_desloc.core.averaging import Stream, distance
-from flower_desloc.core.local_steps import needs_seed
+from flower_desloc.core.late import merged
+from flower_desloc.core.local_steps import StepMetrics, needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.core.streams import prime, starts_at_zero, stream_names
-from flower_desloc.flower.client_state import Held, StateFiles
+from flower_desloc.core.streams import BUFFERS, prime, starts_at_zero, stream_names
+from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
+from flower_desloc.flower.client_state import Held, StateFiles, average_of
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.members import is_name
@@ -42,6 +44,7 @@ from flower_desloc.flower.worker import (
     require_finite,
     trained,
 )
+from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
 
@@ -122,19 +125,27 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     held = files.held_at(request.start)
     received = _received(worker, request, files, held)
     begin = _begin(worker, request, files, held, received)
-    if begin is None:
+    late = _late(request, files, held, received)
+    if begin is None or late is None:
         return _LOST
-    worker.put(begin)
+    merge_at = request.start + (request.before_merge if late else 0)
+    first = FirstSteps(files.folder, request.start, merge_at)
+    taken = STEPS_AHEAD.claim(first, worker)
     origin = max((request.versions[name] for name in request.resets), default=0)
-    if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
-        worker.seed(names, request.start)
-    steps = worker.steps(request.start, request.stop, origin)
+    if taken is None:
+        worker.put(begin)
+        if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
+            worker.seed(names, request.start)
+        taken = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
+    if late:
+        worker.put(_merged(worker, begin, late, merge_at - request.start))
+    steps = taken.steps + _steps(worker, merge_at, request.stop, origin)
     streams = worker.take(request.versions)
     metrics = {
         **trained(worker, steps, begin[PARAMS], streams[PARAMS]),
         "start-step": request.start,
         "stop-step": request.stop,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - began + taken.seconds,
     }
     if held is None:
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
@@ -142,8 +153,12 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     require_finite(streams)
     coding = kept_for_coding(request, held, files, received)
     due, coding = encoded(request, coding, streams)
-    kept = {name: stream for name, stream in streams.items() if name not in request.due}
-    _save(files, request, request.stop, request.versions, kept, coding)
+    late_next = [name for name in streams if name in request.due and request.ahead]
+    kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
+    _save(files, request, request.stop, request.versions, kept, coding, late=late_next)
+    if request.ahead:
+        next_steps = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
+        STEPS_AHEAD.allow(next_steps, worker)
     return WindowReply(metrics=metrics, streams=due)
 
 
@@ -182,9 +197,10 @@ def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) 
     streams = _new_if_damaged(files, lambda: _receive_and_save(worker, request, files))
     if streams.keys() != request.streams.keys():
         return _LOST
-    if worker.evaluate is not None:
-        worker.put(streams)
-    return evaluated(worker, request.start)
+    with STEPS_AHEAD.kept(worker):
+        if worker.evaluate is not None:
+            worker.put(streams)
+        return evaluated(worker, request.start)
 
 
 def client_name(context: Context) -> str:
@@ -230,8 +246,7 @@ def _begin(
             f"the server averages the streams {sorted(request.versions)}, but this client's "
             f"{type(worker.optimizer).__name__} has {sorted(names)}"
         )
-    kept = [name for name in names if held is not None and _holds(held, name, request)]
-    streams: dict[str, Stream] = dict(files.read(kept)) if kept else {}
+    streams: dict[str, Stream] = _read_kept(names, files, held, request)
     for name in names:
         if name in streams:
             continue
@@ -250,6 +265,60 @@ def _holds(held: Held, name: str, request: WindowRequest) -> bool:
     return name in held.streams and held.versions[name] == request.versions[name]
 
 
+def _read_kept(
+    names: Iterable[str], files: StateFiles, held: Held | None, request: WindowRequest
+) -> dict[str, Stream]:
+    """Return those of the streams that the client holds as they are at the start of the window."""
+    if held is None:
+        return {}
+    late = _sent_last(held, request)
+    here = [name for name in names if name in late or _holds(held, name, request)]
+    # A client that was away since an average came did not go on from what it had sent.
+    kept = {n: average_of(n) if n in held.arrived and n not in late else n for n in here}
+    read = files.read(kept.values()) if kept else {}
+    return {name: read[as_kept] for name, as_kept in kept.items()}
+
+
+def _sent_last(held: Held | None, request: WindowRequest) -> list[str]:
+    """Return the streams that this client sent at the start of the window and goes on from.
+
+    A client that was away since did not go on, and takes their averages as they are.
+    """
+    if held is None or held.step != request.start:
+        return []
+    return [name for name in held.late if request.versions.get(name) == request.start]
+
+
+def _late(
+    request: WindowRequest, files: StateFiles, held: Held | None, received: Mapping[str, Stream]
+) -> dict[str, Stream] | None:
+    """Return the averages to merge during the window; None if one was neither held nor sent."""
+    names = _sent_last(held, request)
+    averages = _read_arrived(names, files, held) | {n: received[n] for n in names if n in received}
+    return averages if averages.keys() == set(names) else None
+
+
+def _read_arrived(names: Iterable[str], files: StateFiles, held: Held | None) -> dict[str, Stream]:
+    arrived = {average_of(name): name for name in names if held and name in held.arrived}
+    read = files.read(arrived) if arrived else {}
+    return {arrived[kept]: stream for kept, stream in read.items()}
+
+
+def _merged(
+    worker: Worker, sent: Mapping[str, Stream], averages: Mapping[str, Stream], steps: int
+) -> dict[str, Stream]:
+    """Return the streams with averages of what was ``sent`` so many local steps before."""
+    decays = {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer)}
+    return {
+        name: merged(name, now, sent[name], averages[name], decay=decays[name], steps=steps)
+        for name, now in worker.take(averages).items()
+    }
+
+
+def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
+    return worker.steps(start, stop, origin) if stop > start else StepMetrics([], [], [])
+
+
 def _receive_and_save(
     worker: Worker, request: WindowRequest, files: StateFiles
 ) -> dict[str, Stream]:
@@ -262,11 +331,23 @@ def _receive_and_save(
     }
     if newer:
         coding = kept_for_coding(request, held, files, received)
-        old = files.read(set(held.streams) - newer.keys()) if held else {}
-        versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
         # safetensors refuses a tensor that is also in ``coding``.
-        copies = {name: {k: t.clone() for k, t in stream.items()} for name, stream in newer.items()}
-        _save(files, request, request.start, versions, {**old, **copies}, coding)
+        copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
+        late = _sent_last(held, request)
+        arrived = _read_arrived(late, files, held)
+        arrived |= {name: copies.pop(name) for name in late if name in copies}
+        old = _read_kept(held.streams, files, held, request) if held else {}
+        versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
+        _save(
+            files,
+            request,
+            request.start,
+            versions,
+            {**old, **copies},
+            coding,
+            late=late,
+            arrived=arrived,
+        )
     return received
 
 
@@ -277,16 +358,22 @@ def _save(
     versions: Mapping[str, int],
     streams: Mapping[str, Stream],
     coding: Mapping[str, Stream],
+    late: Sequence[str] = (),
+    arrived: Mapping[str, Stream] | None = None,
 ) -> None:
+    arrived = arrived or {}
     held = Held(
         step=step,
         versions=versions,
         streams=list(streams),
+        late=list(late),
+        arrived=list(arrived),
         beside=list(coding),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
-    files.write(held, {**streams, **coding})
+    averages = {average_of(name): stream for name, stream in arrived.items()}
+    files.write(held, {**streams, **averages, **coding})
 
 
 def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:

@@ -5,7 +5,8 @@ a client keeps its state in a folder, found by the run's key and the client's na
 folder makes the client a new one.
 
 ``step-S.safetensors`` is the state after step S of the run. A stream that was due then is not in
-it: its average comes with a later message. A client keeps
+it: its average comes with a later message. With ``sync_delay`` it is, because the client goes on
+from it until that average is merged. A client keeps
 
 - its last state;
 - the one before it, from which it repeats a window that it is asked for again;
@@ -40,12 +41,21 @@ class Held:
     """Of every stream, the step of the average from which it started its local steps."""
     streams: Sequence[str]
     """Streams in the file; the others were sent to the server."""
+    late: Sequence[str] = ()
+    """Those of ``streams`` that were sent as well, and whose averages come late."""
+    arrived: Sequence[str] = ()
+    """Those of ``late`` whose averages are in the file too, as ``average.NAME``."""
     beside: Sequence[str] = ()
     """Streams of compression in the file (:mod:`flower_desloc.flower.coding`)."""
     attempt: str = ""
     """The start of the server (:attr:`WindowRequest.attempt`) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
+
+
+def average_of(name: str) -> str:
+    """Return the name in a state file of a stream's average that has arrived."""
+    return f"average.{name}"
 
 
 class StateFiles:
@@ -70,7 +80,7 @@ class StateFiles:
         return self.held()
 
     def read(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return tensors by the names in :attr:`Held.streams` and :attr:`Held.beside`.
+        """Return tensors by the names in :attr:`Held.streams`, :attr:`Held.beside`, and averages.
 
         Raises :class:`~flower_desloc.flower.tensor_file.DamagedFileError` when they are not what
         was written.

@@ -37,6 +37,7 @@ STATE_LOST = "state-lost"
 STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
+    *("steps-before-merge", "steps-ahead"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
     *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
     *("stream-formats", "differences", "former-version", "bundles"),
@@ -62,6 +63,10 @@ class WindowRequest:
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
     stop: int = 0
+    before_merge: int = 0
+    """Local steps of this window before the averages of the last one are merged; 0: in time."""
+    ahead: int = 0
+    """Local steps of the next window that the client may take while its streams travel."""
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
     """Of every stream, the step of its last average or reset; 0 before the first."""
@@ -93,6 +98,8 @@ class WindowRequest:
                 "checkpoint-step": self.checkpoint,
                 "start-step": self.start,
                 "stop-step": self.stop,
+                "steps-before-merge": self.before_merge,
+                "steps-ahead": self.ahead,
                 "streams-due": sorted(self.due),
                 "streams": list(self.versions),
                 "stream-versions": list(self.versions.values()),
@@ -130,6 +137,8 @@ class WindowRequest:
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),
+            before_merge=_value(config, "steps-before-merge", int),
+            ahead=_value(config, "steps-ahead", int),
             due=frozenset(_values(config, "streams-due", str)),
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),

@@ -72,6 +72,11 @@ class DesLoc(Strategy):
     formats : Mapping[str, str], optional
         Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``
         (:mod:`flower_desloc.core.compression`). Optimizer states in it must be in ``states``.
+    sync_delay : int (default: 0)
+        Local steps that clients take before they merge an average
+        (:mod:`flower_desloc.core.late`); a shorter window merges at its end. Clients that outlive a
+        message take them while the streams travel. The clients' optimizers must state their states'
+        decays (:mod:`flower_desloc.optim.decays`).
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.
     seed : int (default: 0)
@@ -96,6 +101,7 @@ class DesLoc(Strategy):
         metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
+        sync_delay: int = 0,
         run_key: str | None = None,
         seed: int = 0,
         checkpoints: Checkpoints | None = None,
@@ -104,7 +110,13 @@ class DesLoc(Strategy):
         states = states or {}
         if GRADIENTS in self._streams_held(schedule):
             raise ValueError(f"a schedule of {GRADIENTS!r} is for baselines.DataParallel")
+        if sync_delay < 0 or (sync_delay and (schedule.resets or GRADIENTS in schedule.periods)):
+            raise ValueError(
+                f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset or "
+                "with gradients"
+            )
         self.schedule = schedule
+        self.sync_delay = sync_delay
         self.num_steps = num_steps
         self.policy = policy or Policy()
         self.eval_every = eval_every
@@ -386,6 +398,8 @@ class DesLoc(Strategy):
             checkpoint=self.engine.checkpoint,
             start=window.start,
             stop=window.stop,
+            before_merge=min(self.sync_delay, window.stop - window.start),
+            ahead=self._steps_ahead(),
             due=window.due,
             versions=self.state.versions,
             resets=self.schedule.resets,
@@ -396,6 +410,11 @@ class DesLoc(Strategy):
         )
         records = {name: record for name, (record, _) in sent.items()}
         return self.engine.request(member, message_type, request, records)
+
+    def _steps_ahead(self) -> int:
+        """Return how many steps of the next window come before its averages are merged."""
+        following = self._windows[self.engine.round.number + 1 :]
+        return min(self.sync_delay, following[0].stop - following[0].start) if following else 0
 
     def _lacks(self, member: Member) -> list[str]:
         return member.lacks(self.state.versions, self.schedule.resets)

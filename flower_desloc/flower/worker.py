@@ -17,7 +17,8 @@ from flower_desloc.core.local_steps import (
 )
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.noise import noise_totals
-from flower_desloc.core.streams import check_finite, put, take
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.streams import check_finite, put, stream_names, take
 from flower_desloc.flower.records import TOTALS, WindowReply
 
 Config = Mapping[str, str | int | float | bool]
@@ -46,6 +47,11 @@ class Worker:
     """Metrics from totals."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
+
+    def model_streams(self) -> list[str]:
+        """Return the streams that a model is made of: params, and buffers if it has any."""
+        names = stream_names(self.module, self.optimizer)
+        return [name for name in names if name in (PARAMS, BUFFERS)]
 
     def like(self, names: Iterable[str]) -> dict[str, Stream]:
         """Return tensors of the shapes and types that the named streams have."""

@@ -5,7 +5,7 @@ only seeds v, the denominator is clamped, and the normalised gradient is clipped
 ``step ** 0.25``. DES-LOC-ADOPT is Algorithm 4 of the paper.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ class ADOPT(ForeachOptimizer):
         """Return the keyword arguments of :func:`adopt_step` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
+
+    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Return what a step multiplies each state by."""
+        return dict(zip(self.streams, group["betas"], strict=True))
 
     @torch.no_grad()
     def seed_states(self, names: Collection[str] = seeded) -> None:

@@ -4,6 +4,9 @@ For training use PyTorch's Adam. This is the form that the theory analyses: no b
 the stability term inside the root.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -59,3 +62,7 @@ class PaperAdam(ForeachOptimizer):
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Return what a step multiplies each state by."""
+        return dict(zip(self.streams, group["betas"], strict=True))

@@ -1,5 +1,8 @@
 """SGD with momentum as the paper writes it (Algorithm 5, DES-LOC-SGDM)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -76,3 +79,7 @@ class SGDM(ForeachOptimizer):
         require_rate("momentum", momentum, below=1)
         require_rate("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Return what a step multiplies the state by."""
+        return {"momentum_buffer": group["momentum"]}

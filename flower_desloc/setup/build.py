@@ -22,6 +22,7 @@ from flower_desloc.core.streams import (
     stream_names,
     take,
 )
+from flower_desloc.optim.decays import state_decays
 from flower_desloc.tasks import find_task
 from flower_desloc.tasks.compute import Compiled
 
@@ -109,12 +110,25 @@ def check_streams(config: Config) -> None:
     states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
     """
     find_task(config)
+    if config.sync_delay:
+        _check_decays(config)
     always, sometimes = _known_streams(config)
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_decays(config: Config) -> None:
+    try:
+        state_decays(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"sync_delay={config.sync_delay}: {error}; or set sync_delay=0"
+        ) from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:

@@ -1,0 +1,82 @@
+"""The local steps that a client takes while its streams travel (``sync_delay``).
+
+They are the first steps of its next window, which merges the averages after them. Only a process
+that outlives a message can take them early. They are no state: the state file is that of the step
+after which the streams were sent, and a client that has lost these steps, or never took them, takes
+them in the window itself, to the same bits.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_desloc.core.local_steps import StepMetrics
+from flower_desloc.flower.worker import Worker
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The local steps ``start + 1 .. stop`` of the client whose state is in ``folder``."""
+
+    folder: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What steps that were taken early have measured."""
+
+    steps: StepMetrics
+    seconds: float
+
+
+class StepsAhead:
+    """The steps that this process may take, or has taken, before its next message.
+
+    Once taken, they are in the worker's module and optimizer and nowhere else: call :meth:`claim`
+    before writing into these.
+    """
+
+    def __init__(self) -> None:
+        self._which: FirstSteps | None = None
+        self._worker: Worker | None = None
+        self._taken: Taken | None = None
+
+    def allow(self, which: FirstSteps, worker: Worker) -> None:
+        """Let :meth:`take` take these steps with ``worker``, which is at their start now."""
+        self._which, self._worker, self._taken = which, worker, None
+
+    def take(self) -> None:
+        """Take the steps that are allowed, if any."""
+        if self._which is None or self._worker is None or self._taken is not None:
+            return
+        began = time.perf_counter()
+        steps = self._worker.steps(self._which.start, self._which.stop, 0)
+        self._taken = Taken(steps, time.perf_counter() - began)
+
+    def claim(self, which: FirstSteps, worker: Worker) -> Taken | None:
+        """Return what these steps measured if they are taken in ``worker``; forget any others."""
+        here = self._worker is not None and self._worker.module is worker.module
+        taken = self._taken if here and which == self._which else None
+        self._which = self._worker = self._taken = None
+        return taken
+
+    @contextmanager
+    def kept(self, worker: Worker) -> Iterator[None]:
+        """Undo what is done to the model inside this context, if steps were taken."""
+        if self._taken is None:
+            yield
+            return
+        before = {
+            name: {key: tensor.clone() for key, tensor in stream.items()}
+            for name, stream in worker.take(worker.model_streams()).items()
+        }
+        yield
+        worker.put(before)
+
+
+STEPS_AHEAD = StepsAhead()
+"""Those of this process, which answers one message at a time."""
