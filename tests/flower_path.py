@@ -93,11 +93,15 @@ class Run:
         self.problem, self.case, self.schedule = problem, case, schedule
         self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
         self.present = present
+        self.keep_workers = False
+        workers: dict[int, Worker] = {}
 
         def build(config: Any, context: Context) -> Worker:
             m = int(context.node_config["partition-id"])
+            if self.keep_workers and m in workers:
+                return workers[m]
             module = problem.module()
-            return Worker(
+            workers[m] = Worker(
                 module=module,
                 optimizer=case.make(module.parameters()),
                 loss_at=lambda t: problem.loss(module, m, t),
@@ -105,6 +109,7 @@ class Run:
                 lr_schedule=lr_schedule or constant(),
                 clipping=clipping or Clipping(),
             )
+            return workers[m]
 
         self.grid = Grid(client_app(build), num_clients, folder)
         self.watch = Watch(self._after)
@@ -158,6 +163,7 @@ def oracle(run: Run, lr: Callable[[int], float] | None = None, **kwargs: Any) ->
         run.problem.grad,
         num_workers=run.num_clients,
         num_steps=run.num_steps,
+        delay=run.strategy.sync_delay,
         due=due_table(run.schedule, run.num_steps),
         lr=lr or (lambda t: run.case.lr),
         **kwargs,

@@ -44,6 +44,8 @@ class Optimizer:
     update: Callable[..., tuple[Tensor, ...]]
     seeds: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     """What a state of zeros is set to from the gradient where a worker starts at t > 0."""
+    decays: Mapping[str, float] = field(default_factory=dict)
+    """beta of every state ``s <- beta s + e``, where e is what enters it."""
 
 
 def run(
@@ -58,15 +60,22 @@ def run(
     clip: Callable[[Tree], Tree] = lambda g: g,
     present: Callable[[int, int], bool] = lambda m, t: True,
     weights: Sequence[float] | None = None,
+    delay: int = 0,
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
 
     ``due[n]`` are the streams averaged when n steps are completed (:func:`every` makes the table
     from periods; coins give any other). ``lr(t)`` is eta_t. A worker that is not ``present(m, t)``
     takes no step t and is not in the averages that follow it; it still receives them.
+
+    With a ``delay`` an average reaches a worker that goes on so many steps later, at the latest
+    when streams are due again: the worker then takes over a state that started from the average in
+    time, and that what entered the worker's own entered as well.
     """
     streams = ("params", *optimizer.states)
     workers = [start(optimizer, x0) for _ in range(num_workers)]
+    in_time: list[State] = [{} for _ in workers]
+    merge_at = -1
     for t in range(num_steps):
         at_work = [m for m in range(num_workers) if present(m, t)]
         for m in at_work:
@@ -75,15 +84,27 @@ def run(
             for key in x0:
                 new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
                 for stream, tensor in zip(streams, new, strict=True):
+                    if stream in in_time[m]:
+                        beta = optimizer.decays.get(stream, 1.0)
+                        entered = tensor - beta * s[stream][key]
+                        in_time[m][stream][key] = beta * in_time[m][stream][key] + entered
                     s[stream][key] = tensor
+        if t + 1 == merge_at:
+            for m in range(num_workers):
+                workers[m] |= in_time[m]
+                in_time[m] = {}
         for stream in due.get(t + 1, ()):
             if at_work:
                 mean = E(
                     [workers[m][stream] for m in at_work],
                     weights and [weights[m] for m in at_work],
                 )
-                for s in workers:
-                    s[stream] = dict(mean)
+                for m in range(num_workers):
+                    goes_on = m in at_work and t + 1 < num_steps and present(m, t + 1)
+                    to = in_time[m] if delay and goes_on else workers[m]
+                    to[stream] = dict(mean)
+        if due.get(t + 1):
+            merge_at = min([t + 1 + delay, *(n for n in due if n > t + 1 and due[n])])
     return workers
 
 
@@ -135,7 +156,7 @@ def adam(
         v_hat = v / (1 - beta2 ** (t + 1))
         return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
 
 
 def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
@@ -160,7 +181,7 @@ def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
         v = beta2 * v + (1 - beta2) * g * g
         return x - eta / torch.sqrt(v + lam**2) * u, u, v
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update)
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
 
 
 def adopt(
@@ -185,7 +206,8 @@ def adopt(
         u = beta1 * u + (1 - beta1) * n
         return x - eta * u, u, beta2 * v + (1 - beta2) * g**2
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update, {"exp_avg_sq": torch.square})
+    seeds = {"exp_avg_sq": torch.square}
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2))
 
 
 def paper_adopt(beta1: float, beta2: float, eps: float) -> Optimizer:
@@ -206,7 +228,11 @@ def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
         u = beta * u + (1 - beta) * g
         return x - eta * u, u
 
-    return Optimizer(("momentum_buffer",), update)
+    return Optimizer(("momentum_buffer",), update, decays={"momentum_buffer": beta})
+
+
+def _moments(beta1: float, beta2: float) -> dict[str, float]:
+    return {"exp_avg": beta1, "exp_avg_sq": beta2}
 
 
 def _decayed(eta: float, g: Tensor, x: Tensor, decay: float, decoupled: bool):

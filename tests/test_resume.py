@@ -56,6 +56,7 @@ class Case:
     coins: bool = False
     outer: Callable[[], OuterOptimizer] | None = None
     formats: Mapping[str, str] | None = None
+    delay: int = 0
     every: int = 1
     fraction: float = 1.0
     on_failure: str = "stop"
@@ -81,6 +82,7 @@ class Case:
             num_steps=12,
             outer=self.outer() if self.outer else None,
             formats=self.formats,
+            **({"sync_delay": self.delay} if self.delay else {}),
             policy=Policy(fraction_train=self.fraction, on_failure=self.on_failure),
             seed=5,
             present=self.present,
@@ -155,6 +157,24 @@ CASES = {
     "reset states": Case(
         optimizer="adam", periods={PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}
     ),
+    "late averages": Case(
+        optimizer="adam", periods={PARAMS: 3, "exp_avg": 4, "exp_avg_sq": 6}, delay=2
+    ),
+    "late averages of some of the clients": Case(every=2, fraction=0.6, delay=1),
+    "late averages in codes": Case(
+        optimizer="adam",
+        periods={PARAMS: 2, "exp_avg": 4, "exp_avg_sq": 6},
+        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        delay=1,
+        present=lambda m, t: m != 2 or not 4 <= t < 8,
+    ),
+    "late DiLoCo": Case(
+        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
+        outer=lambda: OuterOptimizer(
+            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
+        ),
+        delay=2,
+    ),
     "data parallelism": Case(
         periods={GRADIENTS: 1}, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
     ),
@@ -188,7 +208,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_pat
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
-@pytest.mark.parametrize("name", ["periods", "coded streams", "a client that comes and goes"])
+@pytest.mark.parametrize("name", ["periods", "coded streams", "late averages in codes"])
 def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bits(name, tmp_path):
     """Killed when some of the clients have gone on from the last one, and when none has."""
     case, whole = CASES[name], Fuse()

@@ -1,0 +1,139 @@
+"""Averages that arrive late: the federated path beside an oracle that is given them in time."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, assert_close, assert_same
+from flower_path import Run, oracle
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.core.late import merged
+from flower_desloc.core.schedule import PARAMS, RESET
+from flower_desloc.flower.ahead import STEPS_AHEAD
+from flower_desloc.optim import ADOPT, Adam
+from flower_desloc.optim.decays import state_decays
+
+LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
+
+
+def late(folder: Path, name: str = "adam", delay: int = 2, **options: Any) -> Run:
+    """Return a run whose periods make windows of one to four steps."""
+    case = OPTIMIZERS[name]
+    options = {"num_clients": 3, "num_steps": 26, **options}
+    schedule = options.pop("schedule", SyncSchedule(case.periods(4, 6, 9)))
+    problem = options.pop("problem", Quadratic())
+    return Run(problem, case, schedule, folder, sync_delay=delay, **options)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 26])
+@pytest.mark.parametrize("name", LINEAR)
+def test_late_averages_give_the_states_that_averages_in_time_would_have_given(
+    name, delay, tmp_path
+):
+    """For the gradients that were seen; a delay longer than a window ends with it."""
+    run = late(tmp_path, name, delay)
+    assert_close(run.start(), oracle(run))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["adopt", "sgdm"])
+def test_late_averages_with_coins_and_absences_equal_the_oracle(name, seed, tmp_path):
+    """A client that was away, or is away at the end, is given the averages in time."""
+    schedule = SyncSchedule(OPTIMIZERS[name].periods(3, 5, 7), coin_seed=seed)
+    windows = list(schedule.windows(26))
+    away = {(1, 1), (1, 2), (2, 2), (2, 4), (0, 5), (1, len(windows) - 1)}
+
+    def present(m: int, t: int) -> bool:
+        number = sum(window.stop <= t for window in windows)
+        return (m, number) not in away
+
+    run = late(tmp_path, name, schedule=schedule, present=present)
+    assert_close(run.start(), oracle(run, present=present))
+
+
+@pytest.mark.parametrize("name", ["adam", "adopt"])
+def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
+    """Each client with a worker of its own, which outlives its messages."""
+    expected = late(tmp_path / "a", name, num_clients=1, evaluate_clients=True, eval_every=4)
+    ahead = late(tmp_path / "b", name, num_clients=1, evaluate_clients=True, eval_every=4)
+    reply_to, taken = ahead.grid._answer, []
+
+    def answer(message: Any) -> Any:
+        reply = reply_to(message)
+        STEPS_AHEAD.take()
+        taken.append(STEPS_AHEAD._taken is not None)
+        return reply
+
+    ahead.grid._answer = answer  # type: ignore[method-assign]
+    ahead.keep_workers = True
+    assert_same(ahead.start(), expected.start())
+    assert sum(taken) > len(ahead.watch.records) / 2
+
+
+values = st.floats(0, 1e3, width=32, allow_subnormal=False)
+
+
+@given(st.tuples(values, values, values), st.integers(1, 500), st.floats(0.5, 0.9999))
+def test_a_second_moment_stays_at_least_zero(drawn, steps, beta2):
+    """Rounding alone could make it negative."""
+    sent, average, entered = (torch.tensor([value]) for value in drawn)
+    now = sent * beta2**steps + entered
+    got = merged("exp_avg_sq", {"w": now}, {"w": sent}, {"w": average}, decay=beta2, steps=steps)
+    assert (got["w"] >= 0).all()
+
+
+@given(st.integers(0, 40), st.floats(0.1, 1), st.integers(0, 2**31))
+def test_merging_commutes_with_what_enters_a_state(steps, beta, seed):
+    """Average then step, or step then merge: the same sum, in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    sent, average, *entering = torch.randn(2 + steps, 5, generator=draw, dtype=torch.float64)
+
+    def after(state: Tensor) -> Tensor:
+        for entered in entering:
+            state = beta * state + entered
+        return state
+
+    got = merged("m", {"w": after(sent)}, {"w": sent}, {"w": average}, decay=beta, steps=steps)
+    torch.testing.assert_close(got["w"], after(average), rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_are_replaced_by_their_average():
+    now, sent, average = ({"n": torch.tensor([value])} for value in (1.0, 2.0, 3.0))
+    assert merged("buffers", now, sent, average, decay=0.0, steps=3)["n"].item() == 3.0
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda p: Adam(p, amsgrad=True), "maximum"),
+        (lambda p: Own(p), "decays"),
+        (lambda p: ADOPT([{"params": p}, {"params": [], "betas": (0.5, 0.5)}]), "groups"),
+    ],
+    ids=["amsgrad", "own", "groups"],
+)
+def test_an_optimizer_of_unknown_decays_is_refused(make: Callable[..., Any], what: str):
+    with pytest.raises(ValueError, match=what):
+        state_decays(make([torch.nn.Parameter(torch.zeros(2))]))
+
+
+@pytest.mark.parametrize(
+    ("periods", "delay"),
+    [
+        ({PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}, 1),
+        ({PARAMS: 3, "exp_avg": 3, "exp_avg_sq": 6}, -1),
+    ],
+    ids=["reset", "negative"],
+)
+def test_a_delay_that_cannot_be_is_refused(periods: Mapping[str, Any], delay: int):
+    with pytest.raises(ValueError, match=f"sync_delay={delay}"):
+        DesLoc(SyncSchedule(periods), 6, sync_delay=delay)
