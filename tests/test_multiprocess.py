@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from torch import nn
 
 from client_app.client import build_worker
 from flower_desloc.config import Config, dump
+from flower_desloc.flower.ahead import STEPS_AHEAD
 from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.records import WindowRequest
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.ranks import RankError, Ranks
+from flower_desloc.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.tasks import Site
 from flower_desloc.tasks.compute import share_rows
 
@@ -137,6 +140,7 @@ class Client:
         self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
         model = Rows(self.config).build_model()
         self.averages = {"params": {k: p.detach() for k, p in model.named_parameters()}}
+        self.delay = 0
 
     def window(self, start: int, stop: int, due: set[str]):
         worker = build_worker({"settings": dump(self.config)}, self.context)
@@ -144,12 +148,16 @@ class Client:
             run_key="run",
             start=start,
             stop=stop,
+            before_merge=min(self.delay, stop - start),
+            ahead=self.delay,
             due=frozenset(due),
             versions=self.versions,
             streams=self.averages,
         )
         reply = train_window(worker, request, self.file)
-        self.averages = {name: reply.streams[name] for name in due}
+        # With a delay something must differ from what this client has sent.
+        scale = 1.01 if self.delay else 1.0
+        self.averages = {n: {k: scale * t for k, t in reply.streams[n].items()} for n in due}
         self.versions = {**self.versions, **dict.fromkeys(due, stop)}
         return reply
 
@@ -254,6 +262,25 @@ def test_two_shards_equal_one_process_and_their_state_file_suits_both(tmp_path):
     assert_fails(two, (8, 9, {"params", "exp_avg"}), "fail", "failed: ValueError: no such row")
     two.context.node_config["processes"] = 1
     assert_same_client(one, two, [(8, 9, {"params", "exp_avg"})])
+
+
+def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_path, monkeypatch):
+    one, two = Client(tmp_path), Client(tmp_path / "two", processes=2, parallel="fsdp")
+    (tmp_path / "two").mkdir()
+    one.delay = two.delay = 1
+    expected = [deepcopy(one.window(*window)) for window in WINDOWS]
+    taken, steps = [], MultiProcessWorker.steps
+    monkeypatch.setattr(
+        MultiProcessWorker,
+        "steps",
+        lambda self, *which: taken.append(which[:2]) or steps(self, *which),
+    )
+    for window, reply in zip(WINDOWS, expected, strict=True):
+        got = two.window(*window)
+        assert_close(reply.streams, got.streams)
+        assert got.metrics["losses"] == pytest.approx(reply.metrics["losses"], rel=TOLERANCE)
+        STEPS_AHEAD.take()
+    assert taken == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]  # none of them twice
 
 
 def test_a_rank_that_fails_before_it_joins_is_reported():

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,9 @@ from flower_desloc.optim import ADOPT
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 optimizer = ADOPT(module.parameters(), lr=0.1)
+batches = open(__file__ + ".batches", "a", buffering=1)
 def loss_at(step):
+    print(step, file=batches)
     torch.manual_seed(step)
     return (module(torch.randn(5, 3)) - torch.randn(5, 4)).square().mean()
 worker = Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=3,
@@ -287,6 +290,51 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
     first, second = (from_record(reply["params"]) for reply in warm)
     assert first.keys() == params.keys()
     assert not torch.equal(first["0.bias"], second["0.bias"])
+
+
+def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, tmp_path):
+    """With an evaluation on the way, whose parameters are not those that it trains."""
+    zeros = torch.zeros(4)
+    params = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4), "0.bias": zeros}
+    params["1.bias"] = zeros
+    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
+    average = {name: tensor + 1 for name, tensor in params.items()}
+    versions = dict.fromkeys(["params", "buffers", "exp_avg", "exp_avg_sq"], 0)
+    first = WindowRequest(
+        run_key="late",
+        stop=2,
+        ahead=2,
+        due=frozenset({"params"}),
+        versions=versions,
+        streams={"params": params, "buffers": buffers},
+    )
+    evaluation = WindowRequest(
+        run_key="late",
+        start=2,
+        stop=2,
+        versions=versions | {"params": 2},
+        streams={"params": average},
+    )
+    second = replace(evaluation, stop=5, before_merge=2, due=frozenset(versions), streams={})
+    asked = [("train", first), ("evaluate", evaluation), ("train", second)]
+    batches = node.folder / "real.py.batches"
+
+    def replies(expected, **config):
+        node.config = {"state-dir": str(tmp_path / str(config)), **config}
+        batches.unlink(missing_ok=True)
+        for (kind, request), steps in zip(asked, expected, strict=True):
+            reply = node.ask(kind, request.to_content(1), "real:app").content
+            reply["metrics"].pop("seconds", None)
+            yield reply
+            done = [*range(steps), 99] if kind == "evaluate" else list(range(steps))
+            wait_until(lambda: steps_in(batches) >= set(done), node.log.read_text)  # noqa: B023
+
+    def steps_in(path):
+        return set(map(int, path.read_text().split())) if path.exists() else set()
+
+    warm = list(replies((4, 4, 5)))
+    node.ask("query.goodbye", WindowRequest(run_key="late").to_content(0), "real:app")
+    assert warm == list(replies((2, 2, 5), warm=False))
 
 
 # --- One trainer for a run and node --------------------------------------------------------------
