@@ -53,6 +53,7 @@ class Case:
 
     optimizer: str = "adopt"
     periods: dict[str, Any] | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
     coins: bool = False
     outer: Callable[[], OuterOptimizer] | None = None
     formats: Mapping[str, str] | None = None
@@ -71,7 +72,9 @@ class Case:
         # Killed before the first checkpoint, it starts anew.
         latest = Checkpoint.read(checkpoints.all()[last]) if resume and checkpoints.all() else None
         schedule = SyncSchedule(
-            self.periods or optimizer.periods(2, 3, 5), coin_seed=3 if self.coins else None
+            self.periods or optimizer.periods(2, 3, 5),
+            coin_seed=3 if self.coins else None,
+            phases=self.phases,
         )
         run = Run(
             Quadratic(),
@@ -166,6 +169,7 @@ CASES = {
         periods={PARAMS: 2, "exp_avg": 4, "exp_avg_sq": 6},
         formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
         delay=1,
+        phases={"exp_avg": 2, "exp_avg_sq": 4},
         present=lambda m, t: m != 2 or not 4 <= t < 8,
     ),
     "late DiLoCo": Case(

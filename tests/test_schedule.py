@@ -14,7 +14,17 @@ PERIOD = st.integers(1, 12) | st.just(NEVER)
 PERIODS = st.fixed_dictionaries(
     {PARAMS: PERIOD}, optional={"exp_avg": PERIOD, "exp_avg_sq": PERIOD}
 )
-SCHEDULES = st.builds(SyncSchedule, PERIODS, coin_seed=st.none() | st.integers(0, 9))
+
+
+@st.composite
+def staggered(draw):
+    periods = draw(PERIODS)
+    clocks = {stream: K for stream, K in periods.items() if K != NEVER}
+    phases = {stream: draw(st.integers(0, K - 1)) for stream, K in clocks.items()}
+    return SyncSchedule(periods, phases=phases)
+
+
+SCHEDULES = st.builds(SyncSchedule, PERIODS, coin_seed=st.none() | st.integers(0, 9)) | staggered()
 NUM_STEPS = st.integers(0, 60)
 FIXED = [(5, 7, 11), (4, 12, 24), (192, 192, 692), (256, 768, 1536), (16, NEVER, 3), (NEVER,) * 3]
 
@@ -88,6 +98,55 @@ def test_events_are_counted_from_the_windows(schedule, num_steps):
     assert events.keys() == schedule.periods.keys()
     for stream, count in events.items():
         assert count == sum(stream in w.due for w in schedule.windows(num_steps))
+
+
+# ------------------------------------------------------------------------------------------ Phases
+
+
+@given(staggered(), st.integers(1, 300))
+def test_a_stream_with_a_phase_is_due_when_its_period_divides_the_steps_since(schedule, step):
+    for stream, period in schedule.periods.items():
+        phase = schedule.phases.get(stream)
+        steps = () if phase is None else range(phase or period, step + 1, period)
+        assert (stream in schedule.due(step)) == (step in steps)
+
+
+@given(staggered())
+def test_over_whole_cycles_phases_change_no_count(schedule):
+    plain = SyncSchedule(schedule.periods)
+    cycle = math.lcm(*(K for K in schedule.periods.values() if K != NEVER), 1)
+    for stream in schedule.periods:
+        counts = [
+            sum(stream in clock.due(step) for step in range(1, cycle + 1))
+            for clock in (plain, schedule)
+        ]
+        assert counts[0] == counts[1]
+
+
+def test_phases_spread_the_papers_periods_over_windows_of_two_streams_at_most():
+    periods = {PARAMS: 16, "exp_avg": 48, "exp_avg_sq": 96}
+    together = SyncSchedule(periods)
+    apart = SyncSchedule(periods, phases={"exp_avg": 16, "exp_avg_sq": 32})
+    peak = [max(len(w.due) for w in clock.windows(960)) for clock in (together, apart)]
+    assert peak == [3, 2]
+    assert [w.stop for w in together.windows(960)] == [w.stop for w in apart.windows(960)]
+
+
+@pytest.mark.parametrize(
+    ("periods", "phases", "coins", "what"),
+    [
+        ({PARAMS: 4}, {PARAMS: 4}, None, "below its period 4"),
+        ({PARAMS: 4}, {PARAMS: -1}, None, "at least 0"),
+        ({PARAMS: 4}, {PARAMS: True}, None, "at least 0"),
+        ({PARAMS: 4}, {"exp_avg": 1}, None, "needs a period"),
+        ({PARAMS: 4, "exp_avg": NEVER}, {"exp_avg": 1}, None, "needs a period"),
+        ({PARAMS: 4}, {PARAMS: 1}, 0, "needs a period"),
+        ({"gradients": 1}, {"gradients": 0}, None, "needs a period"),
+    ],
+)
+def test_an_impossible_phase_is_refused(periods, phases, coins, what):
+    with pytest.raises(ValueError, match=what):
+        SyncSchedule(periods, coins, phases=phases)
 
 
 # ------------------------------------------------------------------------------------------- Coins

@@ -228,6 +228,12 @@ def _sync(config: Config) -> Iterator[str]:
         SyncSchedule(config.sync, once_at=frozenset(sync_once_at))
     except ValueError as error:
         yield f"sync: {error}"
+        return
+    coins = 0 if config.sync_mode == "probabilistic" else None
+    try:
+        SyncSchedule(config.sync, coins, phases=config.sync_phase)
+    except ValueError as error:
+        yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
 
@@ -290,6 +296,8 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if sync_once_at := config.sync_once_at:
         yield f"{sync_once_at=}: only strategy=desloc averages ad hoc; leave it out"
+    if config.sync_phase:
+        yield f"{config.sync_phase=}: only strategy=desloc shifts averages; leave it out"
     if outer.name != "none":
         yield (
             f"{outer.name=!s}: with {strategy=!s} the server's step is the strategy's own; set "

@@ -268,6 +268,10 @@ class Config:
     optimizer on the server takes the step."""
     sync_mode: str = one_of("periodic", "probabilistic")
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
+    sync_phase: dict[str, int] = field(default_factory=dict)
+    """Steps by which the averages of single streams are shifted, below their period: with
+    sync.exp_avg=48 and sync_phase.exp_avg=16 after the steps 16, 64, 112, ..., so that no window
+    sends everything at once."""
     sync_once_at: list[int] = field(default_factory=list)
     """Steps after which every stream is averaged once, in addition to its period."""
     sync_delay: int = bounded(0, 0)

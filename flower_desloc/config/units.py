@@ -133,14 +133,26 @@ def period_text(period: object) -> str:
     return f"every {period}" if isinstance(period, int) else str(period)
 
 
-def periods_text(periods: Mapping[str, object], *, coins: bool = False) -> str:
+def periods_text(
+    periods: Mapping[str, object],
+    *,
+    coins: bool = False,
+    phases: Mapping[str, int] | None = None,
+    delay: int = 0,
+) -> str:
     """Return the sync period of each stream; with ``coins`` they are means.
 
     >>> periods_text({"params": 16, "exp_avg": "never"}, coins=True)
     'params every 16, exp_avg never steps on average'
+    >>> periods_text({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}, delay=2)
+    'params every 16, exp_avg every 48 from 16 steps, merged 2 steps later'
     """
-    listed = ", ".join(f"{stream} {period_text(period)}" for stream, period in periods.items())
-    return f"{listed} steps{' on average' if coins else ''}"
+    listed = []
+    for stream, period in periods.items():
+        phase = (phases or {}).get(stream, 0)
+        listed.append(f"{stream} {period_text(period)}{f' from {phase}' if phase else ''}")
+    late = f", merged {count_text(delay, 'step')} later" if delay else ""
+    return f"{', '.join(listed)} steps{' on average' if coins else ''}{late}"
 
 
 def count_text(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ federated round is one window.
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 PARAMS: Final = "params"
@@ -53,20 +53,26 @@ class SyncSchedule:
     ``once_at`` are steps after which every stream is averaged in addition to its period (the
     paper's ad-hoc averaging, before workers join).
 
+    ``phases`` shift single streams: one with period K and phase p is due after step t when K
+    divides t - p, so that two streams need not leave together.
+
     >>> list(SyncSchedule({"params": 2, "exp_avg": 3}).windows(4))[1]
     Window(start=2, stop=3, due=frozenset({'exp_avg'}))
 
-    Raises ``ValueError`` for a period that is none of these.
+    Raises ``ValueError`` for a period that is none of these, and for a phase that is not in
+    0 .. K - 1 or belongs to a stream without a clock.
     """
 
     periods: Mapping[str, Period]
     coin_seed: int | None = None
     once_at: frozenset[int] = frozenset()
+    phases: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Copies: the caller must not change them after they are checked.
         object.__setattr__(self, "periods", dict(self.periods))
         object.__setattr__(self, "once_at", frozenset(self.once_at))
+        object.__setattr__(self, "phases", dict(self.phases))
         if GRADIENTS in self.periods:
             if self.periods != {GRADIENTS: 1} or self.once_at:
                 once = f" and, once, after {sorted(self.once_at)}" if self.once_at else ""
@@ -96,6 +102,17 @@ class SyncSchedule:
             # bool is an int in Python, and True would silently mean "every step".
             if not isinstance(period, int) or isinstance(period, bool) or period < 1:
                 raise ValueError(f"the period of {stream!r} must be {_ALLOWED}; got {period!r}")
+        for stream, phase in self.phases.items():
+            period = self.periods.get(stream, NEVER)
+            if not isinstance(period, int) or stream == GRADIENTS or self.coin_seed is not None:
+                raise ValueError(
+                    f"the phase of {stream!r} needs a period that is a number of steps"
+                )
+            if not isinstance(phase, int) or isinstance(phase, bool) or not 0 <= phase < period:
+                raise ValueError(
+                    f"the phase of {stream!r} must be at least 0 and below its period {period}; "
+                    f"got {phase!r}"
+                )
 
     @property
     def resets(self) -> frozenset[str]:
@@ -156,7 +173,7 @@ class SyncSchedule:
             return False
         assert isinstance(period, int)
         if self.coin_seed is None:
-            return step % period == 0
+            return (step - self.phases.get(stream, 0)) % period == 0
         # One generator per coin, so there is no generator state to checkpoint.
         coin = random.Random(f"{self.coin_seed}/{stream}/{step}")  # noqa: S311
         return coin.random() < 1 / period

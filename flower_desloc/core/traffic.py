@@ -135,18 +135,19 @@ def method_rates(
     *,
     wire: Mapping[str, float] | None = None,
     coins: bool = False,
+    phases: Mapping[str, int] | None = None,
 ) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
     """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same period of params.
 
     ``sizes`` are the bytes of each stream, ``wire`` those that DES-LOC sends if it compresses
-    them, ``periods`` DES-LOC's. With ``coins`` each of its streams is averaged with probability 1/K
-    after every step, instead of every K steps.
+    them, ``periods`` and ``phases`` DES-LOC's. With ``coins`` each of its streams is averaged with
+    probability 1/K after every step, instead of every K steps.
     """
     of_params = periods[PARAMS]
     return (
         _rates("DDP", sizes, {PARAMS: 1}),
         _rates("Local Adam", sizes, dict.fromkeys(periods, of_params)),
-        _rates("DES-LOC", wire or sizes, periods, coins=coins),
+        _rates("DES-LOC", wire or sizes, periods, coins=coins, phases=phases or {}),
         _rates("FedAvg", sizes, {PARAMS: of_params}),
     )
 
@@ -157,24 +158,34 @@ def rate(period: Period) -> float:
 
 
 def _rates(
-    name: str, sizes: Mapping[str, float], periods: Mapping[str, Period], *, coins: bool = False
+    name: str,
+    sizes: Mapping[str, float],
+    periods: Mapping[str, Period],
+    *,
+    coins: bool = False,
+    phases: Mapping[str, int] | None = None,
 ) -> MethodRates:
     rates = {stream: rate(period) for stream, period in periods.items()}
     return MethodRates(
         name=name,
         num_bytes=sum(sizes[stream] * share for stream, share in rates.items()),
         exchanges=sum(rates.values()),
-        windows=_any_coin(rates.values()) if coins else _any_period(periods.values()),
+        windows=_any_coin(rates.values()) if coins else _any_period(periods, phases or {}),
     )
 
 
-def _any_period(periods: Iterable[Period]) -> float:
-    """Return the share of steps that some period divides, by inclusion and exclusion."""
-    numbers = sorted({period for period in periods if isinstance(period, int)})
+def _any_period(periods: Mapping[str, Period], phases: Mapping[str, int]) -> float:
+    """Return the share of steps after which any stream is due, by inclusion and exclusion.
+
+    Streams are due together once in the least common multiple of their periods, if at all: each two
+    of their phases must agree modulo the greatest common divisor of the periods.
+    """
+    clocks = {(K, phases.get(s, 0)) for s, K in periods.items() if isinstance(K, int)}
     return sum(
-        (1 if size % 2 else -1) / math.lcm(*some)
-        for size in range(1, len(numbers) + 1)
-        for some in combinations(numbers, size)
+        (1 if size % 2 else -1) / math.lcm(*(period for period, _ in some))
+        for size in range(1, len(clocks) + 1)
+        for some in combinations(clocks, size)
+        if all((p - q) % math.gcd(K, L) == 0 for (K, p), (L, q) in combinations(some, 2))
     )
 
 

@@ -79,6 +79,8 @@ def planned_run(
         compute=step_seconds,
         link=link,
         coins=config.sync_mode == "probabilistic",
+        phases=config.sync_phase,
+        delay=config.sync_delay,
     )
 
 

@@ -1,12 +1,18 @@
 """What the theory needs to know of a run: model, periods, workers, and the links between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flower_desloc.core.schedule import Period
+from flower_desloc.core.schedule import Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates
-from flower_desloc.plan.wall_clock import Link, Topology, balance, communication_seconds
+from flower_desloc.plan.wall_clock import (
+    Link,
+    Topology,
+    balance,
+    communication_seconds,
+    star_seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,10 @@ class PlannedRun:
     of a deployment. It passes while data travels."""
     coins: bool = False
     """Whether streams are averaged with probability 1/K instead of every K steps."""
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Steps by which the averages of streams are shifted."""
+    delay: int = 0
+    """Steps that a worker takes before it merges an average; they pass while data travels."""
 
     @property
     def periods(self) -> dict[str, Period]:
@@ -72,7 +82,9 @@ class PlannedRun:
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
         """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
-        return method_rates(self.sizes, self.periods, wire=self.wire, coins=self.coins)
+        return method_rates(
+            self.sizes, self.periods, wire=self.wire, coins=self.coins, phases=self.phases
+        )
 
     @property
     def desloc(self) -> MethodRates:
@@ -82,7 +94,35 @@ class PlannedRun:
     def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":
         """Return the same run with other periods."""
         streams = (replace(s, period=periods.get(s.name, s.period)) for s in self.streams)
-        return replace(self, streams=tuple(streams))
+        return replace(self, streams=tuple(streams), phases={})
+
+    @cached_property
+    def windows(self) -> list[tuple[int, float]]:
+        """Every window's steps, and the bytes that a worker sends after it."""
+        schedule = SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
+        return [
+            (window.stop - window.start, sum(self.wire[stream] for stream in window.due))
+            for window in schedule.windows(self.steps)
+        ]
+
+    def late_waiting(self) -> float:
+        """Return the seconds per step of waiting on a star when averages are merged late.
+
+        What travels after a window is hidden behind the first ``delay`` steps of the next one.
+        """
+        waiting = 0.0
+        for (_, num_bytes), (following, _) in zip(
+            self.windows, [*self.windows[1:], (0, 0.0)], strict=True
+        ):
+            seconds = self.alpha * star_seconds(num_bytes, self.workers, self.link)
+            hidden = min(self.delay, following) * self.compute
+            waiting += max(0.0, max(seconds, self.window_seconds) - hidden)
+        return waiting / self.steps
+
+    @property
+    def largest_window(self) -> float:
+        """The most bytes that a worker sends after a window."""
+        return max(num_bytes for _, num_bytes in self.windows)
 
     def waiting(self, method: MethodRates, topology: Topology, link: Link | None = None) -> float:
         """Return the seconds per step of communication that is not hidden behind compute."""

@@ -50,6 +50,13 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         "sent by one worker; right: how many times as much other methods send",
         _bytes(run),
     )
+    payloads = run.largest_window / run.sizes[PARAMS]
+    if payloads > 1 and not run.coins:
+        remark = (
+            f"DES-LOC's largest window: {units.bytes_text(run.largest_window)}, "
+            f"{payloads:.3g} payloads"
+        )
+        console.print(Text(remark, style="dim"))
     if gaps := nearest(run):
         _print(
             console,
@@ -163,6 +170,16 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
             *("none" if b is None else units.bandwidth_text(b) if b else "any" for b in enough),
             style="bold" if method is run.desloc else None,
         )
+        if method is run.desloc and run.delay and topology is Topology.STAR:
+            waiting = run.late_waiting()
+            step = run.compute + waiting
+            table.add_row(
+                f"  late by {run.delay}",
+                units.seconds_text(waiting),
+                units.seconds_text(run.steps * step),
+                f"{100 * run.compute / step:.3g}%",
+                style="bold",
+            )
     return table
 
 

@@ -71,8 +71,14 @@ class RunRecord:
     @property
     def averaged(self) -> str:
         """When each stream was averaged, in words."""
-        coins = self.summary["config"]["coin_seed"] is not None
-        return f"averaged: {periods_text(self.periods, coins=coins)}"
+        config = self.summary["config"]
+        text = periods_text(
+            self.periods,
+            coins=config["coin_seed"] is not None,
+            phases=config.get("phases"),
+            delay=config.get("sync_delay", 0),
+        )
+        return f"averaged: {text}"
 
     @property
     def optimizer_and_clients(self) -> str:

@@ -85,6 +85,8 @@ def build(
             "periods": dict(schedule.periods),
             "coin_seed": schedule.coin_seed,
             "once_at": sorted(schedule.once_at),
+            "phases": dict(schedule.phases),
+            "sync_delay": config.sync_delay,
             "wire": dict(config.wire),
         },
         "steps": windows[-1]["step"] if windows else 0,

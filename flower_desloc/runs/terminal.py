@@ -119,7 +119,12 @@ class TerminalView:
             f"{len(plan.clients)} clients, {self._config.optimizer.name}"
         )
         by = ", by coin" if coins else ""
-        yield f"averaged: {periods_text(schedule.periods, coins=coins)}{by}"
+        late = self._config.sync_delay
+        yield (
+            "averaged: "
+            + periods_text(schedule.periods, coins=coins, phases=schedule.phases, delay=late)
+            + by
+        )
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(f"{s} {f} {bytes_text(plan.wire_bytes[s])}" for s, f in wire.items())

@@ -52,7 +52,8 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     """Return the modelled time of the run, and of Local Adam and DDP for the same steps.
 
     Empty if no step was measured. Every average moves its bytes through the server's link, up and
-    down again (:func:`~flower_desloc.plan.wall_clock.star_seconds`), with no overlap with compute.
+    down again (:func:`~flower_desloc.plan.wall_clock.star_seconds`). The steps that the clients of
+    this run take before they merge an average pass meanwhile; nothing else overlaps.
     """
     pace = seconds_per_step(run)
     if pace is None:
@@ -60,10 +61,12 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     config, sizes = run.summary["config"], run.summary["stream_bytes"]
     # From the summary: an older version's configuration may no longer be valid.
     once_at = frozenset(config.get("once_at", ()))
-    schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at)
+    phases, delay = config.get("phases", {}), config.get("sync_delay", 0)
+    schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at, phases)
     uploads = Uploads(schedule, sizes, sizes, config["steps"])
     methods = {name: ModelledTime() for name in ("this run", "Local Adam", "DDP")}
-    for line in run.windows:
+    ends = [line["step"] for line in run.windows]
+    for line, following in zip(run.windows, [*ends[1:], ends[-1]], strict=True):
         steps, workers = line["step"] - line["start"], max(1, len(line["clients"]))
         before = sum(uploads.local_adam.values())
         uploads.add(line["start"], line["step"], len(line["clients"]))
@@ -74,6 +77,9 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
         }
         for name, time in methods.items():
             seconds = star_seconds(sent[name] / workers, workers, link) if sent[name] else 0.0
+            if name == "this run":
+                hidden = min(delay, following - line["step"])
+                seconds = max(0.0, seconds - pace * hidden)
             time.add(line["step"], pace * steps, seconds * (steps if name == "DDP" else 1))
     if GRADIENTS in run.periods:
         del methods["Local Adam"]

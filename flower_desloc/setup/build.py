@@ -137,7 +137,8 @@ def build_schedule(config: Config) -> SyncSchedule:
     periods = config.sync
     if config.strategy != "desloc":
         periods = dict.fromkeys(_known_streams(config)[0], RESET) | periods
-    return SyncSchedule(periods, coin_seed=coins, once_at=frozenset(config.sync_once_at))
+    once_at = frozenset(config.sync_once_at)
+    return SyncSchedule(periods, coin_seed=coins, once_at=once_at, phases=config.sync_phase)
 
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
