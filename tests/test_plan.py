@@ -304,11 +304,13 @@ def test_rates_times_steps_are_the_counted_bytes_over_a_common_multiple_of_all_p
         assert method.num_bytes * T == pytest.approx(counted[method.name])
 
 
-@given(st.tuples(PERIOD, PERIOD, PERIOD))
-def test_windows_and_exchanges_are_those_of_the_schedule(periods):
-    schedule = SyncSchedule(periods_of(*periods))
+@given(st.tuples(PERIOD, PERIOD, PERIOD), st.tuples(*[st.integers(0, 11)] * 3))
+def test_windows_and_exchanges_are_those_of_the_schedule(periods, shifts):
+    clocks = [(s, K, p) for s, K, p in zip(STREAMS, periods, shifts, strict=True) if K != NEVER]
+    phases = {stream: shift % period for stream, period, shift in clocks}
+    schedule = SyncSchedule(periods_of(*periods), phases=phases)
     T = math.lcm(*(k for k in periods if k != NEVER))
-    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), schedule.periods)
+    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), schedule.periods, phases=phases)
     due = [schedule.due(step) for step in range(1, T + 1)]
     assert desloc.windows * T == pytest.approx(sum(map(bool, due)))
     assert desloc.exchanges * T == pytest.approx(sum(map(len, due)))
@@ -721,6 +723,36 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert "no measurement is near" in plan("desloc_adam")[1]
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
+
+
+@pytest.mark.parametrize("phases", [{}, {"exp_avg": 16, "exp_avg_sq": 32}], ids=["0", "16"])
+@pytest.mark.parametrize("delay", [0, 1, 4, 16, 99])
+def test_late_averages_wait_as_long_as_a_worker_that_steps_meanwhile(delay, phases):
+    run = planned(16, 48, 96, phases=phases, delay=delay, link=Link(bandwidth=8e6, latency=0.01))
+    clock = arrival = 0.0
+    due = 0
+    schedule = SyncSchedule(run.periods, phases=phases)
+    for step in range(run.steps):
+        if step == due:
+            clock = max(clock, arrival)
+        clock += run.compute
+        if streams := schedule.due(step + 1):
+            clock = max(clock, arrival)  # a short window merges at its end
+            arrival = clock + star_seconds(4e6 * len(streams), run.workers, run.link)
+            due = step + 1 + delay
+    total = max(clock, arrival)
+    assert run.steps * (run.compute + run.late_waiting()) == pytest.approx(total)
+    if not delay:
+        assert run.late_waiting() == pytest.approx(run.waiting(run.desloc, Topology.STAR))
+
+
+def test_the_plan_shows_the_largest_window_and_late_averages():
+    said = plan("quickstart", "sync_delay=4", "--step-seconds", "0.2", "--bandwidth", "0.1")[1]
+    assert "late by 4" in said
+    assert "largest window: 13.0 MB, 3 payloads" in said
+    apart = plan("quickstart", "sync_phase.exp_avg=16", "sync_phase.exp_avg_sq=32")[1]
+    assert "largest window: 8.7 MB, 2 payloads" in apart
+    assert "late by" not in apart
 
 
 def test_an_average_on_a_star_takes_at_least_the_seconds_of_a_window():

@@ -32,7 +32,7 @@ from network import (
     clean,
     network,
 )
-from report import DOCUMENT, RESULTS, draw
+from report import DOCUMENT, draw, results_file
 
 from flower_desloc.cli.terminal import exit_on_signals
 from flower_desloc.config import load
@@ -67,11 +67,12 @@ def main() -> int:
     cells: Cells = yaml.safe_load(args.cells.read_text())
     if args.what == "collect":
         runs = [json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))]
-        RESULTS.write_text(json.dumps({"cells": cells, "files": runs}, indent=1) + "\n")
-        print(f"{len(runs)} files into {RESULTS}")
+        kept = results_file(args.cells.stem)
+        kept.write_text(json.dumps({"cells": cells, "files": runs}, indent=1) + "\n")
+        print(f"{len(runs)} files into {kept}")
         return 0
     if args.what == "draw":
-        draw(json.loads(RESULTS.read_text()), DOCUMENT)
+        draw(args.cells.stem, DOCUMENT)
         return 0
     wanted = {
         "rates": args.rate or cells["rates"],

@@ -1,5 +1,6 @@
 """What the runs say: time to a loss, share of computing, bytes on the interface, the planner."""
 
+import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -16,11 +17,16 @@ from flower_desloc.plan.wall_clock import Link, Topology
 from flower_desloc.runs.time_model import MBIT
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "thin_links.json"
 DOCUMENT = ROOT / "docs" / "thin-links.md"
 COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
 
 Run = dict[str, Any]
+
+
+def results_file(cells: str) -> Path:
+    """Return the file of the results of ``CELLS.yaml``."""
+    suffix = "" if cells == "cells" else f"_{cells}"
+    return ROOT / "benchmarks" / "results" / f"thin_links{suffix}.json"
 
 
 def elapsed(run: Run) -> list[float]:
@@ -67,7 +73,8 @@ def planned(run: Run, link: Link, window_seconds: float = 0.0) -> float:
     if "gradients" in config.sync:  # a plan compares with data parallelism by itself
         config.sync = {"params": 1, "exp_avg": "never", "exp_avg_sq": "never"}
     plan = replace(planned_run(config, link, **options), window_seconds=window_seconds)
-    return plan.compute + plan.waiting(plan.desloc, Topology.STAR)
+    late = plan.late_waiting() if plan.delay else plan.waiting(plan.desloc, Topology.STAR)
+    return plan.compute + late
 
 
 def window_seconds(run: Run) -> float:
@@ -170,8 +177,9 @@ def picture(runs: list[Run], target: float) -> Figure:
     return made
 
 
-def draw(results: dict[str, Any], document: Path) -> None:
-    """Write the tables between the document's markers, and the picture next to it."""
+def draw(name: str, document: Path) -> None:
+    """Write the tables of ``NAME.yaml`` between its markers in the document, and the picture."""
+    results = json.loads(results_file(name).read_text())
     cells, files = results["cells"], results["files"]
     order = list(cells["methods"])
     runs = [found for found in files if "method" in found]
@@ -188,11 +196,13 @@ def draw(results: dict[str, Any], document: Path) -> None:
             "a run.",
             volumes(runs),
         ]
-        picture(runs, cells["targets"][-1]).savefig(document.with_suffix(".png"), dpi=130)
+        suffix = "" if name == "cells" else f"-{name}"
+        image = document.with_name(f"{document.stem}{suffix}.png")
+        picture(runs, cells["targets"][-1]).savefig(image, dpi=130)
     text = "\n\n".join(parts)
     page = document.read_text()
     made = re.sub(
-        r"(<!-- tables -->\n).*(\n<!-- /tables -->)",
+        rf"(<!-- {name} -->\n).*(\n<!-- /{name} -->)",
         lambda match: match[1] + text + match[2],
         page,
         flags=re.DOTALL,
