@@ -237,6 +237,11 @@ WRONG = {
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
     "wire.exp_avg=int8 sync.exp_avg=never": ["wire.exp_avg", "sync.exp_avg=never"],
+    "sync_phase.exp_avg=48": ["sync_phase", "'exp_avg'", "below its period 48", "got 48"],
+    "sync_phase.exp_avgs=1": ["sync_phase", "'exp_avgs'", "period"],
+    "sync_phase.params=1 sync_mode=probabilistic": ["sync_phase", "'params'", "period"],
+    "sync_delay=-1": ["sync_delay=-1", "at least 0"],
+    "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset": ["sync_delay=1", "set it to 0"],
     "sync_mode=random": ["sync_mode=random", "periodic, probabilistic"],
     "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
     "federation.on_failure=retry": ["federation.on_failure=retry", "stop, continue"],
@@ -249,7 +254,7 @@ WRONG = {
 @pytest.mark.parametrize(("override", "parts"), WRONG.items(), ids=WRONG)
 def test_a_wrong_value_is_refused_in_one_line_with_key_value_and_what_is_allowed(override, parts):
     with pytest.raises(ConfigError) as error:
-        quickstart([override])
+        quickstart(override.split())
     message = str(error.value)
     assert "\n" not in message
     assert not [part for part in parts if part not in message], message

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.config import ConfigError, load
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import PARAMS, RESET
 from flower_desloc.flower.ahead import STEPS_AHEAD
 from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.decays import state_decays
+from flower_desloc.setup.build import check_streams
 
 LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
 
@@ -115,7 +117,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda p: Adam(p, amsgrad=True), "maximum"),
+        (lambda p: Adam(p, amsgrad=True), "max_exp_avg_sq"),
         (lambda p: Own(p), "decays"),
         (lambda p: ADOPT([{"params": p}, {"params": [], "betas": (0.5, 0.5)}]), "groups"),
     ],
@@ -123,7 +125,7 @@ class Own(torch.optim.SGD):
 )
 def test_an_optimizer_of_unknown_decays_is_refused(make: Callable[..., Any], what: str):
     with pytest.raises(ValueError, match=what):
-        state_decays(make([torch.nn.Parameter(torch.zeros(2))]))
+        state_decays(make([torch.nn.Parameter(torch.zeros(2))]), ["exp_avg", "max_exp_avg_sq"])
 
 
 @pytest.mark.parametrize(
@@ -137,3 +139,9 @@ def test_an_optimizer_of_unknown_decays_is_refused(make: Callable[..., Any], wha
 def test_a_delay_that_cannot_be_is_refused(periods: Mapping[str, Any], delay: int):
     with pytest.raises(ValueError, match=f"sync_delay={delay}"):
         DesLoc(SyncSchedule(periods), 6, sync_delay=delay)
+
+
+def test_a_delay_with_an_optimizer_of_unknown_decays_is_refused_with_the_setting():
+    words = ["optimizer.name=amsgrad", "sync.max_exp_avg_sq=96", "sync_delay=1"]
+    with pytest.raises(ConfigError, match=r"sync_delay=1: Adam's max_exp_avg_sq .* sync_delay=0"):
+        check_streams(load("quickstart", words))

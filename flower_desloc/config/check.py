@@ -249,11 +249,6 @@ def _sync_delay(config: Config) -> Iterator[str]:
         yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
     elif RESET in sync.values():
         yield f"{stated}: with states that are reset averages come in time; set it to 0"
-    elif config.optimizer.name == "amsgrad":
-        yield (
-            f"{stated}: the maximum of optimizer.name=amsgrad cannot be corrected for a delay; "
-            "set it to 0, or choose adam"
-        )
 
 
 def _wire(config: Config) -> Iterator[str]:

@@ -308,7 +308,8 @@ def _merged(
     worker: Worker, sent: Mapping[str, Stream], averages: Mapping[str, Stream], steps: int
 ) -> dict[str, Stream]:
     """Return the streams with averages of what was ``sent`` so many local steps before."""
-    decays = {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer)}
+    states = [name for name in averages if name not in (PARAMS, BUFFERS)]
+    decays = {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
     return {
         name: merged(name, now, sent[name], averages[name], decay=decays[name], steps=steps)
         for name, now in worker.take(averages).items()

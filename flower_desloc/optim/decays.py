@@ -1,6 +1,6 @@
 """What a step multiplies each state of an optimizer by."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Adam, AdamW, Optimizer
@@ -14,8 +14,8 @@ class Linear(Protocol):
         """Return, by state, the factor beta of ``s <- beta s + (a function of the gradient)``."""
 
 
-def state_decays(optimizer: Optimizer) -> dict[str, float]:
-    """Return what one step multiplies each state of ``optimizer`` by: beta1, beta2.
+def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, float]:
+    """Return what one step multiplies the named states of ``optimizer`` by: beta1, beta2.
 
     Known for this project's optimizers, for PyTorch's Adam and AdamW, and for those with a method
     ``decays(group)``, a group being one of ``optimizer.param_groups``.
@@ -23,21 +23,23 @@ def state_decays(optimizer: Optimizer) -> dict[str, float]:
     Raises ``ValueError`` for a state that is not linear in what enters it (AMSGrad's maximum), for
     an optimizer that does not state its decays, and for parameter groups that differ in them.
     """
-    name = type(optimizer).__name__
+    what = type(optimizer).__name__
     found = [dict(_decays(optimizer, group)) for group in optimizer.param_groups]
     if any(decays != found[0] for decays in found):
-        raise ValueError(f"{name}'s parameter groups have other decays: {found}")
-    return found[0]
+        raise ValueError(f"{what}'s parameter groups have other decays: {found}")
+    if unknown := [name for name in names if name not in found[0]]:
+        raise ValueError(
+            f"{what}'s {' and '.join(unknown)} decays by no constant factor, so it cannot be "
+            "corrected for a delay"
+        )
+    return {name: found[0][name] for name in names}
 
 
 def _decays(optimizer: Optimizer, group: Mapping[str, Any]) -> Mapping[str, float]:
     if isinstance(optimizer, Linear):
         return optimizer.decays(group)
     if type(optimizer) in (Adam, AdamW):
-        if group["amsgrad"]:
-            raise ValueError("AMSGrad's max_exp_avg_sq is a maximum, which has no decay")
-        beta1, beta2 = group["betas"]
-        return {"exp_avg": beta1, "exp_avg_sq": beta2}
+        return dict(zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True))
     raise ValueError(
         f"{type(optimizer).__name__} does not state its states' decays; give it a method "
         "decays(group) that returns them by the states' names"

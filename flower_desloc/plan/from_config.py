@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import nn
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import is_path
@@ -14,9 +15,10 @@ from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS
 from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.optim.adopt import fourth_root
+from flower_desloc.optim.decays import state_decays
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
-from flower_desloc.setup.build import build_schedule, check_streams
+from flower_desloc.setup.build import build_optimizer, build_schedule, check_streams
 from flower_desloc.setup.initial import with_init_from
 from flower_desloc.setup.sketch import offline_task
 
@@ -27,6 +29,8 @@ PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
 """Folder of their configurations."""
 
 _FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
+_DRIFTS_AS: Final = {"max_exp_avg_sq": "exp_avg_sq"}
+"""A maximum changes at most as fast as what it is taken of."""
 _DECAY_IN_THE_GRADIENT: Final = ("adam", "amsgrad", "sgdm")
 """Optimizers that add weight decay to the clipped gradient, which then has no bound."""
 
@@ -144,11 +148,14 @@ def num_workers(config: Config) -> int:
 
 
 def _beta(config: Config, name: str) -> float | None:
-    if name == PARAMS or is_path(config.optimizer.name):
+    if name == PARAMS:
         return None
-    if name == "momentum_buffer":
-        return config.optimizer.momentum
-    return config.optimizer.betas[0 if name == "exp_avg" else 1]
+    name = _DRIFTS_AS.get(name, name)
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(1))])
+    try:
+        return state_decays(optimizer, [name])[name]
+    except ValueError:
+        return None
 
 
 def _ceiling(config: Config, name: str, rho: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """Build the algorithm's objects from the configuration."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 import torch
@@ -13,7 +13,7 @@ from flower_desloc.config.imports import imported, is_path
 from flower_desloc.core import lr_schedule
 from flower_desloc.core.local_steps import Clipping
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, RESET, SyncSchedule
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
 from flower_desloc.core.streams import (
     BUFFERS,
     check_optimizer,
@@ -110,9 +110,9 @@ def check_streams(config: Config) -> None:
     states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
     """
     find_task(config)
-    if config.sync_delay:
-        _check_decays(config)
     always, sometimes = _known_streams(config)
+    if config.sync_delay:
+        _check_decays(config, [name for name in always if name != PARAMS])
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
@@ -120,15 +120,13 @@ def check_streams(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_decays(config: Config) -> None:
+def _check_decays(config: Config, states: Collection[str]) -> None:
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
     try:
-        state_decays(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
+        state_decays(optimizer, states)
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"sync_delay={config.sync_delay}: {error}; or set sync_delay=0"
-        ) from error
+        stated = f"sync_delay={config.sync_delay}"
+        raise ConfigError(f"{stated}: {error}; otherwise set sync_delay=0") from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:
