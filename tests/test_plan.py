@@ -711,8 +711,10 @@ def test_a_measured_run_is_nearest_to_itself(gap):
         flops=1,
         mfu=1,
     )
-    assert nearest(run)[0].distance(run) == 1
-    assert (gap.params, gap.tokens) == (nearest(run)[0].params, nearest(run)[0].tokens)
+    assert run.tokens is not None
+    apart, found = nearest(run.optimizer, run.periods, run.num_params, run.tokens / run.workers)[0]
+    assert apart == 1
+    assert (gap.params, gap.tokens) == (found.params, found.tokens)
 
 
 def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
@@ -721,6 +723,8 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert "of DES-LOC above Local: the nearest measurements" in said
     assert "no measurement" not in said
     assert "no measurement is near" in plan("desloc_adam")[1]
+    far = plan("desloc_adam", "--params", "41120", "--tokens-per-step", "1024", "sync.params=128")
+    assert "no measurement is near" in far[1]
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
 

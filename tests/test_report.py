@@ -20,13 +20,21 @@ from typer.testing import CliRunner
 from flower_desloc.cli import app
 from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event, WindowRecord
+from flower_desloc.plan.evidence import measured
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
 from flower_desloc.runs.figures.curves import Band, Curve
 from flower_desloc.runs.groups import Spread
 from flower_desloc.runs.report import NoRunError, RunRecord, find, grouped, load, write_report
 from flower_desloc.runs.report.sections import sections
-from flower_desloc.runs.report.tables import TIMES, attendance, comparison, event_counts, events
+from flower_desloc.runs.report.tables import (
+    TIMES,
+    attendance,
+    comparison,
+    event_counts,
+    events,
+    tiles,
+)
 from flower_desloc.runs.time_model import DEFAULT_LINK, modelled, seconds_per_step
 from flower_desloc.tools.engines.in_process import run_in_process
 
@@ -180,6 +188,19 @@ def test_the_headline_has_the_numbers_of_the_summary(real: Path) -> None:
     assert summary["weights_sha256"] in cells
     assert summary["versions"]["torch"] in cells
     assert summary["versions"].keys() >= {"python", "torch", "flwr", "flower-desloc"}
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_the_headline_says_what_rare_averages_cost_near_the_run(real: Path, near: bool) -> None:
+    gap = measured()[0]
+    run = load(real / "desloc")
+    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1 if near else 5)
+    run.summary["config"]["optimizer"] = gap.optimizer
+    run.summary["config"]["periods"] = {"params": 16, "exp_avg": 48, "exp_avg_sq": 96}
+    run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens}
+    (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages cost")
+    assert tile.value == (f"up to {gap.high:+.1f}%" if near else "unknown")
+    assert f"{gap.params:,} parameters" in tile.note
 
 
 def test_the_worst_domain_and_the_worst_client_are_named(real: Path) -> None:

@@ -2,19 +2,22 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from flower_desloc.core.schedule import PARAMS
-from flower_desloc.plan.planned_run import PlannedRun
+from flower_desloc.core.schedule import PARAMS, Period
 
 MEASURED: Final = Path(__file__).with_name("measured.json")
 """Written by ``python benchmarks/ladder.py draw``."""
 
 NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
+
+PERIOD: Final = 16
+"""K_x of all measurements; K_u and K_v are 3 and 6 times as long."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,9 @@ class MeasuredGap:
     """Lower end of the 95 % interval."""
     high: float
 
-    def distance(self, run: PlannedRun) -> float:
-        """Return the factor between the models if the batches are equal, or the reverse; from 1."""
-        assert run.tokens is not None
-        ratios = self.params / run.num_params, self.tokens * run.workers / run.tokens
+    def distance(self, num_params: float, tokens: float, period: int) -> float:
+        """Return by what factor a run differs in size, a worker's batch or K_x; 1 is equal."""
+        ratios = self.params / num_params, self.tokens / tokens, PERIOD / period
         return math.exp(math.hypot(*map(math.log, ratios)))
 
 
@@ -46,14 +48,18 @@ def measured() -> tuple[MeasuredGap, ...]:
     return tuple(MeasuredGap(**each) for each in json.loads(MEASURED.read_text()))
 
 
-def nearest(run: PlannedRun, number: int = 3) -> list[MeasuredGap]:
-    """Return the measurements with the run's optimizer nearest to its size and batch.
+def nearest(
+    optimizer: str, periods: Mapping[str, Period], num_params: float, tokens: float
+) -> list[tuple[float, MeasuredGap]]:
+    """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    Empty for a run without tokens, with another optimizer, or that averages all streams together.
+    ``tokens`` are those of a worker and step. Empty for a run that averages all streams together,
+    or never the parameters.
     """
-    together = len({run.periods[s.name] for s in run.moments} | {run.periods[PARAMS]}) == 1
-    if run.tokens is None or together:
+    period = periods.get(PARAMS)
+    if not isinstance(period, int) or len(set(periods.values())) == 1:
         return []
-    name = "adam" if run.optimizer == "adamw" else run.optimizer
+    name = "adam" if optimizer == "adamw" else optimizer
     found = [gap for gap in measured() if gap.optimizer == name]
-    return sorted(found, key=lambda gap: gap.distance(run))[:number]
+    apart = [(gap.distance(num_params, tokens, period), gap) for gap in found]
+    return sorted(apart, key=lambda each: each[0])

@@ -20,6 +20,7 @@ from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
 _DAY = 86400
+_SHOWN = 3  # measurements
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,17 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             f"{payloads:.3g} payloads"
         )
         console.print(Text(remark, style="dim"))
-    if gaps := nearest(run):
+    tokens = run.tokens / run.workers if run.tokens else None
+    gaps = nearest(run.optimizer, run.periods, run.num_params, tokens) if tokens else []
+    if gaps:
         _print(
             console,
             "Loss",
             "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
-            _gaps(gaps),
+            _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
-        if gaps[0].distance(run) > NEAR:
-            remark = "no measurement is near this run's model and batch"
+        if gaps[0][0] > NEAR:
+            remark = "no measurement is near this run's model, batch and K_x"
             console.print(Text(remark, style="dim"))
     for topology, how in (
         (Topology.STAR, "all workers' payloads, up and then down the server's link"),

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import get_args
 
+import torch
+
 from flower_desloc.config import Config, dump
 from flower_desloc.config.units import (
     TEXT,
@@ -16,7 +18,9 @@ from flower_desloc.config.units import (
     loss_text,
     percent_text,
 )
+from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
+from flower_desloc.plan.evidence import NEAR, PERIOD, nearest
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import worst_first
@@ -91,6 +95,8 @@ def tiles(run: RunRecord) -> list[Tile]:
             found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
     if (noise := summary.get("noise_scale")) is not None:
         found.append(Tile("gradient noise scale", *_noise(run, noise)))
+    if (tile := _expected(run)) is not None:
+        found.append(tile)
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "evaluation", "exchange")
@@ -106,6 +112,27 @@ def _noise(run: RunRecord, batches: float) -> tuple[str, str]:
         size, unit = size * data["seq_len"], "tokens"
     rounded = float(f"{batches * size:.2g}")
     return f"{rounded:,.0f} {unit}", f"{figures(batches)} {TIMES} a client's batch"
+
+
+def _expected(run: RunRecord) -> Tile | None:
+    """Return what was measured of rare averages nearest to this run, if it has any."""
+    config, sizes = run.config, run.summary["stream_bytes"]
+    if run.task != TEXT or config.get("strategy", "desloc") != "desloc" or not sizes.get(PARAMS):
+        return None
+    values = torch.empty(0, dtype=getattr(torch, config["model"]["dtype"])).element_size()
+    num_params = sizes[PARAMS] / values
+    tokens = config["data"]["batch_size"] * config["data"]["seq_len"]
+    gaps = nearest(run.summary["config"]["optimizer"], run.periods, num_params, tokens)
+    if not gaps:
+        return None
+    apart, gap = gaps[0]
+    where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {PERIOD}"
+    interval = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%"
+    if apart > NEAR:
+        return Tile("rare averages cost", "unknown", f"nearest: {interval}, at {where}")
+    return Tile(
+        "rare averages cost", f"up to {gap.high:+.1f}%", f"loss above Local, {interval}, at {where}"
+    )
 
 
 def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
