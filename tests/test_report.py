@@ -194,13 +194,13 @@ def test_the_headline_has_the_numbers_of_the_summary(real: Path) -> None:
 def test_the_headline_says_what_rare_averages_cost_near_the_run(real: Path, near: bool) -> None:
     gap = measured()[0]
     run = load(real / "desloc")
-    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1 if near else 5)
+    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1 if near else 1000)
     run.summary["config"]["optimizer"] = gap.optimizer
     run.summary["config"]["periods"] = {"params": 16, "exp_avg": 48, "exp_avg_sq": 96}
     run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens}
     (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages cost")
     assert tile.value == (f"up to {gap.high:+.1f}%" if near else "unknown")
-    assert f"{gap.params:,} parameters" in tile.note
+    assert not near or f"{gap.params:,} parameters" in tile.note
 
 
 def test_the_worst_domain_and_the_worst_client_are_named(real: Path) -> None:
