@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "ladder.md"
 LOCAL = "Local"
-MEASURED = ROOT / "flower_desloc" / "plan" / "measured.json"
+MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
 CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
@@ -53,6 +53,14 @@ OTHER_PERIODS = {
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
+PACKAGE_HEAD = (
+    '"""The gaps of DES-LOC to Local, as `python benchmarks/ladder.py draw` writes them."""',
+    "",
+    "from typing import Final",
+    "",
+    "# The fields of evidence.MeasuredGap.",
+    "GAPS: Final = (",
+)
 COLOURS = {
     "DES-LOC": "#0072B2",
     "FAVG+OPT": "#D55E00",
@@ -380,20 +388,15 @@ def errorbar(panel: Any, points: list[tuple[float, Gap]], **how: Any) -> None:
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
-    """Return DES-LOC's gaps as the JSON that `desloc plan` reads."""
-    names = ("partition", "optimizer", "params", "tokens", "steps")
-    gaps = [
-        {name: getattr(rung, name) for name in names}
-        | {"seeds": gap.seeds, "loss": gap.mean, "low": gap.low, "high": gap.high}
+    """Return DES-LOC's gaps as the Python file that `desloc plan` and reports read."""
+    lines = [
+        f'    ("{rung.optimizer}", "{rung.partition}", {rung.params}, {rung.tokens}, {rung.steps}, '
+        f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
         for rung, methods in rows.items()
         for gap in [methods["DES-LOC"].loss if "DES-LOC" in methods else None]
         if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in CHECKS
     ]
-    lines = (
-        json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in gap.items()})
-        for gap in gaps
-    )
-    return "[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n"
+    return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
 
 
 def draw() -> None:

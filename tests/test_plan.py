@@ -22,7 +22,7 @@ from flower_desloc.config import load
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.optim import SGDM
 from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
-from flower_desloc.plan.evidence import MEASURED, measured, nearest
+from flower_desloc.plan.evidence import measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import (
@@ -696,7 +696,8 @@ def test_an_option_outside_its_limits_is_refused(limits, values):
 
 def test_the_measured_gaps_are_those_of_the_ladder():
     ladder = load_benchmark("ladder")
-    assert ladder.package_data(ladder.gaps(ladder.results())) == MEASURED.read_text()
+    written = ladder.package_data(ladder.gaps(ladder.results()))
+    assert written == ladder.MEASURED.read_text()
 
 
 @pytest.mark.parametrize("gap", measured(), ids=str)

@@ -1,17 +1,13 @@
 """What DES-LOC's rare averages cost: the gaps to Local that were measured (docs/ladder.md)."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Final
 
 from flower_desloc.core.schedule import PARAMS, Period
-
-MEASURED: Final = Path(__file__).with_name("measured.json")
-"""Written by ``python benchmarks/ladder.py draw``."""
+from flower_desloc.plan.measured import GAPS
 
 NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
@@ -45,7 +41,7 @@ class MeasuredGap:
 @lru_cache(maxsize=1)
 def measured() -> tuple[MeasuredGap, ...]:
     """Return every measured gap."""
-    return tuple(MeasuredGap(**each) for each in json.loads(MEASURED.read_text()))
+    return tuple(MeasuredGap(*each) for each in GAPS)
 
 
 def nearest(
