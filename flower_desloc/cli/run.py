@@ -30,7 +30,12 @@ from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_mac
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.dry_run import full_report, memory_line
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
-from flower_desloc.tools.engines.simulation import federation_config, flwr_run, simulate
+from flower_desloc.tools.engines.simulation import (
+    federation_config,
+    flwr_run,
+    on_cluster,
+    simulate,
+)
 
 
 class Engine(StrEnum):
@@ -59,6 +64,13 @@ def run(
             "allow, by federation.client_cpus and federation.client_gpus.",
         ),
     ] = None,
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of a running Ray cluster, whose machines share the disk of "
+            "--output-dir; its clients are simulated there."
+        ),
+    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -82,13 +94,18 @@ def run(
     """
     if preset and workers is not None and engine is not Engine.SIMULATION:
         fail(USAGE, "--workers is for --engine simulation")
+    if preset and ray_address and (engine is not Engine.SIMULATION or workers is not None):
+        fail(
+            USAGE,
+            "--ray-address is for --engine simulation without --workers: the cluster's own CPUs "
+            "and GPUs say how many clients run at the same time",
+        )
     arguments = RunArguments.parse(preset, overrides or [])
     config = arguments.config
     output_dir = begun_in(config, output_dir.expanduser().resolve())
     run_config = arguments.run_config(output_dir)
-    command = flwr_run(
-        APP_FOLDER, run_config, federation_config(config, workers=workers, cores=cores())
-    )
+    federation = federation_config(config, workers=workers, cores=None if ray_address else cores())
+    command = flwr_run(APP_FOLDER, run_config, federation)
     if dry_run:
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
@@ -98,15 +115,18 @@ def run(
         return
     require_writable(output_dir)
     try:
+        if ray_address:
+            raise ValueError(f"its clients run on the Ray cluster at {ray_address}")
         _preflight(config, engine, workers, output_dir, dry=False)
     except ValueError as error:  # a run that cannot be estimated may still fit
         typer.echo(f"whether this run fits is not known: {error}")
     again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []
+    again += ["--ray-address", ray_address] if ray_address else []
     with resume_hint(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
-            _run_simulation(command, output_dir, verbose=verbose)
+            _run_simulation(command, output_dir, ray_address, verbose=verbose)
         else:
             _run_in_process(config, run_config, verbose=verbose)
 
@@ -145,12 +165,18 @@ def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Ite
         raise
 
 
-def _run_simulation(command: Sequence[str], output_dir: Path, *, verbose: bool) -> None:
+def _run_simulation(
+    command: Sequence[str], output_dir: Path, ray_address: str, *, verbose: bool
+) -> None:
     typer.echo(shlex.join(command))
     folder = clients_folder(output_dir)
     os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
+    environment = {}
+    if ray_address:
+        folder.mkdir(exist_ok=True)
+        environment = on_cluster(ray_address, folder)
     with removed_if_empty(folder), failing(FAILED, ProcessError):
-        status = simulate(command, verbose=verbose)
+        status = simulate(command, verbose=verbose, environment=environment)
     if not status.completed:
         fail(FAILED, status.error)
 

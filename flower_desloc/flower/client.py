@@ -5,6 +5,7 @@ An app gives :func:`client_app` a function that builds a :class:`Worker`.
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
@@ -50,6 +51,9 @@ T = TypeVar("T")
 
 STATE_DIR = "DESLOC_STATE_DIR"
 """Environment variable: the folder of the state of clients whose node config has no state-dir."""
+
+STATE_SHARED = "DESLOC_STATE_SHARED"
+"""Environment variable: if set, clients move between machines, and all see that folder."""
 
 _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
@@ -212,10 +216,19 @@ def client_name(context: Context) -> str:
 
 
 def state_folder(context: Context) -> Path:
-    """Return the folder in which the clients of a node keep their state."""
+    """Return the folder in which the clients of a node keep their state.
+
+    Raises ``FileNotFoundError`` if clients move between machines, and this one does not have it.
+    """
     home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
     default = os.environ.get(STATE_DIR, Path(home) / "desloc")
-    return Path(str(context.node_config.get("state-dir", default))).expanduser()
+    folder = Path(str(context.node_config.get("state-dir", default))).expanduser()
+    if os.environ.get(STATE_SHARED) and not folder.is_dir():
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not have {folder}, where the clients keep their state; "
+            "put --output-dir on a disk that all machines of the Ray cluster share"
+        )
+    return folder
 
 
 def _received(

@@ -1,5 +1,6 @@
 """One run in Flower's simulation: the `flwr run` command, its output, its status."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import typer
 
 from flower_desloc.config import Config
+from flower_desloc.flower.client import STATE_DIR, STATE_SHARED
 from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import (
     CONNECTION,
@@ -16,14 +18,21 @@ from flower_desloc.tools.engines.superlink import (
 )
 
 
-def federation_config(config: Config, *, workers: int | None, cores: int) -> dict[str, int | float]:
-    """Return Flower's federation config for simulating ``config`` on ``cores`` CPU cores."""
+def federation_config(
+    config: Config, *, workers: int | None, cores: int | None
+) -> dict[str, int | float]:
+    """Return Flower's federation config for simulating ``config`` on ``cores`` CPU cores.
+
+    None: on a Ray cluster that is running, whose own number of cores Ray knows.
+    """
     clients = config.federation
     settings: dict[str, int | float] = {
         "num-supernodes": clients.num_clients,
         "client-resources-num-cpus": clients.client_cpus,
         "client-resources-num-gpus": float(clients.client_gpus),
     }
+    if cores is None:
+        return settings
     # By default Ray starts one actor per core, each with its own PyTorch, even for few clients. It
     # starts none, which is an error, if a client needs more cores than there are.
     if workers is None and clients.num_clients * clients.client_cpus < cores:
@@ -53,9 +62,23 @@ def flwr_run(
     ]
 
 
-def simulate(command: Sequence[str], *, verbose: bool) -> RunStatus:
+def on_cluster(address: str, state_dir: Path) -> dict[str, str]:
+    """Return the environment of a simulation whose clients run on a Ray cluster.
+
+    The clients inherit nothing from this process: Ray hands its driver's runtime environment on.
+    """
+    clients = {STATE_DIR: str(state_dir), STATE_SHARED: "1"}
+    return {
+        "RAY_ADDRESS": address,
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": clients}}),
+    }
+
+
+def simulate(
+    command: Sequence[str], *, verbose: bool, environment: Mapping[str, str] | None = None
+) -> RunStatus:
     """Run a `flwr run` command on a private SuperLink and print the run's output as it comes."""
-    with private_superlink() as superlink:
+    with private_superlink(add=environment or {}) as superlink:
         run_id = superlink.submit(command)
         typer.echo(f"run {run_id} is submitted; the app and its clients are starting")
         return follow(superlink, run_id, verbose=verbose)

@@ -146,10 +146,15 @@ class SuperLink:
 
 
 @contextmanager
-def private_superlink(*, simulation: bool = True, host: Host = HERE) -> Iterator[SuperLink]:
-    """Start a SuperLink, and end it with everything it started on exit."""
+def private_superlink(
+    *, simulation: bool = True, host: Host = HERE, add: Mapping[str, str] | None = None
+) -> Iterator[SuperLink]:
+    """Start a SuperLink, and end it with everything it started on exit.
+
+    ``add`` are further environment variables.
+    """
     with private_home() as home:
-        environment = flower_environment(home)
+        environment = flower_environment(home) | dict(add or {})
         address = host.superlink or f"127.0.0.1:{free_port()}"
         hosts = dict.fromkeys(["localhost", "127.0.0.1", address.rpartition(":")[0]])
         certificates = None if simulation else make_certificates(home, list(hosts))
