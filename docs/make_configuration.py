@@ -7,6 +7,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from flower_desloc.config.run_config import SETTINGS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "config" / "schema.py"
@@ -27,7 +29,17 @@ A run is configured by a preset of `configs/` or a YAML file of your own, and ov
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
 flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=3"'
+flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 ```
+
+The most common settings are keys of the run config. Those that are `""`, as all are in
+`pyproject.toml`, change nothing. **`overrides` win over these keys, and these over the preset or
+file.** A value for every run is set in `pyproject.toml`, which
+`desloc run` and `desloc federate` read too.
+
+{keys}
+Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
+`overrides` and `output-dir`. Any other setting is an override.
 
 A file may build on a preset with `extends: quickstart`; it then states what differs. Its `sync`
 section, if it has one, replaces the preset's: which streams have which clock is one decision.
@@ -46,12 +58,17 @@ keeps its own state (by default the folder that the environment variable DESLOC_
 def page() -> str:
     """Return the page."""
     sections = dict(_sections())
-    lines = [HEAD]
+    lines = [HEAD.format(keys=_keys())]
     lines += _table("", sections.pop("Config"))
     for name, (doc, fields) in sections.items():
         key = "lr_schedule" if name == "LRSchedule" else name.lower()
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _keys() -> str:
+    rows = [f"| `{key}` | `{setting}` |" for key, setting in SETTINGS.items()]
+    return "\n".join(["| key of the run config | setting |", "|---|---|", *rows, ""])
 
 
 def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:

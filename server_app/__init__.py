@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
-from flower_desloc.config import Config, ConfigError, dump, load
+from flower_desloc.config import Config, ConfigError, dump, load_run_config
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
@@ -39,7 +39,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
     run_config = context.run_config
-    config = with_init_from(load(str(run_config["config"]), str(run_config["overrides"])))
+    config = with_init_from(load_run_config(run_config))
     if config.model.config:
         log(INFO, OF_MODEL_CONFIG)
     task = build_task(config)

@@ -22,8 +22,9 @@ from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from typer.testing import CliRunner
 
 import flower_desloc
-from flower_desloc.cli import app, run
-from flower_desloc.config import Config, app_folder, load, parse
+from flower_desloc.cli import app, run, run_arguments
+from flower_desloc.config import Config, app_folder, load, load_run_config, parse
+from flower_desloc.config.run_config import app_run_config
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.resume import cut_off_since
 from flower_desloc.sites.deployment import environment as flower
@@ -378,11 +379,24 @@ def test_the_inprocess_engine_gets_what_flower_would(in_process):
     result = desloc("quickstart", "federation.num_clients=3", "--engine", "inprocess")
     assert result.exit_code == 0
     meant = {
+        **app_run_config(),
         "config": "quickstart",
         "overrides": "federation.num_clients=3",
         "output-dir": str(Path("runs").resolve()),
     }
     assert in_process == [(meant, 3)]
+
+
+def test_a_run_config_changed_in_the_apps_pyproject_changes_every_run(in_process, monkeypatch):
+    changed = {**app_run_config(), "seed": 7, "learning-rate": 0.25}
+    for module in (run, run_arguments):
+        monkeypatch.setattr(module, "app_run_config", lambda: changed)
+    result = desloc("quickstart", "optimizer.lr=0.5", "--dry-run")
+    yaml = result.stdout.partition("flwr run")[0]
+    assert parse(yaml) == load("quickstart", "run.seed=7 optimizer.lr=0.5")
+    desloc("quickstart", "optimizer.lr=0.5", "--engine", "inprocess")
+    ((run_config, _),) = in_process
+    assert load_run_config(run_config) == parse(yaml)
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])

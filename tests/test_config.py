@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from flower_desloc.config import PRESETS, Config, ConfigError, dump, load, parse
+from flower_desloc.config import (
+    PRESETS,
+    Config,
+    ConfigError,
+    dump,
+    load,
+    load_run_config,
+    parse,
+)
+from flower_desloc.config.run_config import SETTINGS, app_run_config
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
@@ -118,6 +127,68 @@ def test_loading_twice_shares_nothing():
     one.sync["params"] = 1
     one.data.domains.append("x")
     assert two == quickstart()
+
+
+# -------------------------------------------------------------------------------------- Run config
+
+# what a user types after --run-config, for each key
+TYPED = {
+    "num-steps": 96,
+    "params-period": 8,
+    "exp-avg-period": 24,
+    "exp-avg-sq-period": "never",
+    "learning-rate": 0.003,
+    "batch-size": 4,
+    "fraction-train": 0.5,
+    "seed": 3,
+}
+
+
+def from_run_config(**keys):
+    return load_run_config({**app_run_config(), **{k.replace("_", "-"): keys[k] for k in keys}})
+
+
+def test_the_apps_own_run_config_is_the_quickstart():
+    found = app_run_config()
+    assert dict(found) == {
+        "config": "quickstart", "overrides": "", "output-dir": "runs", **dict.fromkeys(SETTINGS, "")
+    }  # fmt: skip
+    assert load_run_config(found) == quickstart()
+
+
+def test_a_key_of_the_run_config_is_its_setting():
+    assert list(TYPED) == list(SETTINGS)
+    for key, value in TYPED.items():
+        config = load_run_config({**app_run_config(), key: value})
+        assert config == quickstart(f"{SETTINGS[key]}={value}") != quickstart()
+
+
+def test_overrides_win_over_the_keys_and_these_over_the_preset(presets):
+    file = presets(mine="extends: quickstart\noptimizer: {lr: 0.5}\nrun: {seed: 7}\n") / "mine.yaml"
+    stated = {"config": str(file), "learning_rate": 0.25, "exp_avg_period": 32}
+    config = from_run_config(**stated, overrides="sync.exp_avg=64")
+    assert (config.run.seed, config.optimizer.lr, config.sync["exp_avg"]) == (7, 0.25, 64)
+    assert from_run_config(**stated).sync == quickstart().sync | {"exp_avg": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"learning_rte": 1}, ["learning-rte: no such key", "did you mean learning-rate?"]),
+        ({"learning_rate": "fast"}, ["optimizer.lr=fast: must be a number", "learning-rate=fast"]),
+        ({"learning_rate": True}, ["must be a number", "learning-rate=True"]),
+        ({"seed": 1.5}, ["run.seed=1.5: must be an integer", "seed=1.5"]),
+        ({"exp_avg_period": 0}, ["'exp_avg' must be a positive integer", "exp-avg-period=0"]),
+        ({"exp_avg_period": "nver"}, ["'exp_avg' must be", "got 'nver'", "exp-avg-period=nver"]),
+        ({"overrides": "run.seed=x"}, ["run.seed=x: must be an integer"]),
+    ],
+)
+def test_a_wrong_run_config_is_refused_in_one_line_with_its_keys(keys, parts):
+    with pytest.raises(ConfigError) as error:
+        from_run_config(**keys)
+    message = str(error.value)
+    assert "\n" not in message
+    assert not [part for part in parts if part not in message], message
 
 
 # ----------------------------------------------------------------------------------------- Extends

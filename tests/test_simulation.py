@@ -13,6 +13,7 @@ from processes import wait_until
 from safetensors.torch import load_file
 from tiny import TINY
 
+from flower_desloc.config import load, parse
 from flower_desloc.sites.supervisor import end_all
 from flower_desloc.tools.engines.in_process import run_in_process
 
@@ -88,7 +89,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         )
         return done.stdout + done.stderr
 
-    run_config = f'overrides="{" ".join(SMALL)}" output-dir="{tmp_path}"'
+    run_config = f'overrides="{" ".join(SMALL)}" output-dir="{tmp_path}" learning-rate=0.003 seed=3'
     try:
         said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
 
@@ -101,6 +102,8 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         end_all(home)
     assert (tmp_path / "quickstart" / "summary.json").exists(), "\n".join(said)
     assert summary(tmp_path / "quickstart")["status"] == "completed", "\n".join(said)
+    config = parse((tmp_path / "quickstart" / "config.yaml").read_text())
+    assert config == load("quickstart", [*SMALL, "optimizer.lr=0.003", "run.seed=3"])
     assert "Installed:" not in said[0]
     assert not list(ROOT.glob("*.fab"))
 

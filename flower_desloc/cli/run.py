@@ -23,6 +23,7 @@ from flower_desloc.cli.run_arguments import (
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import Config, dump
 from flower_desloc.config.app_folder import APP_FOLDER
+from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since, to_resume
 from flower_desloc.setup.machine import cores
@@ -183,7 +184,7 @@ def _run_simulation(
 
 def _run_in_process(config: Config, run_config: Mapping[str, str], *, verbose: bool) -> None:
     try:
-        run_in_process(dict(run_config), config.federation.num_clients)
+        run_in_process({**app_run_config(), **run_config}, config.federation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()

@@ -12,7 +12,8 @@ import typer
 
 from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
-from flower_desloc.config import PRESETS, Config, ConfigError, load
+from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
+from flower_desloc.config.run_config import app_run_config
 from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
@@ -58,10 +59,10 @@ class RunArguments:
                 preset = str(Path(preset).expanduser().resolve())
             given = _split(overrides)
             every = [*given, *add(given)]
-            config = load(preset, every)
+            config = _load(preset, every)
             if absolute := _absolute_paths(config):
                 given, every = [*given, *absolute], [*every, *absolute]
-                config = load(preset, every)
+                config = _load(preset, every)
             config = with_init_from(config)
             check_streams(config)
         if config.model.config:
@@ -94,6 +95,12 @@ def require_writable(folder: Path) -> None:
         fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
     if not os.access(path, os.W_OK):
         fail(USAGE, f"--output-dir {folder}: is not writable; give another folder")
+
+
+def _load(preset: str, overrides: Sequence[str]) -> Config:
+    """Return the configuration as the app will load it, with the keys of its `pyproject.toml`."""
+    given = {"config": preset, "overrides": " ".join(overrides)}
+    return load_run_config({**app_run_config(), **given})
 
 
 def _split(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ its device, its disk) is set by the site, in Flower's node config.
 from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.errors import ConfigError
 from flower_desloc.config.load import dump, load, parse
+from flower_desloc.config.run_config import load_run_config
 from flower_desloc.config.schema import Config
 
-__all__ = ["PRESETS", "Config", "ConfigError", "dump", "load", "parse"]
+__all__ = ["PRESETS", "Config", "ConfigError", "dump", "load", "load_run_config", "parse"]

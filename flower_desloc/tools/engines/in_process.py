@@ -1,29 +1,31 @@
 """Run the two apps in one process, without Ray: for tests, debugging, and studies on one device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_desloc.config import load
+from flower_desloc.config import load_run_config
 from flower_desloc.config.app_folder import make_importable
+from flower_desloc.config.run_config import RunConfig
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.setup.machine import num_threads
 
 
-def run_in_process(run_config: Mapping[str, bool | float | int | str], num_clients: int) -> None:
+def run_in_process(run_config: RunConfig, num_clients: int) -> None:
     """Run the ServerApp and ``num_clients`` clients in this process.
 
-    The clients keep their state in the folder ``.clients`` of the output folder until the run is
+    ``run_config`` is complete: of keys that it lacks, the app's own values are not used. The
+    clients keep their state in the folder ``.clients`` of the output folder until the run is
     complete. Raises what the ServerApp raises.
     """
     make_importable()
     from client_app import app as client_app
     from server_app import app as server_app
 
-    config = load(str(run_config["config"]), str(run_config["overrides"]))
+    config = load_run_config(run_config)
     state_dir = clients_folder(Path(str(run_config["output-dir"])))
     nodes = [
         {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
