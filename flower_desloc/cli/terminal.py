@@ -46,9 +46,12 @@ def exit_on_signals(
         typer.secho(f"stopped by {name}; {left}", err=True, fg=typer.colors.RED)
         sys.exit(128 + number)
 
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        ending.append(signal.SIGHUP)
     before = {
         number: signal.signal(number, leave)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in ending
         # The caller may ignore a signal, as nohup does with SIGHUP.
         if signal.getsignal(number) != signal.SIG_IGN
     }

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, Self
 
+import psutil
+
 from flower_desloc.config import Config, dump
 from flower_desloc.setup.machine import cores, memory
 from flower_desloc.tools.study.grid import StudyRun
@@ -84,8 +86,8 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process, also during a run."""
-        with suppress(BrokenProcessPool, ProcessLookupError):
-            os.kill(self._pid.result(), signal.SIGKILL)
+        with suppress(BrokenProcessPool, psutil.NoSuchProcess):
+            psutil.Process(self._pid.result()).kill()
         self.executor.shutdown(wait=True, cancel_futures=True)
 
 
