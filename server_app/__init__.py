@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
-from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.runs import RunFolder, RunRecorder

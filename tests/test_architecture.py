@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 from import_graph import cycles, import_graph, imported_names, modules
 
+from flower_desloc.flower import internals
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flower_desloc"
 FILES = modules(ROOT, ["flower_desloc", "client_app", "server_app"])
@@ -129,6 +131,25 @@ def test_the_core_neither_reads_nor_writes_nor_prints(path):
     assert not [
         call for call in ("torch.save", "torch.load", "manual_seed", "warn(") if call in text
     ]
+
+
+PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
+
+
+def test_only_one_file_imports_what_flower_does_not_call_public():
+    private = {
+        module
+        for module, path in FILES.items()
+        for name in imported_names(path)
+        if name.startswith("flwr.") and not name.startswith(PUBLIC)
+    }
+    assert private == {"flower_desloc.flower.internals"}
+
+
+def test_what_flower_has_moved_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(internals._MODULES, "Run", "flwr.supercore.walk")
+    with pytest.raises(ImportError, match=r"Flower [\d.]+ has no flwr.supercore.walk.Run"):
+        internals.Run  # noqa: B018
 
 
 def fresh(code: str) -> str:

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
 
 from flower_desloc.core.averaging import Stream, distance
 from flower_desloc.core.late import merged
@@ -25,6 +24,7 @@ from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import is_name
 from flower_desloc.flower.records import (
     ABOUT,

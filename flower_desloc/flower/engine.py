@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from flwr.superlink.grid import HttpGrid
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
@@ -29,6 +27,7 @@ from flower_desloc.flower.exchange import (
     time_to_live,
 )
 from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.internals import HttpGrid, log
 from flower_desloc.flower.members import Member, drawn, in_order, present
 from flower_desloc.flower.metrics import client_record, evaluation_record, number
 from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Traffic, WindowRecord

@@ -9,9 +9,8 @@ from functools import partial
 
 from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.superlink.grid import http_grid
 
+from flower_desloc.flower.internals import http_grid, pull_objects
 from flower_desloc.flower.members import printable
 from flower_desloc.flower.observer import EventKind
 

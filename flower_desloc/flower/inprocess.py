@@ -7,8 +7,8 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from flower_desloc.flower.internals import Run, TaskIdentity
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 

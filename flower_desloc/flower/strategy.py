@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -27,6 +26,7 @@ from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundEngine
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import check_evaluation, number, pooled
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord

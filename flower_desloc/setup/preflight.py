@@ -8,7 +8,6 @@ from logging import WARNING
 from pathlib import Path
 
 import torch
-from flwr.common.logger import log
 from torch import nn
 
 from flower_desloc.config import Config, ConfigError
@@ -17,6 +16,7 @@ from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import prime, stream_names
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import (
     MEMORY_TOTAL,
     MICRO_BATCH,

@@ -64,9 +64,8 @@ def when_available(pull: Callable[..., Any], clock: Any = time) -> Callable[...,
 
 def main() -> None:
     """Run `flower-supernode` with the arguments of the command line."""
-    from flwr.supernode import start_client_internal as loop
-    from flwr.supernode.cli import flower_supernode
-    from flwr.supernode.servicer.runtime import runtime_handlers
+    from flower_desloc.flower.internals import flower_supernode, runtime_handlers
+    from flower_desloc.flower.internals import start_client_internal as loop
 
     interval, pull = PollInterval(), loop._pull_and_store_message
 

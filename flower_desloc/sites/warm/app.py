@@ -7,8 +7,8 @@ from pkgutil import resolve_name
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
 
+from flower_desloc.flower.internals import log
 from flower_desloc.sites.warm.trainer_client import NoTrainerError, TrainerClient
 
 _OPTION = "warm"  # in the node config

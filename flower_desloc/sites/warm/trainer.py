@@ -17,8 +17,8 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from flwr.app import Message
-from flwr.supercore.task_identity import TaskIdentity
 
+from flower_desloc.flower.internals import TaskIdentity
 from flower_desloc.sites.supervisor import on_exit
 from flower_desloc.sites.warm.framing import receive, send
 

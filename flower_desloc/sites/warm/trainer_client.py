@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 from flwr.app import Context, Message
-from flwr.supercore.task_identity import TaskIdentity
 
 from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.internals import TaskIdentity
 from flower_desloc.sites.supervisor import Process, describe_exit, start_module
 from flower_desloc.sites.warm.framing import receive, send
 

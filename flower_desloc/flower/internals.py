@@ -1,0 +1,61 @@
+"""What this package uses of Flower besides its public modules.
+
+``flwr.app``, ``flwr.clientapp``, ``flwr.serverapp`` and ``flwr.simulation`` are public. The names
+here are not, and move between versions. Each is imported when it is first used; one that is not
+where it was raises an ``ImportError`` that says so.
+"""
+
+import logging
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+    from flwr.supercore.run import Run
+    from flwr.supercore.task_identity import TaskIdentity
+    from flwr.superlink.grid import HttpGrid, http_grid
+    from flwr.supernode import start_client_internal
+    from flwr.supernode.cli import flower_supernode
+    from flwr.supernode.servicer.runtime import runtime_handlers
+
+__all__ = [
+    "HttpGrid",
+    "Run",
+    "TaskIdentity",
+    "flower_supernode",
+    "http_grid",
+    "log",
+    "pull_objects",
+    "runtime_handlers",
+    "start_client_internal",
+]
+
+log = logging.getLogger("flwr").log
+"""Flower's own log."""
+
+_MODULES = {
+    "HttpGrid": "flwr.superlink.grid",  # a deployment's connection to the clients
+    "Run": "flwr.supercore.run",  # what an in-process grid returns
+    "TaskIdentity": "flwr.supercore.task_identity",  # needed to make a Message outside of Flower
+    "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,
+    "runtime_handlers": "flwr.supernode.servicer.runtime",  # with other waits
+    "start_client_internal": "flwr.supernode",
+    "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
+    "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(_MODULES[name])
+        if hasattr(module, name):
+            return getattr(module, name)
+        return import_module(f"{_MODULES[name]}.{name}")
+    except ImportError as error:
+        raise ImportError(
+            f"Flower {version('flwr')} has no {_MODULES[name]}.{name}, which this version of "
+            "flower-desloc needs; install a version of flwr that docs/dependencies.md lists"
+        ) from error
