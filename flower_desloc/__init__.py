@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.flower.worker import Worker
-    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
+    from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,7 @@ __all__ = [
     "Mean",
     "OuterOptimizer",
     "PaperAdam",
+    "QHAdam",
     "Policy",
     "SeedsStates",
     "StepMetrics",
@@ -78,7 +79,7 @@ _HOMES = {
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
     "flower.worker": ["Worker"],
-    "optim": ["ADOPT", "SGDM", "PaperAdam"],
+    "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
 }
 
 

@@ -144,9 +144,18 @@ def clip_coordinates(rho: float) -> Callable[[Tree], Tree]:
 
 
 def adam(
-    beta1: float, beta2: float, eps: float, *, decay: float = 0.0, decoupled: bool = False
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    mix: float = 1.0,
+    decay: float = 0.0,
+    decoupled: bool = False,
 ) -> Optimizer:
-    """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps)."""
+    """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps).
+
+    With ``mix`` it is QHAdam as Ma and Yarats print it (nu_1; their nu_2 is 1).
+    """
 
     def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
         x, g = _decayed(eta, g, x, decay, decoupled)
@@ -154,7 +163,8 @@ def adam(
         v = beta2 * v + (1 - beta2) * g**2
         u_hat = u / (1 - beta1 ** (t + 1))
         v_hat = v / (1 - beta2 ** (t + 1))
-        return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v
+        towards = (1 - mix) * g + mix * u_hat
+        return x - eta * towards / (torch.sqrt(v_hat) + eps), u, v
 
     return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
 
@@ -190,10 +200,14 @@ def adopt(
     eps: float,
     *,
     clip: Callable[[int], float] | None = lambda t: t**0.25,
+    mix: float = 1.0,
     decay: float = 0.0,
     decoupled: bool = False,
 ) -> Optimizer:
-    """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped."""
+    """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped.
+
+    With ``mix`` its step is quasi-hyperbolic, as QHAdam's is.
+    """
 
     def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
         if t == 0:
@@ -204,7 +218,8 @@ def adopt(
         if clip is not None:
             n = torch.clamp(n, -clip(t), clip(t))
         u = beta1 * u + (1 - beta1) * n
-        return x - eta * u, u, beta2 * v + (1 - beta2) * g**2
+        towards = (1 - mix) * n + mix * u
+        return x - eta * towards, u, beta2 * v + (1 - beta2) * g**2
 
     seeds = {"exp_avg_sq": torch.square}
     return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2))

@@ -7,13 +7,15 @@ import reference
 import torch
 from federation import OPTIMIZERS, compiled, generator
 
-from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
+from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam, QHAdam
 
 SHAPES = [(3, 5), (7,), (), (0,), (129,), (1, 1, 2)]
 OURS = {
     "adopt": (ADOPT, {"lr": 0.05, "betas": (0.95, 0.99)}),
     "sgdm": (SGDM, {"lr": 0.05, "momentum": 0.8}),
     "paper_adam": (PaperAdam, {"lr": 0.05, "eps": 1e-3}),
+    "qhadam": (QHAdam, {"lr": 0.05, "betas": (0.99, 0.99), "mix": 0.7}),
+    "slow_adopt": (ADOPT, {"lr": 0.05, "betas": (0.99, 0.99), "mix": 0.7}),
 }
 
 
@@ -85,6 +87,10 @@ FORMULAS = {
         lambda p: ADOPT(p, lr=0.05, eps=2.0, clip_lambda=None),
         reference.adopt(0.9, 0.9999, 2.0, clip=None),
     ),
+    "adopt_slow": (
+        lambda p: ADOPT(p, lr=0.05, betas=(0.999, 0.99), mix=0.7, weight_decay=0.1),
+        reference.adopt(0.999, 0.99, 1e-6, mix=0.7, decay=0.1),
+    ),
     "sgdm": (lambda p: SGDM(p, lr=0.05, momentum=0.8), reference.sgdm(0.8)),
     "sgdm_l2": (
         lambda p: SGDM(p, lr=0.05, momentum=0.8, weight_decay=0.1),
@@ -104,6 +110,14 @@ FORMULAS = {
     "adamw": (
         lambda p: AdamW(p, lr=0.05, weight_decay=0.1),
         reference.adam(0.9, 0.999, 1e-8, decay=0.1, decoupled=True),
+    ),
+    "qhadam": (
+        lambda p: QHAdam(p, lr=0.05, betas=(0.99, 0.9), mix=0.7, weight_decay=0.1),
+        reference.adam(0.99, 0.9, 1e-8, mix=0.7, decay=0.1),
+    ),
+    "qhadam_decoupled": (
+        lambda p: QHAdam(p, lr=0.05, mix=0.2, weight_decay=0.1, decouple=True),
+        reference.adam(0.999, 0.999, 1e-8, mix=0.2, decay=0.1, decoupled=True),
     ),
     "amsgrad": (lambda p: Adam(p, lr=0.05, amsgrad=True), reference.amsgrad(0.9, 0.999, 1e-8)),
 }
@@ -186,6 +200,51 @@ def test_pytorchs_adam_is_the_papers_when_eps_and_steps_hide_the_difference():
     adam.step()
     for p, q, x, y in zip(params, theirs, *before, strict=True):
         torch.testing.assert_close(p - x, q - y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize("theirs", [Adam, AdamW])
+def test_with_mix_1_qhadam_is_pytorchs_adam(theirs, decay):
+    shared = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0} | decay
+    ours = parameters(), parameters()
+    optimizers = (
+        QHAdam(ours[0], **shared, mix=1.0, decouple=theirs is AdamW),
+        theirs(ours[1], **shared),
+    )
+    got, expected = (
+        finals_of(drive(params, optimizer, range(12)), optimizer, ["exp_avg", "exp_avg_sq"])
+        for params, optimizer in zip(ours, optimizers, strict=True)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_qhadam_is_that_of_another_library():
+    """To single precision: it keeps its bias corrections in that."""
+    theirs = pytest.importorskip("pytorch_optimizer").QHAdam
+    ours = parameters(), parameters()
+    shared = {"lr": 0.05, "betas": (0.995, 0.99), "eps": 1e-8}
+    optimizers = (
+        QHAdam(ours[0], **shared, mix=0.7),
+        theirs(ours[1], **shared, nus=(0.7, 1.0), weight_decay=0.0),
+    )
+    got, expected = (
+        [p.detach() for p in drive(params, optimizer, range(12))]
+        for params, optimizer in zip(ours, optimizers, strict=True)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_with_mix_1_adopt_is_adopt_bit_for_bit_and_with_0_u_is_not_used():
+    finals = {}
+    for beta1 in (0.9, 0.99):
+        for mix in ({}, {"mix": 1.0}, {"mix": 0.0}):
+            params = parameters()
+            drive(params, ADOPT(params, lr=0.05, betas=(beta1, 0.99), **mix), range(6))
+            finals[beta1, mix.get("mix")] = [p.detach() for p in params]
+    exact = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(finals[0.9, None], finals[0.9, 1.0], **exact)
+    torch.testing.assert_close(finals[0.9, 0.0], finals[0.99, 0.0], **exact)
+    assert not torch.equal(finals[0.9, 1.0][0], finals[0.99, 1.0][0])
 
 
 # ------------------------------------------------------------------------- As PyTorch's optimizers

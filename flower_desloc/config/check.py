@@ -26,9 +26,9 @@ _PARTITIONS: Final = {
 
 _ADAM: Final = {"betas", "eps", "weight_decay"}
 _SETTINGS: Final = {
-    "adopt": _ADAM,
-    "adam": _ADAM,
-    "adamw": _ADAM,
+    "adopt": {*_ADAM, "mix"},
+    "adam": {*_ADAM, "mix"},
+    "adamw": {*_ADAM, "mix"},
     "amsgrad": _ADAM,
     "sgdm": {"momentum", "weight_decay"},
     "paper_adam": {"betas", "eps"},
@@ -104,7 +104,7 @@ def _options(config: Config) -> Iterator[str]:
 
 def unused(optimizer: str) -> list[str]:
     """Return the settings that an optimizer does not have."""
-    every = ("betas", "momentum", "eps", "weight_decay")
+    every = ("betas", "mix", "momentum", "eps", "weight_decay")
     return [key for key in every if key not in _SETTINGS.get(optimizer, ())]
 
 

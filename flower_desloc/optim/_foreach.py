@@ -28,6 +28,8 @@ class ForeachOptimizer(Optimizer):
     # see core.local_steps.SeedsStates.
     update: Callable[..., None]
     """``update(params, gradients, *states, **arguments)``, in place."""
+    varying: ClassVar[tuple[str, ...]] = ("lr",)
+    """Those arguments that may be another number in every step."""
     compiled = False
 
     def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
@@ -39,8 +41,7 @@ class ForeachOptimizer(Optimizer):
     def compile(self, compiler: Callable[..., Any] = torch.compile) -> None:
         """Compile :attr:`update`, which then takes the step of all tensors in one call.
 
-        Learning rate and clip, which may change in every step, become tensors. Shapes are fixed:
-        a second model in one process would otherwise get slower code for shapes of any size.
+        What may change in every step becomes a tensor. Shapes are fixed: a second model in one process would otherwise get slower code for shapes of any size.
         """
         self.update = compiler(type(self).update, dynamic=False)
         self.compiled = True
@@ -62,7 +63,7 @@ class ForeachOptimizer(Optimizer):
                 tensors = [params, gradients, *([s[name] for s in states] for name in self.streams)]
                 arguments = self.arguments(group, step)
                 if self.compiled:  # for each new number PyTorch would compile again
-                    for name in {"lr", "clip"} & arguments.keys():
+                    for name in self.varying:
                         if arguments[name] is not None:
                             arguments[name] = torch.tensor(arguments[name], dtype=torch.float64)
                 for part in self._parts(params):
@@ -109,6 +110,12 @@ def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> N
         torch._foreach_add_(xs, torch._foreach_mul(us, factor))
     else:
         torch._foreach_add_(xs, us, alpha=factor)
+
+
+def require_share(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``0 <= value <= 1``."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be at least 0 and at most 1, got {value}")
 
 
 def require_rate(name: str, value: float, below: float = float("inf")) -> None:

@@ -40,7 +40,23 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     match o.name:
         case "adopt":
             return optim.ADOPT(
-                params, o.lr, o.betas, o.eps, weight_decay=o.weight_decay, decouple=True
+                params,
+                o.lr,
+                o.betas,
+                o.eps,
+                mix=o.mix,
+                weight_decay=o.weight_decay,
+                decouple=True,
+            )
+        case "adam" | "adamw" if o.mix < 1:
+            return optim.QHAdam(
+                params,
+                o.lr,
+                o.betas,
+                o.eps,
+                mix=o.mix,
+                weight_decay=o.weight_decay,
+                decouple=o.name == "adamw",
             )
         case "adam":
             return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
@@ -60,7 +76,7 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
 def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
     """Return a client's optimizer, whose step is compiled under ``model.compile``.
 
-    The steps of ADOPT, SGDM and the paper's Adam are compiled. PyTorch's own Adam already takes
+    The steps of our own optimizers are compiled. PyTorch's own Adam already takes
     its step in one fused kernel.
     """
     optimizer = build_optimizer(config, params)
