@@ -12,38 +12,22 @@ parameters alone. All arms have the learning rate that was tuned for the arm wit
 import argparse
 import json
 import math
-import os
-import platform
-import shutil
-import statistics
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 from matplotlib.figure import Figure
-from scipy import stats
+from small_runs import ROOT, Gap, final_loss, keep, kept, run
 from torch import Tensor
 
 from flower_desloc.core import late
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.tools.engines.in_process import run_in_process
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "late_averages.json"
 PICTURE = ROOT / "docs" / "late_averages.png"
 SEEDS = (0, 1, 2)
-CLIENTS = 4
-COMMON = (
-    "run.steps=512", "run.eval_every=0", "run.checkpoint_every=0",
-    "model.hidden_size=32", "model.intermediate_size=128", "model.num_hidden_layers=2",
-    "model.num_attention_heads=2", "data.domains=[wiki,python,math,french]",
-    "data.max_bytes=4000000", "data.seq_len=32", "evaluation.sequences=512",
-    "evaluation.federated=false",
-)  # fmt: skip
 RATES = {256: 0.00594, 1024: 0.0119}
 """Tokens of a worker and step -> the learning rate tuned for DES-LOC-Adam (docs/ladder.md)."""
 
@@ -95,97 +79,55 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 def measure(data: Path, work: Path) -> None:
     """Run what has no result yet."""
-    kept = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    done = {(*(run[key] for key in Arm._fields), run["seed"]) for run in kept}
+    runs = kept(RESULTS)
+    done = {(*(run[key] for key in Arm._fields), run["seed"]) for run in runs}
     for seed in SEEDS:
         for arm in arms():
             if (*arm, seed) in done:
                 continue
-            loss = held_out_loss(arm, seed, data, work)
-            kept.append({**arm._asdict(), "seed": seed, "loss": loss})
-            print(json.dumps(kept[-1]), flush=True)
-            store(kept)
+            overrides = (
+                "run.steps=512",
+                f"data.partition={arm.partition}",
+                f"data.batch_size={arm.tokens // 32}",
+                f"optimizer.lr={RATES[arm.tokens]}",
+                f"sync.params={arm.period}",
+                f"sync.exp_avg={3 * arm.period}",
+                f"sync.exp_avg_sq={6 * arm.period}",
+                f"sync_delay={arm.delay}",
+                f"run.seed={seed}",
+            )
+            folder = work / "-".join(map(str, (*arm, seed))).replace(" ", "_")
+            with mock.patch("flower_desloc.flower.client.merged", WAYS[arm.way]):
+                loss = final_loss(run("desloc_adam", overrides, data, folder))
+            runs.append({**arm._asdict(), "seed": seed, "loss": loss})
+            print(json.dumps(runs[-1]), flush=True)
+            keep(RESULTS, runs)
 
 
-def held_out_loss(arm: Arm, seed: int, data: Path, work: Path) -> float:
-    """Return the final loss in nats a byte."""
-    overrides = (
-        *COMMON,
-        f"data.source={data}",
-        f"data.partition={arm.partition}",
-        f"data.batch_size={arm.tokens // 32}",
-        f"optimizer.lr={RATES[arm.tokens]}",
-        f"sync.params={arm.period}",
-        f"sync.exp_avg={3 * arm.period}",
-        f"sync.exp_avg_sq={6 * arm.period}",
-        f"sync_delay={arm.delay}",
-        f"run.seed={seed}",
-    )
-    folder = work / "-".join(map(str, (*arm, seed))).replace(" ", "_")
-    shutil.rmtree(folder, ignore_errors=True)
-    config = {
-        "config": "desloc_adam",
-        "overrides": " ".join(overrides),
-        "output-dir": str(folder),
-    }
-    with mock.patch("flower_desloc.flower.client.merged", WAYS[arm.way]):
-        run_in_process(config, CLIENTS)
-    (summary,) = folder.glob("*/summary.json")
-    loss: float = json.loads(summary.read_text())["evaluation"]["central"]["loss"]["final"]
-    shutil.rmtree(folder)
-    return loss
+Losses = Mapping[Arm, Mapping[int, float]]
 
 
-def store(runs: list[dict[str, Any]]) -> None:
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "flwr")},
-        "common": COMMON,
-    }
-    head = json.dumps(about, indent=1)[:-2]
-    lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
-    RESULTS.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
-
-
-class Gap(NamedTuple):
-    """Paired differences to the same seed without delay, in per cent: mean and 95 % t-interval."""
-
-    mean: float
-    reach: float
-
-    @classmethod
-    def of(cls, losses: Mapping[tuple[Arm, int], float], arm: Arm) -> "Gap":
-        ratios = [
-            100 * (loss / losses[arm.place, seed] - 1)
-            for (other, seed), loss in losses.items()
-            if other == arm and (arm.place, seed) in losses
-        ]
-        if len(ratios) < 2:
-            return cls(math.nan, math.nan)
-        t = float(stats.t.ppf(0.975, len(ratios) - 1))
-        reach = t * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        return cls(statistics.fmean(ratios), reach)
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.reach:.2f}"
+def gap(losses: Losses, arm: Arm) -> Gap:
+    return Gap.of(losses.get(arm, {}), losses.get(arm.place, {}))
 
 
 def draw() -> None:
-    runs = json.loads(RESULTS.read_text())["runs"]
-    losses = {(Arm(*(run[key] for key in Arm._fields)), run["seed"]): run["loss"] for run in runs}
+    losses: dict[Arm, dict[int, float]] = {}
+    for one in kept(RESULTS):
+        arm = Arm(*(one[key] for key in Arm._fields))
+        losses.setdefault(arm, {})[one["seed"]] = one["loss"]
     print("| tokens | K_x | data | delay | " + " | ".join(WAYS) + " |")
     print("|---|---|---|---|" + "---|" * len(WAYS))
     rows = dict.fromkeys(arm._replace(way="") for arm in arms() if arm.delay)
     for row in rows:
-        gaps = [Gap.of(losses, row._replace(way=way)) for way in WAYS]
-        cells = ["" if math.isnan(gap.mean) else str(gap) for gap in gaps]
+        gaps = [gap(losses, row._replace(way=way)) for way in WAYS]
+        cells = ["" if math.isnan(one.mean) else str(one) for one in gaps]
         data = "IID" if row.partition == "iid" else "by domain"
         print(f"| {row.tokens} | {row.period} | {data} | {row.delay} | {' | '.join(cells)} |")
     picture(losses).savefig(PICTURE, dpi=100)
 
 
-def picture(losses: Mapping[tuple[Arm, int], float]) -> Figure:
+def picture(losses: Losses) -> Figure:
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     colours = dict(zip(WAYS, ("#0072B2", "#D55E00", "#999999"), strict=True))
@@ -213,14 +155,12 @@ def picture(losses: Mapping[tuple[Arm, int], float]) -> Figure:
     return figure
 
 
-def line(
-    panel: Any, losses: Mapping[tuple[Arm, int], float], points: list[Arm], label: str, colour: str
-) -> None:
-    gaps = [Gap.of(losses, arm) for arm in points]
+def line(panel: Any, losses: Losses, points: list[Arm], label: str, colour: str) -> None:
+    gaps = [gap(losses, arm) for arm in points]
     panel.errorbar(
         [arm.delay / arm.period for arm in points],
-        [gap.mean for gap in gaps],
-        [gap.reach for gap in gaps],
+        [one.mean for one in gaps],
+        [one.reach for one in gaps],
         fmt="o-", ms=4, lw=1.2, capsize=3, color=colour, label=label,
     )  # fmt: skip
 
