@@ -41,7 +41,8 @@ class ForeachOptimizer(Optimizer):
     def compile(self, compiler: Callable[..., Any] = torch.compile) -> None:
         """Compile :attr:`update`, which then takes the step of all tensors in one call.
 
-        What may change in every step becomes a tensor. Shapes are fixed: a second model in one process would otherwise get slower code for shapes of any size.
+        What may change in every step becomes a tensor. Shapes are fixed: a second model in one
+        process would otherwise get slower code for shapes of any size.
         """
         self.update = compiler(type(self).update, dynamic=False)
         self.compiled = True
