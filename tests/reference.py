@@ -61,6 +61,7 @@ def run(
     present: Callable[[int, int], bool] = lambda m, t: True,
     weights: Sequence[float] | None = None,
     delay: int = 0,
+    takes: Callable[[int, int], bool] | None = None,
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
 
@@ -71,14 +72,22 @@ def run(
     With a ``delay`` an average reaches a worker that goes on so many steps later, at the latest
     when streams are due again: the worker then takes over a state that started from the average in
     time, and that what entered the worker's own entered as well.
+
+    With ``takes`` workers are of unequal speed: a worker that is present but does not take step t
+    is in the averages all the same. After k steps of its own since the last average of a stream it
+    has the weight k in the mean of params and 1 - beta^k in that of a state.
     """
     streams = ("params", *optimizer.states)
     workers = [start(optimizer, x0) for _ in range(num_workers)]
     in_time: list[State] = [{} for _ in workers]
     merge_at = -1
+    taken = [dict.fromkeys(streams, 0) for _ in workers]
     for t in range(num_steps):
         at_work = [m for m in range(num_workers) if present(m, t)]
         for m in at_work:
+            if takes and not takes(m, t):
+                continue
+            taken[m] = {stream: k + 1 for stream, k in taken[m].items()}
             s = workers[m]
             g = clip(grad(m, t, s["params"]))
             for key in x0:
@@ -95,14 +104,17 @@ def run(
                 in_time[m] = {}
         for stream in due.get(t + 1, ()):
             if at_work:
-                mean = E(
-                    [workers[m][stream] for m in at_work],
-                    weights and [weights[m] for m in at_work],
-                )
+                w = list(weights or [1.0] * num_workers)
+                if takes:
+                    beta = optimizer.decays.get(stream, 1.0)
+                    for m, k in ((m, taken[m][stream]) for m in at_work):
+                        w[m] *= k if stream == "params" else 1 - beta**k
+                mean = E([workers[m][stream] for m in at_work], [w[m] for m in at_work])
                 for m in range(num_workers):
                     goes_on = m in at_work and t + 1 < num_steps and present(m, t + 1)
                     to = in_time[m] if delay and goes_on else workers[m]
                     to[stream] = dict(mean)
+                    taken[m][stream] = 0
         if due.get(t + 1):
             merge_at = min([t + 1 + delay, *(n for n in due if n > t + 1 and due[n])])
     return workers

@@ -61,6 +61,7 @@ class Case:
     every: int = 1
     fraction: float = 1.0
     on_failure: str = "stop"
+    paces: Mapping[str, float] = field(default_factory=dict)
     present: Callable[[int, int], bool] = lambda m, t: True
 
     def run(
@@ -86,7 +87,12 @@ class Case:
             outer=self.outer() if self.outer else None,
             formats=self.formats,
             **({"sync_delay": self.delay} if self.delay else {}),
-            policy=Policy(fraction_train=self.fraction, on_failure=self.on_failure),
+            policy=Policy(
+                fraction_train=self.fraction,
+                on_failure=self.on_failure,
+                min_steps=0.3 if self.paces else 1.0,
+                step_seconds={**self.paces},
+            ),
             seed=5,
             present=self.present,
             evaluate_clients=True,
@@ -178,6 +184,15 @@ CASES = {
             lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
         ),
         delay=2,
+    ),
+    "sites of unequal speed": Case(
+        optimizer="adam",
+        periods={PARAMS: 4, "exp_avg": 6, "exp_avg_sq": 9},
+        paces={"client-0": 1.0, "client-1": 1.5, "client-2": 4.0},
+        formats={PARAMS: "int8"},
+        delay=1,
+        every=2,
+        present=lambda m, t: m != 1 or not 4 <= t < 6,
     ),
     "data parallelism": Case(
         periods={GRADIENTS: 1}, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3

@@ -40,7 +40,7 @@ def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first impossible value of ``config``."""
     of_all = (
         _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
-        _outer, _lr_schedule, _sync, _sync_delay, _wire, _strategy,
+        _outer, _lr_schedule, _sync, _sync_delay, _min_steps, _wire, _strategy,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
         raise ConfigError(problem)
@@ -249,6 +249,17 @@ def _sync_delay(config: Config) -> Iterator[str]:
         yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
     elif RESET in sync.values():
         yield f"{stated}: with states that are reset averages come in time; set it to 0"
+
+
+def _min_steps(config: Config) -> Iterator[str]:
+    federation, strategy = config.federation, config.strategy
+    if federation.min_steps == 1:
+        return
+    stated = f"{federation.min_steps=}"
+    if strategy != "desloc":
+        yield f"{stated}: {strategy=!s} is Flower's own, which counts no local steps; set it to 1"
+    elif GRADIENTS in config.sync:
+        yield f"{stated}: with sync.gradients a window is one step; set it to 1"
 
 
 def _wire(config: Config) -> Iterator[str]:

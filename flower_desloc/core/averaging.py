@@ -10,6 +10,9 @@ from torch import Tensor
 Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 
+Weight = float | Mapping[str, float]
+"""A client's weight in all averages, or in that of each stream."""
+
 _BLOCK = 1 << 19
 """Values per operation: their difference to the mean stays in the cache."""
 _ROW = 1 << 12
@@ -35,36 +38,36 @@ class Mean:
 
     def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
         self.count = 0
-        self._weight = 0.0
+        self._weights: dict[str, float] = {}
         self._reference = reference or {}
         self._means: dict[str, dict[str, Tensor]] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
         self._squares: dict[str, float] = {}
         self._shared = False
 
-    def add(self, streams: Mapping[str, Stream], weight: float = 1.0) -> None:
+    def add(self, streams: Mapping[str, Stream], weight: Weight = 1.0) -> None:
         """Add one client's streams.
 
-        Raises ``ValueError`` when ``weight`` is not a positive finite number, or when the streams
+        Raises ``ValueError`` when a ``weight`` is not a positive finite number, or when the streams
         or tensors are not those of the first client.
         """
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"a client's weight must be positive and finite, got {weight}")
+        weights = weights_of(streams, weight)
         if self.count == 0:
             self._means = _copies(streams)
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
+            self._weights = dict.fromkeys(streams, 0.0)
             self._squares = dict.fromkeys(streams, 0.0)
         else:
             require_same(streams, self._means)
             if self._shared:
                 self._means, self._shared = _copies(self._means), False
-        self._weight += weight
-        if self.count > 0:
-            share = weight / self._weight
-            for name, stream in streams.items():
+        for name, stream in streams.items():
+            self._weights[name] += weights[name]
+            if self.count > 0:
+                share = weights[name] / self._weights[name]
                 means = self._means[name]
                 squares = sum(_move(means[key], t, share) for key, t in stream.items())
-                self._squares[name] += weight * (1 - share) * squares
+                self._squares[name] += weights[name] * (1 - share) * squares
         self.count += 1
 
     def result(self) -> dict[str, dict[str, Tensor]]:
@@ -84,7 +87,7 @@ class Mean:
         """Return how far apart the clients were, given the ``mean`` from :meth:`result`."""
         return {
             name: Drift(
-                spread=math.sqrt(self._squares[name] / self._weight),
+                spread=math.sqrt(self._squares[name] / self._weights[name]),
                 moved=distance(stream, self._reference.get(name)),
                 norm=distance(stream),
             )
@@ -104,6 +107,19 @@ class Drift:
     spread: float
     moved: float
     norm: float
+
+
+def weights_of(streams: Iterable[str], weight: Weight) -> dict[str, float]:
+    """Return a client's weight by stream.
+
+    Raises ``ValueError`` for one that is not positive and finite, or of another stream.
+    """
+    weights = dict(weight) if isinstance(weight, Mapping) else dict.fromkeys(streams, weight)
+    _require_same_names("weights", weights, streams)
+    for value in weights.values():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"a client's weight must be positive and finite, got {value}")
+    return weights
 
 
 def blocks(tensor: Tensor) -> tuple[Tensor, ...]:

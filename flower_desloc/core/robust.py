@@ -17,7 +17,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_desloc.core.averaging import Drift, Mean, Stream, blocks, distance, require_same
+from flower_desloc.core.averaging import (
+    Drift,
+    Mean,
+    Stream,
+    Weight,
+    blocks,
+    distance,
+    require_same,
+    weights_of,
+)
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -76,18 +85,18 @@ class Gathered:
     ) -> None:
         self._reference = reference or {}
         self._average, self._trim = average, trim
-        self._held: list[tuple[Mapping[str, Stream], float]] = []
+        self._held: list[tuple[Mapping[str, Stream], dict[str, float]]] = []
 
     @property
     def count(self) -> int:
         """Number of clients whose streams are kept."""
         return len(self._held)
 
-    def add(self, streams: Mapping[str, Stream], weight: float = 1.0) -> None:
+    def add(self, streams: Mapping[str, Stream], weight: Weight = 1.0) -> None:
         """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
         if self._held:
             require_same(streams, self._held[0][0])
-        self._held.append((streams, weight))
+        self._held.append((streams, weights_of(streams, weight)))
 
     def outliers(self, bound: float) -> dict[int, str]:
         """Return the indices of clients whose updates are too long, with the reason.
@@ -113,8 +122,8 @@ class Gathered:
         """Return the average of every stream; raises ``ValueError`` when nothing was added."""
         if self._average == "mean" or not self._held:
             mean = Mean()
-            for streams, weight in self._held:
-                mean.add(streams, weight)
+            for streams, weights in self._held:
+                mean.add(streams, weights)
             return mean.result()
         return {
             name: {
@@ -131,10 +140,13 @@ class Gathered:
 
     def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
         """Return how far the clients were apart, given the ``average`` that :meth:`result` gave."""
-        total = sum(weight for _, weight in self._held)
         drifts = {}
         for name, stream in average.items():
-            apart = (math.sqrt(w) * distance(streams[name], stream) for streams, w in self._held)
+            total = sum(weights[name] for _, weights in self._held)
+            apart = (
+                math.sqrt(weights[name]) * distance(streams[name], stream)
+                for streams, weights in self._held
+            )
             spread = math.hypot(*apart) / math.sqrt(total)
             moved = distance(stream, self._reference.get(name))
             drifts[name] = Drift(spread=spread, moved=moved, norm=distance(stream))

@@ -43,6 +43,8 @@ class Checkpoint:
     """States of the server's own optimizer."""
     settings: str = ""
     """The app's settings; a run may only resume with the same ones."""
+    paces: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per local step of every client, as measured."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
     """The starts of the server that led here (:attr:`WindowRequest.attempts`); checkpoints of older
     versions do not name them, and "" stands for all."""
@@ -52,7 +54,7 @@ class Checkpoint:
         """Read a checkpoint; raises :class:`CheckpointError` for a damaged or foreign file."""
         try:
             about = tensor_file.about(path)
-            if about is None or not about.keys() >= _ABOUT - {"attempts"}:
+            if about is None or not about.keys() >= _ABOUT - _LATER:
                 raise CheckpointError(
                     f"{path} is not a complete checkpoint; take the one before it"
                 )
@@ -66,6 +68,8 @@ class Checkpoint:
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
+_LATER = {"attempts", "paces"}
+"""What checkpoints of older versions do not have."""
 
 
 class Checkpoints:

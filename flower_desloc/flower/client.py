@@ -20,6 +20,7 @@ from flower_desloc.core.late import merged
 from flower_desloc.core.local_steps import StepMetrics, needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import BUFFERS, prime, starts_at_zero, stream_names
+from flower_desloc.core.unequal import weight
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
@@ -134,23 +135,28 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         return _LOST
     merge_at = request.start + (request.before_merge if late else 0)
     first = FirstSteps(files.folder, request.start, merge_at)
-    taken = STEPS_AHEAD.claim(first, worker)
+    ahead = STEPS_AHEAD.claim(first, worker)
     origin = max((request.versions[name] for name in request.resets), default=0)
-    if taken is None:
+    if ahead is None:
         worker.put(begin)
         if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
             worker.seed(names, request.start)
-        taken = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
+        ahead = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
     if late:
         worker.put(_merged(worker, begin, late, merge_at - request.start))
-    steps = taken.steps + _steps(worker, merge_at, request.stop, origin)
+    last = request.start + request.steps if request.steps else request.stop
+    steps = ahead.steps + _steps(worker, merge_at, last, origin)
+    taken = _taken(held, request, last - request.start)
     streams = worker.take(request.versions)
     metrics = {
         **trained(worker, steps, begin[PARAMS], streams[PARAMS]),
         "start-step": request.start,
         "stop-step": request.stop,
-        "seconds": time.perf_counter() - began + taken.seconds,
+        "steps": last - request.start,
+        "seconds": time.perf_counter() - began + ahead.seconds,
     }
+    if request.steps:
+        metrics["weights"] = _weights(worker, request, taken)
     if held is None:
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
@@ -159,7 +165,7 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     due, coding = encoded(request, coding, streams)
     late_next = [name for name in streams if name in request.due and request.ahead]
     kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
-    _save(files, request, request.stop, request.versions, kept, coding, late=late_next)
+    _save(files, request, request.stop, request.versions, taken, kept, coding, late=late_next)
     if request.ahead:
         next_steps = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
         STEPS_AHEAD.allow(next_steps, worker)
@@ -321,12 +327,34 @@ def _merged(
     worker: Worker, sent: Mapping[str, Stream], averages: Mapping[str, Stream], steps: int
 ) -> dict[str, Stream]:
     """Return the streams with averages of what was ``sent`` so many local steps before."""
-    states = [name for name in averages if name not in (PARAMS, BUFFERS)]
-    decays = {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
+    decays = _decays(worker, averages)
     return {
         name: merged(name, now, sent[name], averages[name], decay=decays[name], steps=steps)
         for name, now in worker.take(averages).items()
     }
+
+
+def _taken(held: Held | None, request: WindowRequest, steps: int) -> dict[str, int]:
+    """Return by stream the local steps taken since its last average, ``steps`` in this window."""
+    return {
+        name: steps + (held.taken.get(name, 0) if held and _holds(held, name, request) else 0)
+        for name in request.versions
+    }
+
+
+def _weights(worker: Worker, request: WindowRequest, taken: Mapping[str, int]) -> list[float]:
+    """Return the weight of this client in each average that is due, in the order of the names."""
+    due = sorted(request.due)
+    decays = _decays(worker, due)
+    return [
+        weight(decays[name], taken[name], request.stop - request.versions[name]) for name in due
+    ]
+
+
+def _decays(worker: Worker, names: Iterable[str]) -> dict[str, float]:
+    """Return what a step multiplies each stream by; 0 for buffers, which layers replace."""
+    states = [name for name in names if name not in (PARAMS, BUFFERS)]
+    return {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
 
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
@@ -357,6 +385,7 @@ def _receive_and_save(
             request,
             request.start,
             versions,
+            {**(held.taken if held else {}), **dict.fromkeys(newer, 0)},
             {**old, **copies},
             coding,
             late=late,
@@ -370,6 +399,7 @@ def _save(
     request: WindowRequest,
     step: int,
     versions: Mapping[str, int],
+    taken: Mapping[str, int],
     streams: Mapping[str, Stream],
     coding: Mapping[str, Stream],
     late: Sequence[str] = (),
@@ -379,6 +409,7 @@ def _save(
     held = Held(
         step=step,
         versions=versions,
+        taken=taken,
         streams=list(streams),
         late=list(late),
         arrived=list(arrived),

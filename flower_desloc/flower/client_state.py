@@ -20,7 +20,7 @@ a torn file is detected, and the client starts as a new one.
 import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -39,6 +39,9 @@ class Held:
     """The run's step when this was written, after a window or an evaluation."""
     versions: Mapping[str, int]
     """Of every stream, the step of the average from which it started its local steps."""
+    taken: Mapping[str, int] = field(default_factory=dict)
+    """Of every stream, the local steps taken since then: fewer than the federation's where the
+    client is slow."""
     streams: Sequence[str]
     """Streams in the file; the others were sent to the server."""
     late: Sequence[str] = ()

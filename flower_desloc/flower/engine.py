@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
+from flower_desloc.core.unequal import steps_in_time
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import (
@@ -120,6 +121,8 @@ class RoundEngine:
         Step of the last checkpoint; -1: none.
     attempts : Mapping[str, int]
         The starts of the server before this one (:attr:`WindowRequest.attempts`).
+    paces : Mapping[str, float]
+        Seconds per local step of clients, as measured so far.
 
     """
 
@@ -133,7 +136,11 @@ class RoundEngine:
         seed: int = 0,
         checkpoint: int = -1,
         attempts: Mapping[str, int] | None = None,
+        paces: Mapping[str, float] | None = None,
     ) -> None:
+        self.paces = {**(paces or {})}
+        """Seconds per local step of every client: those of its last window, averaged with earlier
+        ones; from the last windows' ends, so that a window that is repeated is the same."""
         self.round = Round()
         self.attempt = secrets.token_hex(4)
         """Identifies this start of the server in the clients' own files."""
@@ -331,10 +338,30 @@ class RoundEngine:
             seconds = time.perf_counter() - began
             self.round.seconds[what] = self.round.seconds.get(what, 0.0) + seconds
 
+    def steps_of(self, member: Member, asked: Iterable[Member]) -> int:
+        """Return how many steps of the window a member takes, one of those ``asked``.
+
+        A client that was never measured takes them all.
+        """
+        window, policy = self.round.window, self._policy
+        steps = window.stop - window.start
+        paces = {**self.paces, **policy.step_seconds}
+        known = [paces[each.name] for each in asked if each.name in paces]
+        if member.name not in paces:
+            return steps
+        return steps_in_time(steps, paces[member.name], min(known), policy.min_steps)
+
+    def _measure_paces(self) -> None:
+        for name, client in self.round.clients.items():
+            if client.steps and client.seconds:
+                pace = client.seconds / client.steps
+                self.paces[name] = (self.paces.get(name, pace) + pace) / 2
+
     def end(self, streams: list[str], result: Result) -> None:
         """Record the round, after which ``streams`` were averaged, and call ``after_window``."""
         now, events = self.round, self._events
         self._events = []
+        self._measure_paces()
         metrics = result.train_metrics_clientapp.get(now.number)
         record = WindowRecord(
             round=now.number,

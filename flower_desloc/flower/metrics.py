@@ -42,6 +42,7 @@ def client_record(reply: WindowReply) -> ClientRecord:
         update_norm=one("update-norm"),
         param_norm=one("param-norm"),
         seconds=seconds if 0 <= seconds < math.inf else 0.0,
+        steps=int(steps) if 0 <= (steps := one("steps")) < 2**63 else 0,
     )
 
 

@@ -36,6 +36,8 @@ class ClientRecord:
     """|x_stop|."""
     seconds: float
     """The client's own time for the window."""
+    steps: int = 0
+    """Local steps taken; 0: it did not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

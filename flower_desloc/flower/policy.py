@@ -44,6 +44,13 @@ class Policy:
     least what a whole window takes, including the time clients wait for a core."""
     repeats: int = 2
     """How often a window below the quorum is repeated before the run stops."""
+    min_steps: float = 1.0
+    """For sites of unequal speed: the share of a window's local steps that every client takes at
+    least. Below 1, a slow client takes as many as it can while the fastest takes all, and weighs
+    less in the averages."""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`,
+    instead of what the server measures; with all of them, a run can be repeated exactly."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -55,6 +62,18 @@ class Policy:
         self._require("norm_bound", bound is None or 1 <= bound < math.inf, "at least 1 and finite")
         self._require("timeout", 0 < self.timeout < math.inf, "above 0 and finite")
         self._require("repeats", self.repeats >= 0, "at least 0")
+        self._require("min_steps", 0 < self.min_steps <= 1, "above 0 and at most 1")
+        paces = self.step_seconds.values()
+        self._require("step_seconds", all(0 < p < math.inf for p in paces), "above 0 and finite")
+        if self.step_seconds and self.min_steps == 1:
+            raise ValueError(
+                f"step_seconds={dict(self.step_seconds)}: it needs min_steps below 1; with 1 all "
+                "clients take all steps"
+            )
+        if self.average != "mean" and self.min_steps < 1:
+            raise ValueError(
+                f"average={self.average}: it counts every client once; set min_steps=1"
+            )
         if self.average != "mean" and self.weighting != "uniform":
             raise ValueError(
                 f"average={self.average}: it counts every client once; set weighting=uniform"

@@ -5,7 +5,7 @@ Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ STATE_LOST = "state-lost"
 STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
-    *("steps-before-merge", "steps-ahead"),
+    *("steps", "steps-before-merge", "steps-ahead"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
     *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
     *("stream-formats", "differences", "former-version", "bundles"),
@@ -63,6 +63,9 @@ class WindowRequest:
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
     stop: int = 0
+    steps: int = 0
+    """How many of the window's local steps to take, with weights for it in the reply; 0: all, and
+    equal weights."""
     before_merge: int = 0
     """Local steps of this window before the averages of the last one are merged; 0: in time."""
     ahead: int = 0
@@ -98,6 +101,7 @@ class WindowRequest:
                 "checkpoint-step": self.checkpoint,
                 "start-step": self.start,
                 "stop-step": self.stop,
+                "steps": self.steps,
                 "steps-before-merge": self.before_merge,
                 "steps-ahead": self.ahead,
                 "streams-due": sorted(self.due),
@@ -137,6 +141,7 @@ class WindowRequest:
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),
+            steps=_value(config, "steps", int),
             before_merge=_value(config, "steps-before-merge", int),
             ahead=_value(config, "steps-ahead", int),
             due=frozenset(_values(config, "streams-due", str)),
@@ -221,6 +226,18 @@ class WindowReply:
                     )
                 if low < least:
                     raise ValueError(f"{what} has values below zero; a mean of squares has none")
+
+    def weights(self, due: Collection[str]) -> dict[str, float]:
+        """Return the client's weight in each average, if it was asked for a part of the steps.
+
+        Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream in
+        ``due``.
+        """
+        stated = self.metrics.get("weights")
+        values = stated if isinstance(stated, list) else []
+        if len(values) != len(due) or not all(0 < value <= 1 for value in values):
+            raise ValueError(f"its weights are {stated}, expected {len(due)} above 0 and at most 1")
+        return dict(zip(sorted(due), values, strict=True))
 
     def _check_metrics(self) -> None:
         for name in ("num-examples", "train-loss"):

@@ -17,13 +17,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Mean, Stream
+from flower_desloc.core.averaging import Mean, Stream, Weight
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import Average, Gathered
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundEngine
 from flower_desloc.flower.internals import log
@@ -115,10 +116,15 @@ class DesLoc(Strategy):
                 f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset or "
                 "with gradients"
             )
+        policy = policy or Policy()
+        if policy.min_steps < 1 and GRADIENTS in schedule.periods:
+            raise ValueError(
+                f"min_steps={policy.min_steps}: must be 1 with gradients of every step"
+            )
         self.schedule = schedule
         self.sync_delay = sync_delay
         self.num_steps = num_steps
-        self.policy = policy or Policy()
+        self.policy = policy
         self.eval_every = eval_every
         self.outer = outer
         self.metrics = metrics
@@ -139,6 +145,7 @@ class DesLoc(Strategy):
                 self.state.averages[name] = to_record(stream)
         self.checkpoints, self.resume = checkpoints, resume
         self.engine: RoundEngine
+        self._asked: list[Member] = []  # for the window's local steps
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         self._evaluated = resume.evaluated if resume else 0
 
@@ -210,8 +217,8 @@ class DesLoc(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window; each is sent the streams it lacks."""
         del server_round, arrays, grid  # the engine knows the round, the state all streams
-        members = self.engine.drawn(self.engine.round.window.start)
-        return [self._request(member, _TRAIN, config) for member in members]
+        self._asked = self.engine.drawn(self.engine.round.window.start)
+        return [self._request(member, _TRAIN, config) for member in self._asked]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -280,13 +287,19 @@ class DesLoc(Strategy):
         with self.engine.leaving_out(message) as member:
             reply = self._read(message, self.engine.round.window.due)
             reply.check_values()
-            by_examples = self.policy.weighting == "examples"
-            averager.add(
-                reply.streams, number(reply.metrics["num-examples"]) if by_examples else 1.0
-            )
+            averager.add(reply.streams, self._weight(reply))
             self.engine.add(member, reply)
             return [member]
         return []
+
+    def _weight(self, reply: WindowReply) -> Weight:
+        """Return a client's weight in the averages; raises ``ValueError`` if it states none."""
+        by_examples = self.policy.weighting == "examples"
+        whole = number(reply.metrics["num-examples"]) if by_examples else 1.0
+        if self.policy.min_steps == 1:
+            return whole
+        weights = reply.weights(self.engine.round.window.due)
+        return {name: whole * weight for name, weight in weights.items()}
 
     def _read(self, message: Message, due: frozenset[str]) -> WindowReply:
         """Decode and validate a reply; raises ``ValueError`` saying what is wrong with it."""
@@ -398,7 +411,8 @@ class DesLoc(Strategy):
             checkpoint=self.engine.checkpoint,
             start=window.start,
             stop=window.stop,
-            before_merge=min(self.sync_delay, window.stop - window.start),
+            steps=self._steps_of(member, window),
+            before_merge=self._delay(window),
             ahead=self._steps_ahead(),
             due=window.due,
             versions=self.state.versions,
@@ -414,7 +428,17 @@ class DesLoc(Strategy):
     def _steps_ahead(self) -> int:
         """Return how many steps of the next window come before its averages are merged."""
         following = self._windows[self.engine.round.number + 1 :]
-        return min(self.sync_delay, following[0].stop - following[0].start) if following else 0
+        return self._delay(following[0]) if following else 0
+
+    def _delay(self, window: Window) -> int:
+        """Return how many of a window's steps come before the last averages are merged."""
+        return min(self.sync_delay, fewest(window.stop - window.start, self.policy.min_steps))
+
+    def _steps_of(self, member: Member, window: Window) -> int:
+        """Return how many steps of a window a client is asked for; 0: all, with equal weights."""
+        if self.policy.min_steps == 1 or window.stop == window.start:
+            return 0
+        return self.engine.steps_of(member, self._asked)
 
     def _lacks(self, member: Member) -> list[str]:
         return member.lacks(self.state.versions, self.schedule.resets)
@@ -454,6 +478,7 @@ class DesLoc(Strategy):
             seed=self.seed,
             checkpoint=self.resume.step if self.resume else -1,
             attempts=self.resume.attempts if self.resume else None,
+            paces=self.resume.paces if self.resume else None,
         )
         members = self.engine.open(self.state.step)
         if observer is not None:
@@ -488,6 +513,7 @@ class DesLoc(Strategy):
                 versions=self.state.versions,
                 former=self.state.former,
                 attempts=self.engine.attempts,
+                paces=self.engine.paces,
                 averages=self.state.to_checkpoint(),
                 outer=self.outer.state if self.outer else {},
             )

@@ -29,8 +29,8 @@ def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, floa
         raise ValueError(f"{what}'s parameter groups have other decays: {found}")
     if unknown := [name for name in names if name not in found[0]]:
         raise ValueError(
-            f"{what}'s {' and '.join(unknown)} decays by no constant factor, so it cannot be "
-            "corrected for a delay"
+            f"{what}'s {' and '.join(unknown)} decays by no constant factor, which late averages "
+            "and weights by steps need"
         )
     return {name: found[0][name] for name in names}
 

@@ -127,8 +127,11 @@ def check_streams(config: Config) -> None:
     """
     find_task(config)
     always, sometimes = _known_streams(config)
+    states = [name for name in always if name != PARAMS]
     if config.sync_delay:
-        _check_decays(config, [name for name in always if name != PARAMS])
+        _check_decays(config, states, f"sync_delay={config.sync_delay}", "sync_delay=0")
+    if (least := config.federation.min_steps) < 1:
+        _check_decays(config, states, f"federation.min_steps={least}", "federation.min_steps=1")
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
@@ -136,13 +139,12 @@ def check_streams(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_decays(config: Config, states: Collection[str]) -> None:
+def _check_decays(config: Config, states: Collection[str], stated: str, otherwise: str) -> None:
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
     try:
         state_decays(optimizer, states)
     except ValueError as error:
-        stated = f"sync_delay={config.sync_delay}"
-        raise ConfigError(f"{stated}: {error}; otherwise set sync_delay=0") from error
+        raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:

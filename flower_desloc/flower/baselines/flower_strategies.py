@@ -105,7 +105,7 @@ class FlowerAverage(Gathered):
     def result(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the strategy's parameters, in the model's own types."""
         strategy, now = self._peer.strategy, self._peer.engine.round
-        replies = [_reply(streams[PARAMS], weight) for streams, weight in self._held]
+        replies = [_reply(streams[PARAMS], weights[PARAMS]) for streams, weights in self._held]
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None
         self._peer.arrays = arrays

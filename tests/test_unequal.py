@@ -1,0 +1,186 @@
+"""Sites of unequal speed: fewer local steps for a slow one, and weights by steps."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import OPTIMIZERS, Quadratic, assert_close, assert_same
+from flower_path import Run, oracle
+from flwr.app import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_desloc import DesLoc, Policy, SyncSchedule
+from flower_desloc.config import ConfigError, load
+from flower_desloc.core.unequal import fewest, steps_in_time, weight
+from flower_desloc.flower.baselines.data_parallel import DataParallel
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.engine import FederationError
+from flower_desloc.flower.records import METRICS
+from flower_desloc.setup.build import check_streams
+
+LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
+PACES = {"client-0": 0.1, "client-1": 0.15, "client-2": 0.4}
+
+
+def unequal(folder: Path, name: str = "adam", least: float = 0.25, **options: Any) -> Run:
+    """Return a run of three clients whose windows are of one to seven steps."""
+    case = OPTIMIZERS[name]
+    policy = Policy(min_steps=least, **{"step_seconds": PACES, **options.pop("policy", {})})
+    schedule = options.pop("schedule", SyncSchedule(case.periods(7, 10, 15)))
+    options = {"num_clients": 3, "num_steps": 40, "policy": policy, **options}
+    return Run(options.pop("problem", Quadratic()), case, schedule, folder, **options)
+
+
+def takes(run: Run, least: float = 0.25) -> Callable[[int, int], bool]:
+    """Return whether client m takes step t, from the windows and the stated paces."""
+    windows = list(run.schedule.windows(run.num_steps))
+
+    def taken(m: int, t: int) -> bool:
+        window = next(w for w in windows if w.start <= t < w.stop)
+        steps = window.stop - window.start
+        share = steps * 0.1 / PACES[f"client-{m}"]
+        return t - window.start < max(math.ceil(least * steps), round(share))
+
+    return taken
+
+
+def steps_of(run: Run) -> list[list[int]]:
+    return [[client.steps for client in w.clients.values()] for w in run.watch.records if w.clients]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("name", LINEAR)
+def test_unequal_sites_equal_the_oracle(name, delay, tmp_path):
+    run = unequal(tmp_path, name, sync_delay=delay)
+    assert_close(run.start(), oracle(run, takes=takes(run)))
+    assert [7, 5, 2] in steps_of(run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unequal_sites_with_coins_absences_and_weights_equal_the_oracle(seed, tmp_path):
+    """A client that was away weighs by the steps it took since the stream's last average."""
+    schedule = SyncSchedule(OPTIMIZERS["adopt"].periods(5, 8, 11), coin_seed=seed)
+    windows = list(schedule.windows(40))
+    away = {(1, 1), (1, 2), (2, 2), (2, 4)}
+
+    def present(m: int, t: int) -> bool:
+        return (m, sum(window.stop <= t for window in windows)) not in away
+
+    policy = {"weighting": "examples"}
+    # Only those present are compared: if the fastest is away, the next takes all steps.
+    run = unequal(tmp_path, "adopt", schedule=schedule, present=present, policy=policy)
+    expected = oracle(run, present=present, takes=takes(run), weights=[1.0, 2.0, 3.0])
+    assert_close(run.start(), expected)
+
+
+def test_sites_of_equal_speed_train_as_in_lock_step(tmp_path):
+    """To the bit, weights included."""
+    paces = {"step_seconds": dict.fromkeys(PACES, 0.2)}
+    got = unequal(tmp_path / "a", "adopt", policy=paces).start()
+    expected = unequal(tmp_path / "b", "adopt", 1.0, policy={"step_seconds": {}}).start()
+    assert_same(got, expected)
+
+
+def test_speeds_are_measured_and_kept_in_checkpoints(tmp_path):
+    """All take the first window whole; the slow ones then follow what they reported."""
+    policy = {"step_seconds": {}}
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    schedule = SyncSchedule(OPTIMIZERS["adam"].periods(8))
+    options = {"schedule": schedule, "policy": policy, "checkpoints": checkpoints}
+    run = unequal(tmp_path / "clients", **options)
+
+    def at_their_paces(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train":
+            pace = PACES[f"client-{asked.metadata.dst_node_id - 1}"]
+            metrics = reply.content[METRICS]
+            metrics["seconds"] = pace * metrics["steps"]
+        return reply
+
+    run.grid.meddle = at_their_paces
+    run.start()
+    assert steps_of(run) == [[8, 8, 8], *[[8, 5, 2]] * 4]
+    assert Checkpoint.read(checkpoints.all()[-1]).paces == pytest.approx(PACES)
+    resumed = Checkpoint.read(checkpoints.all()[-2])
+    again = unequal(tmp_path / "clients", **options, resume=resumed)
+    again.start()
+    assert steps_of(again) == [[8, 5, 2]]
+
+
+@given(
+    st.integers(1, 500),
+    st.floats(1e-3, 10),
+    st.floats(1, 100),
+    st.floats(0.01, 1, exclude_max=True),
+)
+def test_steps_are_bounded_and_those_of_the_fastest_are_all(steps, fastest, times, least):
+    taken = steps_in_time(steps, fastest * times, fastest, least)
+    assert 1 <= fewest(steps, least) <= taken <= steps
+    assert steps_in_time(steps, fastest, fastest, least) == steps
+    assert least * steps <= fewest(steps, least) + 1e-6 < least * steps + 1 + 1e-5
+    assert taken >= steps_in_time(steps, 2 * fastest * times, fastest, least)
+
+
+@given(st.integers(1, 100), st.integers(0, 100), st.floats(0, 0.999))
+def test_a_weight_is_what_the_workers_own_gradients_make_of_a_moment(taken, more, beta):
+    """Of u = (1 - beta) sum beta^i g, the factors of the worker's gradients, against all steps'."""
+    of = taken + more
+    share = sum((1 - beta) * beta**i for i in range(taken))
+    assert weight(beta, taken, of) == pytest.approx(
+        share / sum((1 - beta) * beta**i for i in range(of))
+    )
+    assert weight(1.0, taken, of) == pytest.approx(weight(1 - 1e-9, taken, of), rel=1e-5)
+    assert weight(beta, of, of) == 1
+
+
+@pytest.mark.parametrize(
+    "weights", [None, [], [0.5], [0.5, 2.0, 1.0], [0.0, 1.0, 1.0], [math.nan] * 3]
+)
+def test_a_reply_without_its_weights_is_refused(weights, tmp_path):
+    run = unequal(tmp_path, schedule=SyncSchedule(OPTIMIZERS["adam"].periods(5)))
+
+    def without(asked: Message, reply: Message) -> Message:
+        if asked.metadata.message_type == "train":
+            del reply.content[METRICS]["weights"]
+            if weights is not None:
+                reply.content[METRICS]["weights"] = weights
+        return reply
+
+    run.grid.meddle = without
+    with pytest.raises(FederationError, match="its weights are"):
+        run.start()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["federation.min_steps=0"], "federation.min_steps=0.0: must be above 0"),
+        (["federation.min_steps=1.5"], "at most 1"),
+        (["federation.step_seconds.client-1=0.5"], "step_seconds.*min_steps below 1"),
+        (["federation.min_steps=0.5", "federation.step_seconds.client-1=0"], "step_seconds"),
+        (["federation.min_steps=0.5", "federation.average=median"], "median.*min_steps=1"),
+        (
+            ["federation.min_steps=0.5", "optimizer.name=amsgrad", "sync.max_exp_avg_sq=96"],
+            r"federation.min_steps=0.5: Adam's max_exp_avg_sq .* federation.min_steps=1",
+        ),
+    ],
+    ids=["none", "more", "equal", "instant", "median", "amsgrad"],
+)
+def test_what_cannot_be_is_refused_with_the_setting(words, what):
+    with pytest.raises(ConfigError, match=what):
+        check_streams(load("quickstart", words))
+
+
+@pytest.mark.parametrize("preset", ["fedavg", "ddp"])
+def test_strategies_that_count_no_steps_refuse_unequal_sites(preset):
+    with pytest.raises(ConfigError, match=r"federation\.min_steps=0\.5"):
+        load(preset, ["federation.min_steps=0.5"])
+
+
+def test_data_parallelism_refuses_unequal_sites():
+    outer: Any = None
+    with pytest.raises(ValueError, match=r"min_steps=0.5"):
+        DataParallel(6, outer, policy=Policy(min_steps=0.5))
+    DesLoc(SyncSchedule(OPTIMIZERS["adam"].periods(2)), 6, policy=Policy(min_steps=0.5))
