@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from scipy import stats
 
 from flower_desloc.flower.engine import FederationError
+from flower_desloc.runs.folder import read_lines
 from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ COMMON = (
 
 
 def run(preset: str, overrides: Iterable[str], data: Path, folder: Path) -> dict[str, Any]:
-    """Return the summary of one run; ``folder`` holds it while it runs.
+    """Return the summary of one run, with its metrics as ``lines``; ``folder`` holds it meanwhile.
 
     A run whose weights are no longer finite returns an empty summary.
     """
@@ -51,6 +52,7 @@ def run(preset: str, overrides: Iterable[str], data: Path, folder: Path) -> dict
         return {}
     (path,) = folder.glob("*/summary.json")
     summary: dict[str, Any] = json.loads(path.read_text())
+    summary["lines"] = [*read_lines(path.with_name("metrics.jsonl"))]
     shutil.rmtree(folder)
     return summary
 

@@ -333,7 +333,7 @@ def test_a_line_of_metrics_has_the_documented_keys(finished: tuple[RunFolder, st
         assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))
         assert line["clients"]["client-0"].keys() == {
             "num_examples", "train_loss", "losses", "grad_norms", "learning_rates",
-            "update_norm", "param_norm", "seconds",
+            "update_norm", "param_norm", "seconds", "steps",
         }  # fmt: skip
         assert line["drift"].keys() == set(line["streams"])
         assert line["drift"]["params"].keys() == {"spread", "moved", "norm"}

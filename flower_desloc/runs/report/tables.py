@@ -97,6 +97,8 @@ def tiles(run: RunRecord) -> list[Tile]:
         found.append(Tile("gradient noise scale", *_noise(run, noise)))
     if (tile := _expected(run)) is not None:
         found.append(tile)
+    if (tile := _slowest(run)) is not None:
+        found.append(tile)
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "evaluation", "exchange")
@@ -133,6 +135,22 @@ def _expected(run: RunRecord) -> Tile | None:
     return Tile(
         "rare averages cost", f"up to {gap.high:+.1f}%", f"loss above Local, {interval}, at {where}"
     )
+
+
+def _slowest(run: RunRecord) -> Tile | None:
+    """Return the share of its steps that the slowest client took, if not all."""
+    taken: Counter[str] = Counter()
+    planned: Counter[str] = Counter()
+    for line in run.windows:
+        for name, client in line["clients"].items():
+            if steps := client.get("steps"):  # older versions do not have it
+                taken[name] += steps
+                planned[name] += line["step"] - line["start"]
+    shares = {name: taken[name] / planned[name] for name in taken if planned[name]}
+    slowest = min(shares, key=shares.__getitem__, default="")
+    if not slowest or shares[slowest] == 1:
+        return None
+    return Tile("slowest client", percent_text(shares[slowest]), f"of its local steps, {slowest}")
 
 
 def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
