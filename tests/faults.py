@@ -5,11 +5,11 @@
     states = run.start()
     assert_close(states, faults.expected())
 
-Client 2 of a :class:`flower_path.Run` is killed in the third window, after it has trained and saved
+Client 2 of a ``flower_path.Run`` is killed in the third window, after it has trained and saved
 and before its reply is sent: that window of that client runs in a process of its own, which ends by
 SIGKILL.
 
-:meth:`Faults.expected` transcribes Algorithm 1 once more, with clients that fail. It uses the
+``Faults.expected`` transcribes Algorithm 1 once more, with clients that fail. It uses the
 updates of reference.py and nothing of the project.
 """
 

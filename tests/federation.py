@@ -1,7 +1,7 @@
 """A federation in memory, from functions of the core alone, and problems small enough to check.
 
 Everything here has its twin in reference.py: the optimizers of ``OPTIMIZERS``, the gradients of
-the problems, and :func:`federate` itself, which is :func:`reference.run` made of modules.
+the problems, and ``federate`` itself, which is ``reference.run`` made of modules.
 """
 
 import shutil
@@ -111,7 +111,7 @@ SHAPES = {"matrix": (3, 5), "vector": (7,), "scalar": (), "empty": (0, 2)}
 
 
 def draw(*seeds: int) -> Tree:
-    """Return normal tensors of :data:`SHAPES`, a function of ``seeds``."""
+    """Return normal tensors of ``SHAPES``, a function of ``seeds``."""
     noise = generator(*seeds)
     return {
         key: torch.randn(shape, dtype=torch.float64, generator=noise)
@@ -120,7 +120,7 @@ def draw(*seeds: int) -> Tree:
 
 
 class Tensors(nn.Module):
-    """Bare parameters of :data:`SHAPES`."""
+    """Bare parameters of ``SHAPES``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ _SKELETON = TiedMLP()
 
 @dataclass(frozen=True)
 class Regression:
-    """Least squares of a :class:`TiedMLP`, every worker towards a target map of its own."""
+    """Least squares of a ``TiedMLP``, every worker towards a target map of its own."""
 
     seed: int = 3
 

@@ -65,7 +65,7 @@ def run(
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
 
-    ``due[n]`` are the streams averaged when n steps are completed (:func:`every` makes the table
+    ``due[n]`` are the streams averaged when n steps are completed (``every`` makes the table
     from periods; coins give any other). ``lr(t)`` is eta_t. A worker that is not ``present(m, t)``
     takes no step t and is not in the averages that follow it; it still receives them.
 
@@ -341,7 +341,7 @@ def listing_sgdm(
 ) -> list[State]:
     """Algorithm 5, DES-LOC-SGDM; ``coins[n]`` are the streams whose coin fell in the n-th step.
 
-    Counted from 1, so that a table of averages for :func:`run` is a table of coins.
+    Counted from 1, so that a table of averages for ``run`` is a table of coins.
     """
     M = range(num_workers)
     x, u = _seeds(x0, num_workers)[:2]
@@ -371,7 +371,7 @@ def listing_amsgrad(
 ) -> list[State]:
     """Algorithm 6, DES-LOC-Adam with coins: AMSGrad, the maximum taken after v is averaged.
 
-    ``coins`` as in :func:`listing_sgdm`. The maximum v~ is never averaged.
+    ``coins`` as in ``listing_sgdm``. The maximum v~ is never averaged.
     """
     M = range(num_workers)
     x, u, v = _seeds(x0, num_workers)

@@ -2,9 +2,13 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import flower_desloc
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -48,3 +52,13 @@ def test_every_dependency_has_its_line():
     for requirement in project["dependencies"]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert f"`{name}`" in page, name
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """Links, anchors and the docstrings of everything that the package exports."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    api = (tmp_path / "api" / "index.html").read_text()
+    missing = [name for name in flower_desloc.__all__ if f'id="flower_desloc.{name}"' not in api]
+    assert not missing

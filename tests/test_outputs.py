@@ -175,7 +175,7 @@ def record(
     clients: int = 4,
     finish: bool = True,
 ) -> tuple[RunRecorder, RunFolder]:
-    """Record the run of :func:`windows_of`."""
+    """Record the run of ``windows_of``."""
     schedule = SyncSchedule(periods)
     sizes = dict.fromkeys(periods, 275_200)
     run = RunFolder.create(folder, "a-run")

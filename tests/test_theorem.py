@@ -25,7 +25,7 @@ PROBLEMS = pytest.mark.parametrize("make", theorem.PROBLEMS.values(), ids=theore
 
 
 class Replayed:
-    """One setting and seed of :func:`descend`, as a problem for the core: the same batches."""
+    """One setting and seed of ``descend``, as a problem for the core: the same batches."""
 
     def __init__(self, problem, coins, num_steps, seeds, seed):
         self.problem, self.seed = problem, seed

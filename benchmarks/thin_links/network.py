@@ -164,7 +164,7 @@ def tool(enter: Sequence[str], *words: object) -> Iterator[subprocess.Popen[str]
 def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
     """Build a network and take it down on exit, with every process inside.
 
-    ``round_trip`` is in seconds. Raises :class:`NotAllowedError` where that cannot be done.
+    ``round_trip`` is in seconds. Raises ``NotAllowedError`` where that cannot be done.
     """
     require_allowed()
     clean()
@@ -182,7 +182,7 @@ def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
 
 
 def require_allowed() -> None:
-    """Raise :class:`NotAllowedError` with the reason if namespaces cannot be made here."""
+    """Raise ``NotAllowedError`` with the reason if namespaces cannot be made here."""
     reason = ""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         reason = "it needs Linux and root"

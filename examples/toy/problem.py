@@ -30,7 +30,7 @@ def value(x1: Any, x2: Any) -> Any:
 
 
 def gradient(x1: Any, x2: Any) -> tuple[Any, Any]:
-    """Return the gradient of :func:`value`."""
+    """Return the gradient of ``value``."""
     residual = x2 - x1 * x1
     return 2 * (x1 - 1) - 400 * x1 * residual, 200 * residual
 

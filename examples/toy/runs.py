@@ -34,7 +34,7 @@ class MethodRuns(NamedTuple):
     averages: Reals
     """The same by transcription, over more rounds."""
     means: Reals
-    """The workers' mean every :data:`PATH_EVERY` steps, by transcription: (times, 2, ...)."""
+    """The workers' mean every ``PATH_EVERY`` steps, by transcription: (times, 2, ...)."""
 
 
 def run_all(

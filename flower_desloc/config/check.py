@@ -37,7 +37,7 @@ _SETTINGS: Final = {
 
 
 def check(config: Config) -> None:
-    """Raise :class:`ConfigError` for the first impossible value of ``config``."""
+    """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
         _outer, _lr_schedule, _sync, _sync_delay, _min_steps, _wire, _strategy,
@@ -47,9 +47,9 @@ def check(config: Config) -> None:
 
 
 def check_used(config: Config) -> None:
-    """Raise :class:`ConfigError` for a setting that the chosen optimizer does not have.
+    """Raise ``ConfigError`` for a setting that the chosen optimizer does not have.
 
-    Not part of :func:`check`: earlier versions ignored such settings, and their runs can be read.
+    Not part of ``check``: earlier versions ignored such settings, and their runs can be read.
     """
     for problem in _unused(config):
         raise ConfigError(problem)

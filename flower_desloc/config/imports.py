@@ -20,7 +20,7 @@ def is_path(name: str) -> bool:
 def imported(path: str, key: str) -> Any:
     """Return what ``module:name``, the value of the setting ``key``, names.
 
-    Raises :class:`ConfigError` with the reason when it cannot be imported.
+    Raises ``ConfigError`` with the reason when it cannot be imported.
     """
     folder = os.environ.get(IMPORT_FROM)
     if folder and folder not in sys.path:

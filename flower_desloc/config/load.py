@@ -1,4 +1,4 @@
-"""From YAML and overrides to a typed :class:`Config`, or to one clear error."""
+"""From YAML and overrides to a typed ``Config``, or to one clear error."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     is an OmegaConf dotlist, ``key=value`` separated by blanks or as a list. A file may build on a
     preset with ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's.
 
-    Raises :class:`ConfigError` for a missing file, an unknown key, a wrong type or an impossible
+    Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
     """
     merged: dict[str, Any] = {"run": {"name": Path(config).stem}}
@@ -55,16 +55,16 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
 
 
 def dump(config: Config) -> str:
-    """Return the whole configuration as YAML; :func:`parse` reads it back."""
+    """Return the whole configuration as YAML; ``parse`` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def parse(text: str) -> Config:
-    """Return the configuration that :func:`dump` wrote.
+    """Return the configuration that ``dump`` wrote.
 
     Settings that the optimizer does not have, which earlier versions ignored, have their defaults.
 
-    Raises :class:`ConfigError` as :func:`load` does.
+    Raises ``ConfigError`` as ``load`` does.
     """
     values = _mapping(text, "the configuration")
     return _typed(_without_unused(values, values))

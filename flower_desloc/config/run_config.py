@@ -31,10 +31,10 @@ _UNSET: Final = ""
 def load_run_config(run_config: RunConfig) -> Config:
     """Return the configuration that a run config states.
 
-    ``overrides`` win over the keys of :data:`SETTINGS`, and these over the preset or file that
+    ``overrides`` win over the keys of ``SETTINGS``, and these over the preset or file that
     ``config`` names. A key that is the empty string changes nothing.
 
-    Raises :class:`ConfigError` for an unknown key, and as :func:`load` does.
+    Raises ``ConfigError`` for an unknown key, and as ``load`` does.
     """
     known = [*_OTHERS, *SETTINGS]
     for key in run_config:

@@ -25,7 +25,7 @@ class Mean:
     """Running weighted mean of streams that arrive one client at a time.
 
     Holds one mean per tensor, whatever the number of clients. Floating-point addition is not
-    associative, so the mean depends on the order of the calls to :meth:`add`: call it in an order
+    associative, so the mean depends on the order of the calls to ``add``: call it in an order
     that does not depend on which client finished first. It does not depend on the number of
     threads.
 
@@ -84,7 +84,7 @@ class Mean:
         }
 
     def drift(self, mean: Mapping[str, Stream]) -> dict[str, "Drift"]:
-        """Return how far apart the clients were, given the ``mean`` from :meth:`result`."""
+        """Return how far apart the clients were, given the ``mean`` from ``result``."""
         return {
             name: Drift(
                 spread=math.sqrt(self._squares[name] / self._weights[name]),

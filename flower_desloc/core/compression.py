@@ -35,7 +35,7 @@ class EncodedStream:
     received: dict[str, Tensor]
     """The stream as the receiver decodes it."""
     residual: dict[str, Tensor]
-    """Quantisation error to pass to the next :func:`encode_stream`; empty if not signed."""
+    """Quantisation error to pass to the next ``encode_stream``; empty if not signed."""
 
 
 def encode_stream(
@@ -81,7 +81,7 @@ def decode_stream(
     *,
     reference: Stream | None = None,
 ) -> dict[str, Tensor]:
-    """Return the stream that :func:`encode_stream` compressed; ``like`` has its shapes and types.
+    """Return the stream that ``encode_stream`` compressed; ``like`` has its shapes and types.
 
     Raises ``ValueError`` when the number of bytes does not fit the shape, or a name is unknown.
     """
@@ -118,7 +118,7 @@ def encode(tensor: Tensor, format_: Format, *, signed: bool) -> Tensor:
 
 
 def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tensor:
-    """Return the tensor that :func:`encode` quantised, in ``like``'s shape and type, on the CPU.
+    """Return the tensor that ``encode`` quantised, in ``like``'s shape and type, on the CPU.
 
     Raises ``ValueError`` when the number of bytes in ``data`` does not fit the shape.
     """

@@ -1,4 +1,4 @@
-"""Names of the formats that :mod:`flower_desloc.core.compression` encodes and decodes.
+"""Names of the formats that ``flower_desloc.core.compression`` encodes and decodes.
 
 Apart from it because the configuration is checked without importing PyTorch.
 """

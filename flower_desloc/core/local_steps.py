@@ -100,7 +100,7 @@ class SeedsStates(Protocol):
     """An optimizer some of whose states must not be zero where a worker starts at a later step."""
 
     seeded: Collection[str]
-    """Names of the states that :meth:`seed_states` can set."""
+    """Names of the states that ``seed_states`` can set."""
 
     def seed_states(self, names: Collection[str]) -> None:
         """Set the named states from the present gradients, as the first step would."""

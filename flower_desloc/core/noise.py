@@ -12,7 +12,7 @@ _SQUARE_OF_SUM = "gradient_square_of_sum"
 
 
 def noise_totals(losses: Iterable[Tensor], params: Sequence[Tensor]) -> dict[str, float]:
-    """Return what :func:`noise_scale` needs, from the losses of several batches of one client.
+    """Return what ``noise_scale`` needs, from the losses of several batches of one client.
 
     Totals of several clients, or of several measurements, add. The gradients of ``params`` are
     computed one batch after the other; no ``.grad`` is changed.

@@ -74,7 +74,7 @@ class OuterOptimizer:
         return state
 
     def restore(self, state: Mapping[str, Stream]) -> None:
-        """Resume from a saved :attr:`state`, after :meth:`begin` with the saved parameters."""
+        """Resume from a saved ``state``, after ``begin`` with the saved parameters."""
         if not state:
             return
         prime(self._optimizer)

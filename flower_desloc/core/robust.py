@@ -5,8 +5,8 @@ Distributed Learning: Towards Optimal Statistical Rates" (2018, arXiv:1803.01498
 norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?"
 (2019, arXiv:1911.07963).
 
-They need all replies at once: :class:`Gathered` keeps them, while
-:class:`~flower_desloc.core.averaging.Mean` keeps none.
+They need all replies at once: ``Gathered`` keeps them, while
+``Mean`` keeps none.
 """
 
 import math
@@ -68,11 +68,11 @@ def beyond(norms: Sequence[float], bound: float) -> list[int]:
 
 
 class Gathered:
-    """Like :class:`~flower_desloc.core.averaging.Mean`, but keeps all replies until the end.
+    """Like ``Mean``, but keeps all replies until the end.
 
     Args:
         reference: The last averages, from which a client's update is measured.
-        average: How :meth:`result` averages.
+        average: How ``result`` averages.
         trim: Values that a trimmed mean leaves out on each side.
 
     """
@@ -139,7 +139,7 @@ class Gathered:
         return trimmed_mean(tensors, self._trim)
 
     def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
-        """Return how far the clients were apart, given the ``average`` that :meth:`result` gave."""
+        """Return how far the clients were apart, given the ``average`` that ``result`` gave."""
         drifts = {}
         for name, stream in average.items():
             total = sum(weights[name] for _, weights in self._held)

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 PARAMS: Final = "params"
+"""The stream of the parameters."""
 BUFFERS: Final = "buffers"
 GRADIENTS: Final = "gradients"
 NEVER: Final = "never"
+"""Period of a stream that is not averaged."""
 RESET: Final = "reset"
+"""Period of an optimizer state that is zero again after every average of the parameters."""
 
 Period = int | Literal["never", "reset"]
 _ALLOWED: Final = "a positive integer, 'never' or 'reset'"

@@ -2,8 +2,8 @@
 
 The paper's measure is what one worker sends up to be averaged (section 4.1, "per-worker asymptotic
 communication cost"): DES-LOC sends each stream once per period, Local Adam every stream every K_x
-steps, data parallelism a gradient every step. :class:`Uploads` counts a run window by window,
-:func:`method_rates` gives the means of a long run: 1/K_x + 1/K_u + 1/K_v payloads a step for
+steps, data parallelism a gradient every step. ``Uploads`` counts a run window by window,
+``method_rates`` gives the means of a long run: 1/K_x + 1/K_u + 1/K_v payloads a step for
 DES-LOC, 3/K_x for Local Adam.
 """
 

@@ -36,7 +36,7 @@ class Taken:
 class StepsAhead:
     """The steps that this process may take, or has taken, before its next message.
 
-    Once taken, they are in the worker's module and optimizer and nowhere else: call :meth:`claim`
+    Once taken, they are in the worker's module and optimizer and nowhere else: call ``claim``
     before writing into these.
     """
 
@@ -46,7 +46,7 @@ class StepsAhead:
         self._taken: Taken | None = None
 
     def allow(self, which: FirstSteps, worker: Worker) -> None:
-        """Let :meth:`take` take these steps with ``worker``, which is at their start now."""
+        """Let ``take`` take these steps with ``worker``, which is at their start now."""
         self._which, self._worker, self._taken = which, worker, None
 
     def take(self) -> None:

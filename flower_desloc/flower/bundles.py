@@ -36,7 +36,7 @@ def bundled(record: ArrayRecord) -> ArrayRecord:
 def unbundled(record: ArrayRecord) -> dict[str, Array]:
     """Return the arrays of a record in their order, those in bundles included.
 
-    Raises ``ValueError`` for a bundle that :func:`bundled` does not make.
+    Raises ``ValueError`` for a bundle that ``bundled`` does not make.
     """
     alone = [(key, array) for key, array in record.items() if array.stype != STYPE]
     rows = [row for k, a in record.items() if a.stype == STYPE for row in _rows(k, a)]

@@ -36,7 +36,7 @@ class Checkpoint:
     versions: Mapping[str, int]
     """Step of the last average or reset of every stream; 0 before the first."""
     averages: Mapping[str, Stream]
-    """What :meth:`ServerState.to_checkpoint` returns."""
+    """What ``ServerState.to_checkpoint`` returns."""
     former: int = -1
     """Version of params before their last average; -1: there was none."""
     outer: Mapping[str, Stream] = field(default_factory=dict)
@@ -46,12 +46,12 @@ class Checkpoint:
     paces: Mapping[str, float] = field(default_factory=dict)
     """Seconds per local step of every client, as measured."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
-    """The starts of the server that led here (:attr:`WindowRequest.attempts`); checkpoints of older
+    """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
     versions do not name them, and "" stands for all."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a checkpoint; raises :class:`CheckpointError` for a damaged or foreign file."""
+        """Read a checkpoint; raises ``CheckpointError`` for a damaged or foreign file."""
         try:
             about = tensor_file.about(path)
             if about is None or not about.keys() >= _ABOUT - _LATER:
@@ -124,7 +124,7 @@ class Checkpoints:
 def last_checkpoint(path: Path) -> Path:
     """Return the last checkpoint of a run's folder; ``path`` itself if it is a checkpoint.
 
-    The run's folder is the parent of the checkpoint's folder. Raises :class:`CheckpointError` when
+    The run's folder is the parent of the checkpoint's folder. Raises ``CheckpointError`` when
     there is no checkpoint.
     """
     path = path.resolve()

@@ -1,6 +1,6 @@
 """The client: restore its state, receive streams, run one window, reply, save its state.
 
-An app gives :func:`client_app` a function that builds a :class:`Worker`.
+An app gives ``client_app`` a function that builds a ``Worker``.
 """
 
 import math

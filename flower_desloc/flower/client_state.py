@@ -49,9 +49,9 @@ class Held:
     arrived: Sequence[str] = ()
     """Those of ``late`` whose averages are in the file too, as ``average.NAME``."""
     beside: Sequence[str] = ()
-    """Streams of compression in the file (:mod:`flower_desloc.flower.coding`)."""
+    """Streams of compression in the file (``flower_desloc.flower.coding``)."""
     attempt: str = ""
-    """The start of the server (:attr:`WindowRequest.attempt`) under which this was written."""
+    """The start of the server (``WindowRequest.attempt``) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
 
@@ -83,9 +83,9 @@ class StateFiles:
         return self.held()
 
     def read(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return tensors by the names in :attr:`Held.streams`, :attr:`Held.beside`, and averages.
+        """Return tensors by the names in ``Held.streams``, ``Held.beside``, and averages.
 
-        Raises :class:`~flower_desloc.flower.tensor_file.DamagedFileError` when they are not what
+        Raises ``DamagedFileError`` when they are not what
         was written.
         """
         return tensor_file.read(self._files()[-1], names)

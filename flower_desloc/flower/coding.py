@@ -43,7 +43,7 @@ def encoded(
 ) -> tuple[dict[str, Stream], dict[str, Stream]]:
     """Return the due streams as they are sent, and what to keep for the next window.
 
-    ``kept`` is what :func:`kept_for_coding` returned.
+    ``kept`` is what ``kept_for_coding`` returned.
     """
     due, kept = {}, dict(kept)
     for name in request.due:

@@ -120,7 +120,7 @@ class RoundEngine:
     checkpoint : int
         Step of the last checkpoint; -1: none.
     attempts : Mapping[str, int]
-        The starts of the server before this one (:attr:`WindowRequest.attempts`).
+        The starts of the server before this one (``WindowRequest.attempts``).
     paces : Mapping[str, float]
         Seconds per local step of clients, as measured so far.
 
@@ -179,7 +179,7 @@ class RoundEngine:
         """Wait until ``min_clients`` nodes are online and their number has stopped growing.
 
         A simulation registers its nodes one after the other while the server app already runs.
-        Raises :class:`FederationError` after the policy's timeout.
+        Raises ``FederationError`` after the policy's timeout.
         """
         quorum, timeout = self._policy.min_clients, self._policy.timeout
         began = time.monotonic()
@@ -245,7 +245,7 @@ class RoundEngine:
     def until_quorum(self, attempt: Callable[[], MetricRecord | None]) -> MetricRecord:
         """Return what ``attempt`` returns, repeating the window while that is None.
 
-        Raises :class:`FederationError` when the policy's repeats are used up.
+        Raises ``FederationError`` when the policy's repeats are used up.
         """
         for repeat in range(1 + self._policy.repeats):
             if repeat > 0:  # an absent client may be back, at another node
@@ -319,7 +319,7 @@ class RoundEngine:
         self.leave_out(member, reason, event_kind(message))
 
     def leave_out(self, member: Member, reason: str, kind: EventKind) -> None:
-        """Record why a client is left out; raises :class:`FederationError` if that ends the run."""
+        """Record why a client is left out; raises ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
         self.note(kind, member.name, reason)
         self._fail(f"{member.name} is left out of {self.round}: {reason}")
@@ -392,7 +392,7 @@ class RoundEngine:
         """Greet the unknown nodes and yield their clients, for the window after ``step`` steps.
 
         A client that returns at another node takes its old place. Raises
-        :class:`FederationError` for a node that fails, unless the policy is to continue.
+        ``FederationError`` for a node that fails, unless the policy is to continue.
         """
         known = {member.node_id for member in self._members.values()} | self._moved_from
         new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]

@@ -119,7 +119,7 @@ class WindowRequest:
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "WindowRequest":
-        """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
+        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
         config = records_of(ConfigRecord, content).get(CONFIG)
         if config is None:
             raise ValueError(f"not a request of the DesLoc strategy: no ConfigRecord {CONFIG!r}")
@@ -176,7 +176,7 @@ class WindowReply:
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "WindowReply":
-        """Read what :meth:`to_content` wrote; raises ``ValueError`` for anything else."""
+        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
         metrics = records_of(MetricRecord, content).get(METRICS)
         if metrics is None:
             raise ValueError(f"it has no MetricRecord {METRICS!r}")
@@ -189,7 +189,7 @@ class WindowReply:
         """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
 
         ``like`` gives names, shapes and types of the streams known so far. Values are not read:
-        see :meth:`check_values`.
+        see ``check_values``.
         """
         steps = (window.start, window.stop)
         answered = (

@@ -111,7 +111,7 @@ class ServerState:
     def restore(
         self, step: int, versions: Mapping[str, int], former: int, tensors: Mapping[str, Stream]
     ) -> None:
-        """Restore what :meth:`to_checkpoint` gave; raises ``ValueError`` for another model's."""
+        """Restore what ``to_checkpoint`` gave; raises ``ValueError`` for another model's."""
         if (theirs := set(versions)) != (ours := set(self.versions)):
             raise ValueError(
                 f"the checkpoint has the streams {sorted(theirs)}, this run {sorted(ours)}"

@@ -72,12 +72,12 @@ class DesLoc(Strategy):
         Whether the clients evaluate the averaged parameters on their own held-out data.
     formats : Mapping[str, str], optional
         Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``
-        (:mod:`flower_desloc.core.compression`). Optimizer states in it must be in ``states``.
+        (``flower_desloc.core.compression``). Optimizer states in it must be in ``states``.
     sync_delay : int (default: 0)
         Local steps that clients take before they merge an average
-        (:mod:`flower_desloc.core.late`); a shorter window merges at its end. Clients that outlive a
+        (``flower_desloc.core.late``); a shorter window merges at its end. Clients that outlive a
         message take them while the streams travel. The clients' optimizers must state their states'
-        decays (:mod:`flower_desloc.optim.decays`).
+        decays (``flower_desloc.optim.decays``).
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.
     seed : int (default: 0)
@@ -86,7 +86,7 @@ class DesLoc(Strategy):
         Where to write checkpoints.
     resume : Checkpoint, optional
         Resume from this checkpoint, under its ``run_key``. The clients go back to what they held
-        then; the parameters given to :meth:`start` only set names and shapes.
+        then; the parameters given to ``start`` only set names and shapes.
 
     """
 

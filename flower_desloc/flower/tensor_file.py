@@ -23,10 +23,10 @@ class DamagedFileError(ValueError):
 
 
 def about(path: Path) -> dict[str, Any] | None:
-    """Return the ``about`` that :func:`write` was given; None for a missing or damaged file.
+    """Return the ``about`` that ``write`` was given; None for a missing or damaged file.
 
     A torn file is found here, as it is shorter than its header says; damaged tensors are found by
-    :func:`read`. Raises ``OSError`` when an intact file may be there but cannot be read.
+    ``read``. Raises ``OSError`` when an intact file may be there but cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -41,7 +41,7 @@ def about(path: Path) -> dict[str, Any] | None:
 def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
     """Return the named streams, by default all.
 
-    Raises :class:`DamagedFileError` when they are not what was written, and ``OSError`` when they
+    Raises ``DamagedFileError`` when they are not what was written, and ``OSError`` when they
     cannot be read.
     """
     wanted = None if streams is None else set(streams)

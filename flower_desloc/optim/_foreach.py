@@ -19,7 +19,7 @@ Measured by benchmarks/optimizer_step.py: up to 1.8 times faster than one call f
 class ForeachOptimizer(Optimizer):
     """Calls a pure step on lists of tensors, so that a step is a few operations for all of them.
 
-    A subclass names its states in :attr:`streams` and its step in :attr:`update`. States start at
+    A subclass names its states in ``streams`` and its step in ``update``. States start at
     zero, besides a ``step`` that counts completed steps.
     """
 
@@ -33,13 +33,13 @@ class ForeachOptimizer(Optimizer):
     compiled = False
 
     def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        """Return the keyword arguments of :attr:`update` after ``step`` completed steps."""
+        """Return the keyword arguments of ``update`` after ``step`` completed steps."""
         del step  # by default they are the group's hyperparameters
         # PyTorch adds "differentiable" when it loads a state dict.
         return {name: group[name] for name in self.defaults if name != "differentiable"}
 
     def compile(self, compiler: Callable[..., Any] = torch.compile) -> None:
-        """Compile :attr:`update`, which then takes the step of all tensors in one call.
+        """Compile ``update``, which then takes the step of all tensors in one call.
 
         What may change in every step becomes a tensor. Shapes are fixed: a second model in one
         process would otherwise get slower code for shapes of any size.

@@ -120,7 +120,7 @@ class ADOPT(ForeachOptimizer):
         super().__init__(params, defaults)
 
     def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        """Return the keyword arguments of :func:`adopt_step` after ``step`` completed steps."""
+        """Return the keyword arguments of ``adopt_step`` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
 

@@ -104,7 +104,7 @@ class QHAdam(ForeachOptimizer):
         super().__init__(params, defaults)
 
     def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        """Return the keyword arguments of :func:`qhadam_step` after ``step`` completed steps."""
+        """Return the keyword arguments of ``qhadam_step`` after ``step`` completed steps."""
         bias1, bias2 = (1 - beta ** (step + 1) for beta in group["betas"])
         return super().arguments(group, step) | {"bias1": bias1, "bias2": bias2}
 

@@ -93,7 +93,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
 
     ``rho`` bounds every coordinate of a gradient; by default it follows from the clipping.
 
-    Raises :class:`ConfigError` unless ``config.sync`` states a period for each stream, and for
+    Raises ``ConfigError`` unless ``config.sync`` states a period for each stream, and for
     buffers, whose size is not known.
     """
     check_streams(config)

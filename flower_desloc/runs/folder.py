@@ -40,7 +40,7 @@ class RunFolder:
     def create(cls, output_dir: str | Path, name: str) -> "RunFolder":
         """Make ``<output_dir>/<name>``, or the first free one of ``<name>-2``, ``<name>-3``, ...
 
-        Raises :class:`ConfigError` when the folder cannot be made.
+        Raises ``ConfigError`` when the folder cannot be made.
         """
         parent = Path(output_dir).expanduser().resolve()
         try:
@@ -61,7 +61,7 @@ class RunFolder:
     def claimed(self) -> AbstractContextManager[None]:
         """Lock the folder against other processes.
 
-        Raises :class:`ConfigError` if another process has locked it, or if it is not writable.
+        Raises ``ConfigError`` if another process has locked it, or if it is not writable.
         """
         return locked(self.path, f"run.resume: the run in {self.path} is still going on")
 
@@ -130,7 +130,7 @@ class RunFolder:
 def locked(folder: Path, held: str) -> Iterator[None]:
     """Lock ``folder``, which is made if there is none, against other processes.
 
-    Raises :class:`ConfigError`, with ``held`` if another process has locked it, or if it cannot be
+    Raises ``ConfigError``, with ``held`` if another process has locked it, or if it cannot be
     written to.
     """
     lock = FileLock(folder / ".lock")

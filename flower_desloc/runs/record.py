@@ -129,7 +129,7 @@ class RunRecord:
 def find(paths: Iterable[str | Path]) -> list[Path]:
     """Return the folders of the runs at and below ``paths``, each once, in natural order.
 
-    Raises :class:`NoRunError` for a path without a run.
+    Raises ``NoRunError`` for a path without a run.
     """
     found: dict[Path, None] = {}
     for given in paths:
@@ -149,7 +149,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 def load(path: Path) -> RunRecord:
     """Return the record of a run, finished or not.
 
-    Raises :class:`NoRunError`, naming the file, when one of its files cannot be read.
+    Raises ``NoRunError``, naming the file, when one of its files cannot be read.
     """
     folder = RunFolder(path)
     with _reading(folder.config, "not a configuration"):

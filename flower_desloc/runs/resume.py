@@ -33,7 +33,7 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
     """Return the folder of the run and the checkpoint to resume from; None for a new run.
 
     ``run.resume`` is a run's folder, one of its checkpoints, or ``auto``: the last run of that name
-    in ``output_dir``, if it was interrupted. Raises :class:`ConfigError` for a run that cannot be
+    in ``output_dir``, if it was interrupted. Raises ``ConfigError`` for a run that cannot be
     resumed under this configuration.
     """
     wanted = config.run.resume

@@ -52,7 +52,7 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     """Return the modelled time of the run, and of Local Adam and DDP for the same steps.
 
     Empty if no step was measured. Every average moves its bytes through the server's link, up and
-    down again (:func:`~flower_desloc.plan.wall_clock.star_seconds`). The steps that the clients of
+    down again (``star_seconds``). The steps that the clients of
     this run take before they merge an average pass meanwhile; nothing else overlaps.
     """
     pace = seconds_per_step(run)

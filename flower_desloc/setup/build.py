@@ -30,7 +30,7 @@ from flower_desloc.tasks.compute import Compiled
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
     """Return the optimizer of those ``params`` that require a gradient.
 
-    Raises :class:`ConfigError` if an optimizer named by its import path cannot be imported or made.
+    Raises ``ConfigError`` if an optimizer named by its import path cannot be imported or made.
     """
     o = config.optimizer
     params = [p for p in params if p.requires_grad]
@@ -107,7 +107,7 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the initial streams of a run: the model's own tensors, and states as meta tensors.
 
-    Raises :class:`ConfigError` if the optimizer has states that cannot be kept.
+    Raises ``ConfigError`` if the optimizer has states that cannot be kept.
     """
     _known_streams(config)
     optimizer = build_optimizer(config, model.parameters())
@@ -120,7 +120,7 @@ def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tenso
 
 
 def check_streams(config: Config) -> None:
-    """Raise :class:`ConfigError` unless ``sync`` states a period for every stream and no other.
+    """Raise ``ConfigError`` unless ``sync`` states a period for every stream and no other.
 
     Also if an import path in the configuration cannot be imported. No model is built; if the
     states of an optimizer depend on the shape of a tensor, some streams are known in the run only.

@@ -27,7 +27,7 @@ def with_init_from(config: Config) -> Config:
     """Return ``config`` with the settings that a model in ``run.init_from`` determines.
 
     To be called after a configuration is loaded and before anything is built from it. Raises
-    :class:`ConfigError` if there is no such model, or it does not fit the data.
+    ``ConfigError`` if there is no such model, or it does not fit the data.
     """
     if not config.run.init_from:
         return config
@@ -48,9 +48,9 @@ def with_init_from(config: Config) -> Config:
 def initial(config: Config) -> Mapping[str, Stream] | None:
     """Return the streams that ``run.init_from`` names, if it is set.
 
-    ``config`` is the result of :func:`with_init_from`.
+    ``config`` is the result of ``with_init_from``.
 
-    Raises :class:`ConfigError` if they cannot be read.
+    Raises ``ConfigError`` if they cannot be read.
     """
     name = config.run.init_from
     if not name:

@@ -324,7 +324,7 @@ class Preflight(Observer):
     def started(self, plan: Plan) -> None:
         """Compare the estimate with the clients' memory; without an estimate nothing is stopped.
 
-        Raises :class:`ConfigError` if the memory is clearly too small.
+        Raises ``ConfigError`` if the memory is clearly too small.
         """
         self._observer.started(plan)
         try:

@@ -1,12 +1,12 @@
 """Start a process, capture its output, and end its whole process tree when its owner goes away.
 
-:func:`supervised` runs a command under a supervisor: a small process of its own, which is this file
+``supervised`` runs a command under a supervisor: a small process of its own, which is this file
 run as a script. The supervisor ends the command and everything the command has started as soon as
-its standard input closes. The process that called :func:`supervised` holds the other end of that
+its standard input closes. The process that called ``supervised`` holds the other end of that
 pipe, so the pipe closes however that process ends, SIGKILL included.
 
-The script imports psutil and the standard library only, so it starts at once. :func:`start_module`,
-:func:`on_exit` and :func:`describe_exit` are for processes that watch each other without one.
+The script imports psutil and the standard library only, so it starts at once. ``start_module``,
+``on_exit`` and ``describe_exit`` are for processes that watch each other without one.
 """
 
 import os
@@ -65,7 +65,7 @@ class Supervised:
     def wait_for_log(self, text: str, what: str) -> None:
         """Wait until the log contains ``text``.
 
-        Raises :class:`ProcessError` with the end of the log if the command ends first, even if it
+        Raises ``ProcessError`` with the end of the log if the command ends first, even if it
         is restarted, or takes longer than two minutes.
         """
         deadline = time.monotonic() + _START_TIMEOUT

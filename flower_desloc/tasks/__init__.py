@@ -1,6 +1,6 @@
 """Tasks: a model with its data and its loss.
 
-A task of your own is any class with the methods of :class:`Task`, named by its import path.
+A task of your own is any class with the methods of ``Task``, named by its import path.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _TASKS = {
 def build_task(config: Config) -> Task:
     """Return the task that ``config.task`` names.
 
-    Raises :class:`ConfigError` if it cannot be imported or lacks a method of :class:`Task`.
+    Raises ``ConfigError`` if it cannot be imported or lacks a method of ``Task``.
     """
     task = find_task(config)(config)
     methods = (name for name in vars(Task) if not name.startswith("_"))
@@ -33,7 +33,7 @@ def build_task(config: Config) -> Task:
 def find_task(config: Config) -> Callable[[Config], Task]:
     """Import the class or function that makes the task ``config.task``.
 
-    Raises :class:`ConfigError` if it cannot be imported.
+    Raises ``ConfigError`` if it cannot be imported.
     """
     make: Callable[[Config], Task] = imported(_TASKS.get(config.task, config.task), "task")
     return make

@@ -28,7 +28,7 @@ class DataParallel(DesLoc):
     optimizer : OuterOptimizer
         The one optimizer.
     **options
-        As in :class:`~flower_desloc.flower.strategy.DesLoc`.
+        As in ``DesLoc``.
 
     """
 

@@ -41,7 +41,7 @@ class FlowerStrategy(DesLoc):
     num_steps : int
         Local steps of every client; the last round may be shorter.
     **options
-        As in :class:`~flower_desloc.flower.strategy.DesLoc`.
+        As in ``DesLoc``.
 
     """
 

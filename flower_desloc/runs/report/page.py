@@ -36,7 +36,7 @@ def write_report(
     runs, in the current one. ``link`` is that of the modelled wall-clock. With ``pngs`` a folder
     with the page's name gets every figure as a PNG.
 
-    Raises :class:`NoRunError` if there is no run or its files cannot be read, and ``OSError`` if a
+    Raises ``NoRunError`` if there is no run or its files cannot be read, and ``OSError`` if a
     file cannot be written.
     """
     runs = [load(path) for path in find(paths)]

@@ -65,7 +65,7 @@ def free_port() -> int:
     The program that gets it listens seconds later. Until then no connection can take it: Linux
     assigns connections ports from 32768, other systems from 49152.
 
-    Raises :class:`ProcessError` when no port is free.
+    Raises ``ProcessError`` when no port is free.
     """
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

@@ -52,7 +52,7 @@ def supernode(
     threads : int
         Threads of its ClientApp, which would otherwise use every core.
     enter : Sequence[str], optional
-        Words before its command line (:class:`~.environment.Host`).
+        Words before its command line (``Host``).
 
     """
     environment = flower_environment(home) | {

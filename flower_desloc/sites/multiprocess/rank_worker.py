@@ -1,7 +1,7 @@
 """One rank's model, optimizer and data: the methods that rank 0 calls on all ranks.
 
 The model and its optimizer are distributed over a client's ranks as replicas or as shards. Streams
-have the parameters' names, as in :mod:`flower_desloc.core.streams`.
+have the parameters' names, as in ``flower_desloc.core.streams``.
 """
 
 import os

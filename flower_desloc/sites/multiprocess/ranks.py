@@ -38,11 +38,11 @@ class RankError(RuntimeError):
 class Ranks:
     """The processes of one client; this process is rank 0, and has at most one instance.
 
-    ``reference`` names, as ``module:function``, what builds each process's :class:`RankWorker` from
-    a device, a :class:`Parallelism` and ``argument``. With the device ``cuda``, rank i has
+    ``reference`` names, as ``module:function``, what builds each process's ``RankWorker`` from
+    a device, a ``Parallelism`` and ``argument``. With the device ``cuda``, rank i has
     ``cuda:i``.
 
-    Raises :class:`RankError` when a process ends before it has joined.
+    Raises ``RankError`` when a process ends before it has joined.
     """
 
     current: Optional["Ranks"] = None
@@ -100,7 +100,7 @@ class Ranks:
         return cls(*built_from)
 
     def call(self, method: str, *arguments: Any, **rank_0: Any) -> Any:
-        """Call a :class:`RankWorker` method on all ranks; return what it returns on rank 0.
+        """Call a ``RankWorker`` method on all ranks; return what it returns on rank 0.
 
         ``rank_0`` are further arguments, on rank 0 only.
         """

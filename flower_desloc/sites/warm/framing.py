@@ -32,7 +32,7 @@ def send(
 
 
 def receive(connection: Connection) -> tuple[Any, ...]:
-    """Receive what :func:`send` has sent; raises ``EOFError`` or ``OSError`` if the sender ends."""
+    """Receive what ``send`` has sent; raises ``EOFError`` or ``OSError`` if the sender ends."""
     message, sizes, more = connection.recv()
     # With a buffer of one byte nothing is read ahead. Connection.recv_bytes copies once more.
     with BufferedReader(FileIO(connection.fileno(), closefd=False), 1) as stream:

@@ -37,7 +37,7 @@ class NoTrainerError(RuntimeError):
 class TrainerClient:
     """The connection to one node's trainer, which serves one run.
 
-    Raises :class:`NoTrainerError` if there is no private folder for the socket.
+    Raises ``NoTrainerError`` if there is no private folder for the socket.
     """
 
     def __init__(self, reference: str, context: Context) -> None:
@@ -51,7 +51,7 @@ class TrainerClient:
         """Return the trainer's reply, and copy its changes to the context's state.
 
         Raises what the app raised, with the same type name and text; ``RuntimeError`` if a trainer
-        that was started for this message dies; :class:`NoTrainerError` if none can be started. A
+        that was started for this message dies; ``NoTrainerError`` if none can be started. A
         trainer that was already there and dies is replaced, and the message is sent again: a
         window always starts from the state file.
         """

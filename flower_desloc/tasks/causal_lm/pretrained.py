@@ -33,7 +33,7 @@ def with_architecture(config: Config) -> Config:
 
     No weights are read. The result states everything that a client needs to build the same model.
 
-    Raises :class:`ConfigError` if there is no such model, or it does not fit the data.
+    Raises ``ConfigError`` if there is no such model, or it does not fit the data.
     """
     name = _where(config)
     try:
@@ -53,9 +53,9 @@ def with_architecture(config: Config) -> Config:
 def weights(config: Config) -> dict[str, dict[str, Tensor]]:
     """Return the model's parameters and saved buffers, as streams, in ``model.dtype``.
 
-    ``config`` is the result of :func:`with_architecture`.
+    ``config`` is the result of ``with_architecture``.
 
-    Raises :class:`ConfigError` if they cannot be read.
+    Raises ``ConfigError`` if they cannot be read.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     architecture = given_architecture(

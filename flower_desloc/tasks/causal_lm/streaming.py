@@ -153,7 +153,7 @@ class DocumentStream:
     With at least as many shards as clients that read the domain, a client reads whole shards. With
     fewer, it reads all of them and keeps the documents whose hash selects it. ``key`` seeds the
     order of the shards, which differs in every epoch. The other arguments are those of
-    :meth:`state`, by default the beginning.
+    ``state``, by default the beginning.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class PackerState:
     """The state of a packer between two blocks."""
 
     streams: list[dict[str, Any]]
-    """The state of each share's :class:`DocumentStream`."""
+    """The state of each share's ``DocumentStream``."""
     rest: Tokens
     """Tokens of documents that did not fit into the block."""
 
@@ -338,7 +338,7 @@ class PackedSequences:
     """The sequences of a specification, packed when they are needed and cached on disk.
 
     Sequence n is the same in every process and after any loss of cached files. A file holds a block
-    of :data:`BLOCK` sequences and the packer's state after it. Files are written atomically and
+    of ``BLOCK`` sequences and the packer's state after it. Files are written atomically and
     with the same content by every process, so no lock is needed. Old blocks are deleted and packed
     again when they are asked for; the first is kept, because every client is described by it.
     """

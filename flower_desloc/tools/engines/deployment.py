@@ -25,7 +25,7 @@ def deploy(
     """Run a `flwr run` command on a deployment of its own, and print the run's output as it comes.
 
     ``threads`` are those of each SuperNode's ClientApp. If the run fails, the end of the log of
-    every SuperNode with an error is printed. ``hosts`` are those of :func:`deployment`.
+    every SuperNode with an error is printed. ``hosts`` are those of ``deployment``.
     """
     with deployment(sites, threads, hosts) as (superlink, nodes):
         typer.echo(

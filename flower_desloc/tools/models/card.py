@@ -38,7 +38,7 @@ def card(config: Config, summary: Mapping[str, Any]) -> str:
 
 
 def is_card(file: Path) -> bool:
-    """Return whether ``file`` was written by :func:`card`."""
+    """Return whether ``file`` was written by ``card``."""
     return file.is_file() and f"\n- {_TAG}\n" in file.read_text(encoding="utf-8")
 
 

@@ -93,7 +93,7 @@ def evaluate(
     """Return the scores by task, for the first ``limit`` questions of each or all.
 
     With ``data`` the questions of task ``NAME`` are read from ``data/NAME.jsonl``. Its columns are
-    those of lm-eval's data set for the tasks of :data:`PAPER`, or for any task ``query``,
+    those of lm-eval's data set for the tasks of ``PAPER``, or for any task ``query``,
     ``choices`` and ``gold``, the index of the right answer. Otherwise lm-eval downloads its own.
     ``window`` is the longest input in tokens; by default the model's.
 

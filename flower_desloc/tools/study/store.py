@@ -70,7 +70,7 @@ class Store:
     def locked(self) -> Iterator[None]:
         """Hold the folder for one process, and remove what an interrupted one has left.
 
-        Raises :class:`ConfigError` if another process holds it or it cannot be created.
+        Raises ``ConfigError`` if another process holds it or it cannot be created.
         """
         with locked(self.path, f"{self.path}: this study is running already"):
             shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -84,7 +84,7 @@ class Store:
         return self.path / run.cell.slug / run.folder
 
     def scratch_path(self, run: StudyRun) -> Path:
-        """Return the folder that ``run`` writes its :class:`RunFolder` into."""
+        """Return the folder that ``run`` writes its ``RunFolder`` into."""
         return self._unfinished / run.cell.slug / run.folder
 
     def failed_path(self, run: StudyRun) -> Path:

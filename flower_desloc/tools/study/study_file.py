@@ -34,7 +34,7 @@ _NONE: Final = (None, "none")
 def read_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     """Return the study of a YAML file; ``overrides`` (``key=value``) apply to every run.
 
-    Every cell's configuration is loaded. Raises :class:`ConfigError` for a mistake in the file or
+    Every cell's configuration is loaded. Raises ``ConfigError`` for a mistake in the file or
     in a cell, with the file and the key.
     """
     path = Path(path).expanduser()
