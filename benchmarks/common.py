@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: statistics, results, Flower's simulation and deployments.
+"""Shared by the benchmarks: statistics and results. Needs no Flower.
 
 A benchmark is `typer.run(main)`: the arguments of `main` are its options. `--json FILE` stores the
 result that is printed.
@@ -10,10 +10,10 @@ import platform
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +25,6 @@ import psutil
 import torch
 import typer
 import yaml
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
-from flwr.simulation import run_simulation
-
-from flower_desloc.flower.observer import Observer, WindowRecord
-from flower_desloc.sites.deployment.environment import as_argument
-from flower_desloc.tools.engines.superlink import CONNECTION, SuperLink
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the runs, KEY=VALUE")]
 Times = dict[str, list[float]]
@@ -80,23 +71,41 @@ def take_turns(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
     return times
 
 
-def report(result: dict[str, Any], path: Path | None, device: torch.device | None = None) -> None:
-    """Print a result; write it to ``path``, if given, with machine, versions and date."""
-    text = yaml.safe_dump(_rounded(result), sort_keys=False, default_flow_style=None, width=110)
-    print(text, flush=True)
-    if path is None:
-        return
+def about(device: torch.device | None = None) -> dict[str, Any]:
+    """Return date, machine and versions; the machine is the GPU if ``device`` is one."""
     memory = psutil.virtual_memory().total / 1e9
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GB"
     if device is not None and device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
-    about = {
+    return {
         "date": date.today().isoformat(),
         "machine": machine,
-        "versions": {name: version(name) for name in ("flwr", "ray", "torch", "transformers")},
+        "versions": versions(),
         "threads": torch.get_num_threads(),
     }
-    path.write_text(json.dumps(about | result, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of those of the main libraries that are installed."""
+    found = {}
+    for name in ("flwr", "ray", "torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def report(result: dict[str, Any], path: Path | None, device: torch.device | None = None) -> None:
+    """Print a result; write it to ``path``, if given, with machine, versions and date."""
+    print(as_text(result), flush=True)
+    if path is not None:
+        path.write_text(json.dumps(about(device) | result, indent=2) + "\n")
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Return a result as YAML, its numbers rounded."""
+    return yaml.safe_dump(
+        _rounded(result), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -105,64 +114,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-class Windows(Observer):
-    """Observer that keeps the record of every window."""
-
-    def __init__(self) -> None:
-        self.records: list[WindowRecord] = []
-
-    def window(self, record: WindowRecord) -> None:
-        if record.round > 0:
-            self.records.append(record)
-
-    def overheads(self) -> list[float]:
-        """Return the seconds of each window minus those of its slowest client."""
-        return [r.seconds["total"] - r.seconds["clients"] for r in self.records]
-
-
-class TimedFedAvg(FedAvg):
-    """Flower's FedAvg, with the overhead of each round: its seconds minus its slowest client's."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(fraction_evaluate=0.0, **kwargs)
-        self.overheads: list[float] = []
-        self._began = 0.0
-
-    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
-        self._began = time.perf_counter()
-        for message in super().configure_train(*args, **kwargs):
-            message.metadata.message_type = "train.fedavg"
-            yield message
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        replies = list(replies)
-        result = super().aggregate_train(server_round, replies)
-        slowest = max(r.content.metric_records["metrics"]["seconds"] for r in replies)
-        self.overheads.append(time.perf_counter() - self._began - slowest)
-        return result
-
-
-def simulate(main: Callable[[Grid, Context], None], app: ClientApp, num_clients: int) -> None:
-    """Run ``main`` as the ServerApp of Flower's simulation, with a core for each client."""
-    server = ServerApp()
-    server.main()(main)
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_simulation(server, app, num_supernodes=num_clients, backend_config=resources)
-
-
-def run_app(
-    superlink: SuperLink, app: Path, settings: dict[str, Any], *options: str
-) -> dict[str, Any]:
-    """Run a Flower app to its end; return the JSON that its ServerApp writes to ``output``."""
-    config = as_argument(settings)
-    command = ["flwr", "run", str(app), CONNECTION, "--format", "json", "--run-config", config]
-    run = superlink.submit([*command, *options])
-    log = "\n".join(superlink.log(run))
-    if not superlink.status(run).completed:
-        raise RuntimeError(log)
-    found: dict[str, Any] = json.loads(Path(settings["output"]).read_text())
-    return found

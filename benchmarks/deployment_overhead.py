@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from common import extremes, ratios, report, run_app
+from common import extremes, ratios, report
+from flower_runs import run_app
 
 from flower_desloc.tools.engines.deployment import deployment
 

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from common import Windows, report
+from common import report
+from flower_runs import Windows
 from flwr.app import Context, Message
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy

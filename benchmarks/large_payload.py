@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 import typer
-from common import report, run_app
+from common import report
+from flower_runs import run_app
 
 from flower_desloc.flower.client import STATE_DIR
 from flower_desloc.tools.engines.deployment import deployment

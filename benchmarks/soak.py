@@ -21,7 +21,8 @@ import numpy as np
 import psutil
 import torch
 import typer
-from common import report, simulate, slope
+from common import report, slope
+from flower_runs import simulate
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 import typer
-from common import TimedFedAvg, Windows, report, simulate, spread
+from common import report, spread
+from flower_runs import TimedFedAvg, Windows, simulate
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
