@@ -7,19 +7,21 @@ batches in the device's memory, clipping, PyTorch's fused Adam, and no value rea
 With --compile both are also measured with a compiled loss. They alternate window by window in one
 process; a ratio is the median over the windows of the throughput relative to the plain loop's.
 
-With --device cuda the model has 132 million parameters, in bf16 with sequences of 2048. A profiler
-counts how often the host synchronises with the device in a window, and in one with twice as many
-steps; the counts are equal if it does so only at the end of a window. Four clients are built on the
-device, and the memory that the last three add is measured: all share one model.
+With --device cuda the model is that of the preset smollm2_135m, in bf16 with 16 sequences of 2048
+bytes. A profiler counts how often the host synchronises with the device in a window, and in one with
+twice as many steps; the counts are equal if it does so only at the end of a window. Four clients are
+built on the device, and the memory that the last three add is measured: all share one model.
 
 FLOPs utilization counts 6 FLOPs per parameter and token, and 12 per layer, position and unit of
 width for attention, relative to the device's dense bf16 peak; null if that is unknown.
 """
 
+import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +42,47 @@ from flower_desloc.flower.worker import Worker
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import autocast
 
-BF16_PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+BF16_PEAK = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 """Dense FLOP/s by part of the device's name, from NVIDIA's data sheets; the first match counts."""
 
-ON_CUDA = (
-    "model.hidden_size=768 model.intermediate_size=3072 model.num_hidden_layers=14 "
-    "model.num_attention_heads=12 data.seq_len=2048 data.batch_size=16 model.precision=bf16"
+LLAMA_135M = (
+    "smollm2_135m",
+    [
+        *("data.source=builtin", "data.domains=[]", "data.weights=[]", "data.streaming=false"),
+        *("data.max_bytes=4000000", "data.tokenizer=bytes", "data.seq_len=2048"),
+        *("data.batch_size=16", "data.micro_batch_size=null", "model.precision=bf16"),
+    ],
 )
+"""The preset and what differs from it: text and tokenizer without a network, and the batch."""
 
 CLIENTS = 4
-
+COMPILED = "compiled"
+FORMS = ("eager", COMPILED)
 Window = Callable[[int, int], object]
-"""Called with ``start`` and ``stop``; takes these steps."""
+"""Takes the steps from start to stop, and waits for them."""
+
+
+@contextmanager
+def gathered_warnings() -> Iterator[list[str]]:
+    """Yield the list to which the package's log warnings are added; Python's are dropped."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flower_desloc")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def client(config: Config, device: torch.device, number: int) -> Worker:
@@ -117,6 +148,15 @@ def waits(window: Window, steps: int) -> int:
     return sum(event.count for event in seen.key_averages() if "Synchronize" in event.key)
 
 
+def peak(window: Window, steps: int, device: torch.device) -> float:
+    """Return by how many gigabytes the allocated memory rises in a window, at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    window(0, steps)
+    return (torch.cuda.max_memory_allocated(device) - before) / 1e9
+
+
 def shared(config: Config, device: torch.device) -> dict[str, float]:
     """Return how many models four clients have, and the memory that the last three add."""
     first = client(config, device, 0)
@@ -134,6 +174,71 @@ def flops_a_token(config: Config, num_parameters: int) -> float:
     return 6 * num_parameters + attention
 
 
+def compare(
+    preset: str,
+    settings: list[str],
+    where: torch.device,
+    *,
+    forms: Sequence[str] = FORMS,
+    windows: int = 20,
+    steps: int = 8,
+) -> dict[str, Any]:
+    """Return the speed of a client and of the plain loop in each form, and on a GPU the counts."""
+    cuda = where.type == "cuda"
+    settings = [*settings, "lr_schedule.name=constant"]
+    config = load(preset, settings)
+    shard = build_task(config).client_data(Site(0, CLIENTS))
+    batches = [shard.train_batch(step).tokens.to(where) for step in range(64)]
+    num_parameters = sum(p.numel() for p in build_task(config).build_model().parameters())
+    tokens = config.data.batch_size * config.data.seq_len
+    result: dict[str, Any] = {
+        "parameters": num_parameters,
+        "preset": preset,
+        "settings": settings,
+        "windows": windows,
+        "steps_a_window": steps,
+        "tokens_a_step": tokens,
+    }
+    with gathered_warnings() as warned:
+        contenders: dict[str, Window] = {}
+        for form in forms:
+            of_form = load(preset, [*settings, f"model.compile={str(form == COMPILED).lower()}"])
+            suffix = f", {form}" if form == COMPILED else ""
+            contenders[f"loop{suffix}"] = loop(of_form, where, batches)
+            contenders[f"desloc{suffix}"] = desloc(of_form, where)
+        times, first = measure(contenders, steps, windows)
+        if cuda:
+            ours = {name: window for name, window in contenders.items() if "desloc" in name}
+            result["waits_by_steps_a_window"] = {
+                name: {n: waits(window, n) for n in (steps, 2 * steps)}
+                for name, window in ours.items()
+            }
+            result["gigabytes_added_by_a_window"] = {
+                name: peak(window, steps, where) for name, window in contenders.items()
+            }
+            result["four_clients"] = shared(config, where)
+    result["warnings"] = warned  # such as that a loss could not be compiled
+
+    speeds = {name: steps * tokens / statistics.median(took) for name, took in times.items()}
+    name = torch.cuda.get_device_name(where) if cuda else ""
+    most = next((flops for part, flops in BF16_PEAK.items() if part in name), None)
+    flops = flops_a_token(config, num_parameters)
+    result["contenders"] = {
+        name: {
+            "tokens_a_second": speeds[name],
+            "flops_utilization": speeds[name] * flops / most if most else None,
+            "seconds_of_the_first_window": first[name],
+            "speed_to": {
+                other: spread(ratios(times[other], to=took))
+                for other in times
+                if other.startswith("loop") and other != name
+            },
+        }
+        for name, took in times.items()
+    }
+    return result
+
+
 def main(
     overrides: Overrides = None,
     device: str = "cpu",
@@ -146,50 +251,11 @@ def main(
     """A client's local steps, compared with a hand-written PyTorch loop."""
     torch.set_num_threads(threads)
     where = torch.device(device)
-    cuda = where.type == "cuda"
-    given = [*(ON_CUDA.split() if cuda else []), *(overrides or []), "lr_schedule.name=constant"]
-    config = load("quickstart", given)
-    compiled = load("quickstart", [*given, "model.compile=true"])
-    shard = build_task(config).client_data(Site(0, CLIENTS))
-    batches = [shard.train_batch(step).tokens.to(where) for step in range(64)]
-    contenders = {"loop": loop(config, where, batches), "desloc": desloc(config, where)}
-    if compile:
-        contenders["loop, compiled"] = loop(compiled, where, batches)
-        contenders["desloc, compiled"] = desloc(compiled, where)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        times, first = measure(contenders, steps, windows)
-
-    num_parameters = sum(p.numel() for p in build_task(config).build_model().parameters())
-    tokens = config.data.batch_size * config.data.seq_len
-    speeds = {name: steps * tokens / statistics.median(took) for name, took in times.items()}
-    result: dict[str, Any] = {
-        "parameters": num_parameters,
-        "settings": given,
-        "windows": windows,
-        "steps_a_window": steps,
-        "tokens_a_step": tokens,
-    }
-    if cuda:
-        counts = {n: waits(contenders["desloc"], n) for n in (steps, 2 * steps)}
-        result |= {"waits_by_steps_a_window": counts, "four_clients": shared(config, where)}
-    name = torch.cuda.get_device_name(where) if cuda else ""
-    peak = next((flops for part, flops in BF16_PEAK.items() if part in name), None)
-    flops = flops_a_token(config, num_parameters)
-    result["contenders"] = {
-        name: {
-            "tokens_a_second": speeds[name],
-            "flops_utilization": speeds[name] * flops / peak if peak else None,
-            "seconds_of_the_first_window": first[name],
-            "speed_to": {
-                other: spread(ratios(times[other], to=took))
-                for other in times
-                if other.startswith("loop") and other != name
-            },
-        }
-        for name, took in times.items()
-    }
-    report(result, json, where)
+    preset, settings = LLAMA_135M if where.type == "cuda" else ("quickstart", [])
+    forms = FORMS if compile else FORMS[:1]
+    settings = [*settings, *(overrides or [])]
+    found = compare(preset, settings, where, forms=forms, windows=windows, steps=steps)
+    report(found, json, where)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 Eager optimizers are compared with Adam's foreach form; with --compile, compiled ones with Adam's
 compiled. Two models: the tensors of a Llama, and 300 small ones, where overhead dominates. The
 optimizers alternate in one process, each right after the Adam it is compared with, and each after
-five untimed steps of its own; a ratio is the median over rounds. `one list` is ADOPT's step called
-once for all tensors, `loop` once for each tensor; `torch-adopt` is the package of ADOPT's authors,
-if it is installed.
+five untimed steps of its own; a ratio is the median over rounds. On a GPU a timing is ten steps
+between two synchronisations, divided by ten. `one list` is ADOPT's step called once for all tensors,
+`loop` once for each tensor; `torch-adopt` is the package of ADOPT's authors, if it is installed.
 """
 
 import statistics
@@ -29,7 +29,7 @@ Shapes = list[tuple[int, ...]]
 Make = Callable[[list[Tensor]], Optimizer]
 LR, EPS = 1e-4, 1e-6
 BETAS = (0.9, 0.9999)
-FOREACH, COMPILED = "Adam, foreach", "Adam, compiled"
+FOREACH, FUSED, COMPILED = "Adam, foreach", "Adam, fused", "Adam, compiled"
 
 
 def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
@@ -38,6 +38,10 @@ def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
     block = [(width, width), (third, width), (third, width), (width, width)]
     block += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
     return [(vocabulary, width), *block * layers, (width,)]
+
+
+LLAMA_135M = llama(576, 1536, 30, 49152)
+SMALL_TENSORS: Shapes = [(64, 64), (64,), (32, 64)] * 100
 
 
 class OneList(ADOPT):
@@ -59,7 +63,7 @@ def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
     found: dict[str, tuple[Make, str]] = {
         FOREACH: (lambda p: Adam(p, LR, BETAS, foreach=True), FOREACH),
         "Adam, single": (lambda p: Adam(p, LR, BETAS, foreach=False, fused=False), FOREACH),
-        "Adam, fused": (lambda p: Adam(p, LR, BETAS, fused=True), FOREACH),
+        FUSED: (lambda p: Adam(p, LR, BETAS, fused=True), FOREACH),
         "ADOPT": (lambda p: ADOPT(p, LR, BETAS, EPS), FOREACH),
         "ADOPT, one list": (lambda p: OneList(p, LR, BETAS, EPS), FOREACH),
         "ADOPT, loop": (lambda p: Loop(p, LR, BETAS, EPS), FOREACH),
@@ -87,20 +91,25 @@ def compiled_step(optimizer: ADOPT | SGDM) -> Optimizer:
     return optimizer
 
 
-def measure(shapes: Shapes, device: torch.device, rounds: int, *, compiled: bool) -> dict[str, Any]:
-    """Return the time of a step of each optimizer, and its ratio to Adam's in the same form."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def measure(
+    shapes: Shapes, device: torch.device, rounds: int, found: dict[str, tuple[Make, str]]
+) -> dict[str, Any]:
+    """Return the time of a step of each optimizer, and its ratio to that of its reference."""
+    cuda = device.type == "cuda"
+    timed = 10 if cuda else 1  # beside a GPU's step, one synchronisation is not short
 
     def seconds(name: str) -> float:
         for _ in range(5):  # untimed: another optimizer has filled the caches with its own tensors
             steps[name]()
-        synchronize()
+        if cuda:
+            torch.cuda.synchronize(device)
         began = time.perf_counter()
-        steps[name]()
-        synchronize()
-        return time.perf_counter() - began
+        for _ in range(timed):
+            steps[name]()
+        if cuda:
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / timed
 
-    found = contenders(compiled=compiled)
     steps: dict[str, Callable[[], object]] = {}
     for name, (make, _) in found.items():
         generator = torch.Generator(device).manual_seed(0)
@@ -139,14 +148,14 @@ def main(
     torch.set_num_threads(threads)
     where = torch.device(device)
     models = {
-        "llama": llama(576, 1536, 30, 49152) if device != "cpu" else llama(576, 1536, 6, 8192),
-        "300 small": [(64, 64), (64,), (32, 64)] * 100,
+        "llama": LLAMA_135M if device != "cpu" else llama(576, 1536, 6, 8192),
+        "300 small": SMALL_TENSORS,
     }
     found = {
         model: {
             "tensors": len(shapes),
             "parameters": sum(torch.Size(s).numel() for s in shapes),
-            "steps": measure(shapes, where, rounds, compiled=compile),
+            "steps": measure(shapes, where, rounds, contenders(compiled=compile)),
         }
         for model, shapes in models.items()
     }
