@@ -8,9 +8,10 @@ With --compile both are also measured with a compiled loss. They alternate windo
 process; a ratio is the median over the windows of the throughput relative to the plain loop's.
 
 With --device cuda the model is that of the preset smollm2_135m, in bf16 with 16 sequences of 2048
-bytes. A profiler counts how often the host synchronises with the device in a window, and in one with
-twice as many steps; the counts are equal if it does so only at the end of a window. Four clients are
-built on the device, and the memory that the last three add is measured: all share one model.
+bytes; on the CPU it is the quickstart's, and waits and memory are zero. A profiler counts how often
+the host synchronises with the device in a window, and in one with twice as many steps; the counts
+are equal if it does so only at the end of a window. Four clients are built on the device, and the
+memory that the last three add is measured: all share one model.
 
 FLOPs utilization counts 6 FLOPs per parameter and token, and 12 per layer, position and unit of
 width for attention, relative to the device's dense bf16 peak; null if that is unknown.
@@ -148,11 +149,19 @@ def waits(window: Window, steps: int) -> int:
     return sum(event.count for event in seen.key_averages() if "Synchronize" in event.key)
 
 
+def allocated(device: torch.device) -> int:
+    """Return the bytes allocated on a GPU; 0 on the CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def peak(window: Window, steps: int, device: torch.device) -> float:
-    """Return by how many gigabytes the allocated memory rises in a window, at most."""
+    """Return by how many gigabytes a GPU's allocated memory rises in a window, at most."""
+    if device.type != "cuda":
+        window(0, steps)
+        return 0.0
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = allocated(device)
     window(0, steps)
     return (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
@@ -160,11 +169,11 @@ def peak(window: Window, steps: int, device: torch.device) -> float:
 def shared(config: Config, device: torch.device) -> dict[str, float]:
     """Return how many models four clients have, and the memory that the last three add."""
     first = client(config, device, 0)
-    before = torch.cuda.memory_allocated(device)
+    before = allocated(device)
     others = [client(config, device, number) for number in range(1, CLIENTS)]
     return {
         "models": len({id(worker.module) for worker in (first, *others)}),
-        "megabytes_of_three_more": (torch.cuda.memory_allocated(device) - before) / 1e6,
+        "megabytes_of_three_more": (allocated(device) - before) / 1e6,
     }
 
 
@@ -207,16 +216,14 @@ def compare(
             contenders[f"loop{suffix}"] = loop(of_form, where, batches)
             contenders[f"desloc{suffix}"] = desloc(of_form, where)
         times, first = measure(contenders, steps, windows)
-        if cuda:
-            ours = {name: window for name, window in contenders.items() if "desloc" in name}
-            result["waits_by_steps_a_window"] = {
-                name: {n: waits(window, n) for n in (steps, 2 * steps)}
-                for name, window in ours.items()
-            }
-            result["gigabytes_added_by_a_window"] = {
-                name: peak(window, steps, where) for name, window in contenders.items()
-            }
-            result["four_clients"] = shared(config, where)
+        ours = {name: window for name, window in contenders.items() if "desloc" in name}
+        result["waits_by_steps_a_window"] = {
+            name: {n: waits(window, n) for n in (steps, 2 * steps)} for name, window in ours.items()
+        }
+        result["gigabytes_added_by_a_window"] = {
+            name: peak(window, steps, where) for name, window in contenders.items()
+        }
+        result["four_clients"] = shared(config, where)
     result["warnings"] = warned  # such as that a loss could not be compiled
 
     speeds = {name: steps * tokens / statistics.median(took) for name, took in times.items()}

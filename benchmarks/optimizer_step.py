@@ -6,8 +6,9 @@ Eager optimizers are compared with Adam's foreach form; with --compile, compiled
 compiled. Two models: the tensors of a Llama, and 300 small ones, where overhead dominates. The
 optimizers alternate in one process, each right after the Adam it is compared with, and each after
 five untimed steps of its own; a ratio is the median over rounds. On a GPU a timing is ten steps
-between two synchronisations, divided by ten. `one list` is ADOPT's step called once for all tensors,
-`loop` once for each tensor; `torch-adopt` is the package of ADOPT's authors, if it is installed.
+between two synchronisations, divided by ten. `one list` is ADOPT's step called once for all
+tensors, `loop` once for each tensor; `torch-adopt` is the package of ADOPT's authors, if it is
+installed.
 """
 
 import statistics
