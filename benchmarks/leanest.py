@@ -31,7 +31,7 @@ LOCAL = "Local Adam"
 CODES = ("wire.params=int4", "wire.exp_avg=int4", "wire.exp_avg_sq=int8")
 
 
-def periods(k_x: int, k_u: int, k_v: int) -> tuple[str, ...]:
+def periods(k_x: int, k_u: int, k_v: int | str) -> tuple[str, ...]:
     return f"sync.params={k_x}", f"sync.exp_avg={k_u}", f"sync.exp_avg_sq={k_v}"
 
 
@@ -39,8 +39,8 @@ METHODS = {
     LOCAL: periods(16, 16, 16),
     "DES-LOC 16/48/96": periods(16, 48, 96),
     "lean 8/24/48": (*periods(8, 24, 48), "wire.params=int8", *CODES[1:]),
-    "16/192/never, 4 bits": (*periods(16, 192, 0)[:2], "sync.exp_avg_sq=never", *CODES[:2]),
-    "16/192/768, 4 bits": (*periods(16, 192, 768), *CODES),
+    "16/192/never, 4 bits": (*periods(16, 192, "never"), *CODES[:2]),
+    "12/192/never, 4 bits": (*periods(12, 192, "never"), *CODES[:2]),
     "12/144/288, 4 bits": (*periods(12, 144, 288), *CODES),
     "12/144/288, 4 bits, late by 2": (*periods(12, 144, 288), *CODES, "sync_delay=2"),
     "12/144/288, 4 bits, slow u": (

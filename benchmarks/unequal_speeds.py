@@ -144,6 +144,8 @@ def draw() -> None:
         )
     for preset, partition in product(PRESETS, PARTITIONS):
         lock, own = (Arm(preset, partition, least, max(STEPS[least])) for least in (1.0, 0.25))
+        if lock not in found or own not in found:
+            continue  # not all seeds yet
         target, took = mean(found[lock], "loss"), mean(found[lock], "seconds")
         needs = seconds_to(target, own, found)
         print(
@@ -159,6 +161,7 @@ def picture(found: Outcomes) -> Figure:
     for panel, partition in zip(panels, PARTITIONS, strict=True):
         for (least, lengths), what in product(STEPS.items(), ("loss", "slowest")):
             arms = [Arm(PRESETS[0], partition, least, steps) for steps in lengths]
+            arms = [arm for arm in arms if arm in found]
             panel.plot(
                 [mean(found[arm], "seconds") for arm in arms],
                 [mean(found[arm], what) for arm in arms],
