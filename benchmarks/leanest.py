@@ -24,8 +24,13 @@ SEEDS = (0, 1, 2)
 SPARE = 100
 STEPS = 512
 RATES = (0.006, 0.012)
-TOKENS = (256, 1024)
-"""A worker's in one step."""
+SMALL, LARGER = 41_120, 213_440
+PLACES = ((SMALL, 256), (SMALL, 1024), (LARGER, 1024))
+"""Parameters, and tokens of a worker in one step; the first has all methods, IID and by domain."""
+LARGER_MODEL = (
+    "model.hidden_size=64", "model.intermediate_size=256", "model.num_hidden_layers=3",
+    "model.num_attention_heads=2",
+)  # fmt: skip
 PARTITIONS = {"iid": "IID", "by_domain": "by domain"}
 LOCAL = "Local Adam"
 CODES = ("wire.params=int4", "wire.exp_avg=int4", "wire.exp_avg_sq=int8")
@@ -48,6 +53,7 @@ METHODS = {
     ),
     "8/96/384, 4 bits": (*periods(8, 96, 384), *CODES),
 }  # fmt: skip
+ONLY_SMALL = ("16/192/never, 4 bits", "12/144/288, 4 bits, late by 2", "12/144/288, 4 bits, slow u")
 
 
 class Arm(NamedTuple):
@@ -57,6 +63,7 @@ class Arm(NamedTuple):
     tokens: int
     partition: str
     lr: float
+    params: int = SMALL
 
 
 class Outcome(NamedTuple):
@@ -83,6 +90,7 @@ def measure(data: Path, work: Path) -> None:
             f"data.partition={arm.partition}",
             f"data.batch_size={arm.tokens // 32}",
             f"optimizer.lr={arm.lr}",
+            *(LARGER_MODEL if arm.params == LARGER else ()),
             *METHODS[arm.method],
         )
         summary = run("desloc_adam", overrides, data, work / str(seed))
@@ -93,18 +101,26 @@ def measure(data: Path, work: Path) -> None:
         print(json.dumps(runs[-1]), flush=True)
         keep(RESULTS, runs)
 
-    for tokens in TOKENS:
-        for method, lr in product(METHODS, RATES):
-            lack(Arm(method, tokens, "iid", lr), SPARE)
-        for seed, partition in product(SEEDS, PARTITIONS):
-            for arm in tuned(tokens, partition, by_arm(runs)):
+    for place in PLACES:
+        for method, lr in product(methods(place), RATES):
+            lack(Arm(method, place[1], "iid", lr, place[0]), SPARE)
+        for seed, partition in product(SEEDS, partitions(place)):
+            for arm in tuned(place, partition, by_arm(runs)):
                 lack(arm, seed)
 
 
-def tuned(tokens: int, partition: str, found: Outcomes) -> Iterator[Arm]:
+def methods(place: tuple[int, int]) -> list[str]:
+    return [method for method in METHODS if place == PLACES[0] or method not in ONLY_SMALL]
+
+
+def partitions(place: tuple[int, int]) -> list[str]:
+    return [*PARTITIONS][: 2 if place == PLACES[0] else 1]
+
+
+def tuned(place: tuple[int, int], partition: str, found: Outcomes) -> Iterator[Arm]:
     """Yield each method at the rate that was best on the spare seed."""
-    for method in METHODS:
-        arms = [Arm(method, tokens, "iid", lr) for lr in RATES]
+    for method in methods(place):
+        arms = [Arm(method, place[1], "iid", lr, place[0]) for lr in RATES]
         losses = {arm: found[arm][SPARE].loss for arm in arms if SPARE in found.get(arm, {})}
         if losses:
             best = min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]))
@@ -114,7 +130,7 @@ def tuned(tokens: int, partition: str, found: Outcomes) -> Iterator[Arm]:
 def by_arm(runs: list[dict[str, object]]) -> Outcomes:
     found: Outcomes = {}
     for one in runs:
-        arm = Arm(*(one[key] for key in Arm._fields))  # type: ignore[arg-type]
+        arm = Arm(**{key: one[key] for key in Arm._fields if key in one})  # type: ignore[arg-type]
         values = (math.nan if one[key] is None else one[key] for key in Outcome._fields)
         ended = Outcome(*values)  # type: ignore[arg-type]
         found.setdefault(arm, {})[int(one["seed"])] = ended  # type: ignore[call-overload]
@@ -123,56 +139,60 @@ def by_arm(runs: list[dict[str, object]]) -> Outcomes:
 
 def compared(found: Outcomes) -> Iterator[tuple[Arm, float, Gap]]:
     """Yield each method with its seeds, how many times fewer bytes it sent, and its loss above."""
-    for tokens, partition in product(TOKENS, PARTITIONS):
-        arms = {arm.method: arm for arm in tuned(tokens, partition, found)}
+    cells = [(place, partition) for place in PLACES for partition in partitions(place)]
+    for place, partition in cells:
+        arms = {arm.method: arm for arm in tuned(place, partition, found)}
         local = found.get(arms.get(LOCAL, Arm("", 0, "", 0)), {})
         for arm in arms.values():
             ours = found.get(arm, {})
             if not {*SEEDS} <= ours.keys() & local.keys():
                 continue
-            losses, place = ({seed: one[seed].loss for seed in SEEDS} for one in (ours, local))
-            yield arm, local[0].megabytes / ours[0].megabytes, Gap.of(losses, place)
+            losses, theirs = ({seed: one[seed].loss for seed in SEEDS} for one in (ours, local))
+            yield arm, local[0].megabytes / ours[0].megabytes, Gap.of(losses, theirs)
 
 
 def draw() -> None:
     found = by_arm(kept(RESULTS))
-    print("| tokens | data | method | rate | fewer bytes, times | loss above Local Adam, % |")
+    print(
+        "| parameters, tokens | data | method | rate | fewer bytes, times | loss above Local, % |"
+    )
     print("|---|---|---|---|---|---|")
     for arm, fewer, gap in compared(found):
+        data = PARTITIONS[arm.partition]
         print(
-            f"| {arm.tokens} | {PARTITIONS[arm.partition]} | {arm.method} | {arm.lr:g} | "
-            f"{fewer:.1f} | {'' if arm.method == LOCAL else gap} |"
+            f"| {arm.params:,}, {arm.tokens} | {data} | {arm.method} | {arm.lr:g} | {fewer:.1f} | "
+            f"{'' if arm.method == LOCAL else gap} |"
         )
     picture(found).savefig(PICTURE, dpi=100)
 
 
 def picture(found: Outcomes) -> Figure:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, partition in zip(panels, PARTITIONS, strict=True):
-        for tokens, colour in zip(TOKENS, ("#0072B2", "#D55E00"), strict=True):
-            points = [
-                (arm.method, fewer, gap)
-                for arm, fewer, gap in compared(found)
-                if (arm.tokens, arm.partition) == (tokens, partition) and arm.method != LOCAL
-            ]
-            panel.errorbar(
-                [fewer for _, fewer, _ in points],
-                [gap.mean for *_, gap in points],
-                [gap.reach for *_, gap in points],
-                fmt="o", ms=4, lw=1, capsize=3, color=colour, label=f"{tokens} tokens",
-            )  # fmt: skip
-            if tokens == TOKENS[0]:
-                for method, fewer, gap in points:
-                    panel.annotate(method, (fewer, gap.mean), fontsize=5, rotation=30)
-        panel.axhline(0, color="#777777", lw=0.8)
-        panel.set_xscale("log")
-        panel.set_xticks((2, 4, 8, 16, 32), ("2", "4", "8", "16", "32"))
-        panel.minorticks_off()
-        panel.set_title(PARTITIONS[partition], fontsize=10)
-        panel.set_xlabel("times fewer bytes than Local Adam")
-    panels[0].set_ylabel("held-out loss above Local Adam, %")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    panel = figure.subplots()
+    cells = [(place, name) for place in PLACES for name in partitions(place)]
+    colours = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
+    for (place, partition), colour in zip(cells, colours, strict=True):
+        points = [
+            (fewer, gap)
+            for arm, fewer, gap in compared(found)
+            if (arm.params, arm.tokens, arm.partition) == (*place, partition)
+            and arm.method != LOCAL
+            and "slow" not in arm.method
+        ]
+        panel.errorbar(
+            [fewer for fewer, _ in points],
+            [gap.mean for _, gap in points],
+            [gap.reach for _, gap in points],
+            fmt="o", ms=4, lw=1, capsize=3, color=colour,
+            label=f"{place[0]:,} parameters, {place[1]} tokens, {PARTITIONS[partition]}",
+        )  # fmt: skip
+    panel.axhline(0, color="#777777", lw=0.8)
+    panel.set_xscale("log")
+    panel.set_xticks((2, 4, 8, 16, 32), ("2", "4", "8", "16", "32"))
+    panel.minorticks_off()
+    panel.set_xlabel("times fewer bytes than Local Adam")
+    panel.set_ylabel("held-out loss above Local Adam, %")
+    panel.legend(frameon=False, fontsize=7)
     return figure
 
 
