@@ -136,7 +136,8 @@ def _strategy(
             assert outer is not None
             return DataParallel(steps, outer, **options, **saved)
         case "desloc":
-            options |= {"outer": outer, "formats": config.wire, "sync_delay": config.sync_delay}
+            options |= {"outer": outer, "formats": config.wire}
+            options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
             return DesLoc(schedule, steps, **options, **saved)
         case "fedavg":  # Flower's own strategies cannot resume
             return FlowerStrategy(FedAvg, schedule, steps, **options)

@@ -62,6 +62,7 @@ def run(
     weights: Sequence[float] | None = None,
     delay: int = 0,
     takes: Callable[[int, int], bool] | None = None,
+    bound: float | None = None,
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
 
@@ -76,6 +77,8 @@ def run(
     With ``takes`` workers are of unequal speed: a worker that is present but does not take step t
     is in the averages all the same. After k steps of its own since the last average of a stream it
     has the weight k in the mean of params and 1 - beta^k in that of a state.
+
+    With a ``bound`` a worker that goes on from an average of u has |u| <= bound sqrt(v), v its own.
     """
     streams = ("params", *optimizer.states)
     workers = [start(optimizer, x0) for _ in range(num_workers)]
@@ -83,6 +86,8 @@ def run(
     merge_at = -1
     taken = [dict.fromkeys(streams, 0) for _ in workers]
     for t in range(num_steps):
+        if bound is not None and due.get(t) and not delay:
+            bounded(workers, bound)
         at_work = [m for m in range(num_workers) if present(m, t)]
         for m in at_work:
             if takes and not takes(m, t):
@@ -102,6 +107,8 @@ def run(
             for m in range(num_workers):
                 workers[m] |= in_time[m]
                 in_time[m] = {}
+            if bound is not None:
+                bounded(workers, bound)
         for stream in due.get(t + 1, ()):
             if at_work:
                 w = list(weights or [1.0] * num_workers)
@@ -118,6 +125,13 @@ def run(
         if due.get(t + 1):
             merge_at = min([t + 1 + delay, *(n for n in due if n > t + 1 and due[n])])
     return workers
+
+
+def bounded(workers: Sequence[State], bound: float) -> None:
+    """Move every u to at most ``bound`` sqrt(v) from 0."""
+    for s in workers:
+        most = each(lambda v: bound * v.sqrt(), s["exp_avg_sq"])
+        s["exp_avg"] = each(lambda u, c: u.clamp(-c, c), s["exp_avg"], most)
 
 
 def start(optimizer: Optimizer, x0: Tree) -> State:

@@ -302,6 +302,8 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if sync_once_at := config.sync_once_at:
         yield f"{sync_once_at=}: only strategy=desloc averages ad hoc; leave it out"
+    if config.sync_bound:
+        yield "sync_bound=true: only strategy=desloc averages moments; leave it out"
     if config.sync_phase:
         yield f"{config.sync_phase=}: only strategy=desloc shifts averages; leave it out"
     if outer.name != "none":

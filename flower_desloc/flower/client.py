@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +46,7 @@ from flower_desloc.flower.worker import (
     require_finite,
     trained,
 )
+from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio
 from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
@@ -138,12 +139,14 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     ahead = STEPS_AHEAD.claim(first, worker)
     origin = max((request.versions[name] for name in request.resets), default=0)
     if ahead is None:
-        worker.put(begin)
+        worker.put(_bounded(worker, request, begin, begin, of=received.keys() - late.keys()))
         if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
             worker.seed(names, request.start)
         ahead = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
     if late:
-        worker.put(_merged(worker, begin, late, merge_at - request.start))
+        merged_now = _merged(worker, begin, late, merge_at - request.start)
+        after = {**worker.take(request.versions), **merged_now}
+        worker.put(_bounded(worker, request, merged_now, after, of=late.keys()))
     last = request.start + request.steps if request.steps else request.stop
     steps = ahead.steps + _steps(worker, merge_at, last, origin)
     taken = _taken(held, request, last - request.start)
@@ -355,6 +358,25 @@ def _decays(worker: Worker, names: Iterable[str]) -> dict[str, float]:
     """Return what a step multiplies each stream by; 0 for buffers, which layers replace."""
     states = [name for name in names if name not in (PARAMS, BUFFERS)]
     return {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
+
+
+def _bounded(
+    worker: Worker,
+    request: WindowRequest,
+    streams: Mapping[str, Stream],
+    state: Mapping[str, Stream],
+    of: Collection[str],
+) -> Mapping[str, Stream]:
+    """Return ``streams``, a new average of Adam's u among them bounded by v, if it is asked for.
+
+    ``of`` are the streams that were averaged, ``state`` has the client's own v.
+    """
+    if not request.bound or FIRST not in of:
+        return streams
+    return {
+        **streams,
+        FIRST: bounded(streams[FIRST], state[SECOND], moment_ratio(worker.optimizer)),
+    }
 
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:

@@ -37,7 +37,7 @@ STATE_LOST = "state-lost"
 STATE_NEW = "state-new"
 _OWN_KEYS = {
     *("server-round", "run-key", "start-step", "stop-step"),
-    *("steps", "steps-before-merge", "steps-ahead"),
+    *("steps", "steps-before-merge", "steps-ahead", "sync-bound"),
     *("streams-due", "streams", "stream-versions", "streams-reset"),
     *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
     *("stream-formats", "differences", "former-version", "bundles"),
@@ -70,6 +70,8 @@ class WindowRequest:
     """Local steps of this window before the averages of the last one are merged; 0: in time."""
     ahead: int = 0
     """Local steps of the next window that the client may take while its streams travel."""
+    bound: bool = False
+    """Whether an average of Adam's first moment is bounded by the client's own second moment."""
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
     """Of every stream, the step of its last average or reset; 0 before the first."""
@@ -104,6 +106,7 @@ class WindowRequest:
                 "steps": self.steps,
                 "steps-before-merge": self.before_merge,
                 "steps-ahead": self.ahead,
+                "sync-bound": self.bound,
                 "streams-due": sorted(self.due),
                 "streams": list(self.versions),
                 "stream-versions": list(self.versions.values()),
@@ -144,6 +147,7 @@ class WindowRequest:
             steps=_value(config, "steps", int),
             before_merge=_value(config, "steps-before-merge", int),
             ahead=_value(config, "steps-ahead", int),
+            bound=_value(config, "sync-bound", bool),
             due=frozenset(_values(config, "streams-due", str)),
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),

@@ -78,6 +78,9 @@ class DesLoc(Strategy):
         (``flower_desloc.core.late``); a shorter window merges at its end. Clients that outlive a
         message take them while the streams travel. The clients' optimizers must state their states'
         decays (``flower_desloc.optim.decays``).
+    sync_bound : bool (default: False)
+        Whether clients bound an average of Adam's first moment by their own second moment
+        (``flower_desloc.optim.bounds``).
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.
     seed : int (default: 0)
@@ -103,6 +106,7 @@ class DesLoc(Strategy):
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
         sync_delay: int = 0,
+        sync_bound: bool = False,
         run_key: str | None = None,
         seed: int = 0,
         checkpoints: Checkpoints | None = None,
@@ -123,6 +127,7 @@ class DesLoc(Strategy):
             )
         self.schedule = schedule
         self.sync_delay = sync_delay
+        self.sync_bound = sync_bound
         self.num_steps = num_steps
         self.policy = policy
         self.eval_every = eval_every
@@ -414,6 +419,7 @@ class DesLoc(Strategy):
             steps=self._steps_of(member, window),
             before_merge=self._delay(window),
             ahead=self._steps_ahead(),
+            bound=self.sync_bound,
             due=window.due,
             versions=self.state.versions,
             resets=self.schedule.resets,

@@ -22,6 +22,7 @@ from flower_desloc.core.streams import (
     stream_names,
     take,
 )
+from flower_desloc.optim.bounds import moment_ratio
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.tasks import find_task
 from flower_desloc.tasks.compute import Compiled
@@ -132,6 +133,8 @@ def check_streams(config: Config) -> None:
         _check_decays(config, states, f"sync_delay={config.sync_delay}", "sync_delay=0")
     if (least := config.federation.min_steps) < 1:
         _check_decays(config, states, f"federation.min_steps={least}", "federation.min_steps=1")
+    if config.sync_bound:
+        _check_bound(config)
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
@@ -145,6 +148,13 @@ def _check_decays(config: Config, states: Collection[str], stated: str, otherwis
         state_decays(optimizer, states)
     except ValueError as error:
         raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
+
+
+def _check_bound(config: Config) -> None:
+    try:
+        moment_ratio(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
+    except ValueError as error:
+        raise ConfigError(f"sync_bound=true: {error}; otherwise set sync_bound=false") from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:

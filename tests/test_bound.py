@@ -1,0 +1,144 @@
+"""An average of Adam's u is bounded by what a worker's own v allows (`sync_bound`)."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic, Tensors, assert_close, assert_same
+from flower_path import Run, oracle
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from flower_desloc import SyncSchedule
+from flower_desloc.config import ConfigError, load
+from flower_desloc.optim import ADOPT, Adam
+from flower_desloc.optim.bounds import bounded, moment_ratio
+from flower_desloc.setup.build import check_streams
+
+ADAMS = ["adam", "adamw", "paper_adam"]
+
+
+def after(gradients: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor, float]:
+    """Return u and v of PyTorch's Adam after these gradients, and the ratio they keep to."""
+    p = nn.Parameter(torch.zeros(gradients.shape[1:], dtype=torch.float64))
+    adam = torch.optim.Adam([p], betas=betas)
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        adam.step()
+    state = adam.state[p]
+    return state["exp_avg"], state["exp_avg_sq"], moment_ratio(adam)
+
+
+@given(st.integers(1, 60), st.floats(0, 0.99), st.floats(0.5, 0.9999), st.integers(0, 2**31))
+def test_no_gradients_exceed_the_ratio(steps, beta1, beta2, seed):
+    assume(beta1**2 < 0.999 * beta2)
+    draw = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(steps, 7, generator=draw, dtype=torch.float64)
+    u, v, ratio = after(gradients, (beta1, beta2))
+    assert (u.abs() <= ratio * v.sqrt() * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("betas", [(0.95, 0.95), (0.9, 0.999), (0.95, 0.99)])
+def test_some_gradients_reach_the_ratio(betas):
+    """Equality in Cauchy and Schwarz: gradients that shrink by beta1 / beta2, backwards in time."""
+    beta1, beta2 = betas
+    ages = torch.arange(400, dtype=torch.float64)
+    u, v, ratio = after(((beta1 / beta2) ** ages.flip(0))[:, None], betas)
+    assert (u / v.sqrt()).item() == pytest.approx(ratio, rel=1e-5)
+
+
+@given(st.integers(2, 6), st.integers(0, 2**31))
+def test_averages_of_both_moments_keep_to_the_ratio(workers, seed):
+    """So that bounding changes nothing where u and v are averaged together."""
+    draw = torch.Generator().manual_seed(seed)
+    scale = torch.rand(workers, 1, 1, generator=draw, dtype=torch.float64) ** 8
+    gradients = scale * torch.randn(workers, 9, 5, generator=draw, dtype=torch.float64)
+    states = [after(each, (0.9, 0.95)) for each in gradients]
+    u, v = (torch.stack([state[i] for state in states]).mean(0) for i in (0, 1))
+    torch.testing.assert_close(bounded({"w": u}, {"w": v}, states[0][2])["w"], u)
+
+
+def run(folder, name="adam", **options):
+    case = OPTIMIZERS[name]
+    options = {"num_clients": 3, "num_steps": 26, "sync_bound": True, **options}
+    problem = options.pop("problem", Quadratic())
+    schedule = SyncSchedule(case.periods(2, 4, 9))
+    return Run(problem, case, schedule, folder, **options)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("name", ADAMS)
+def test_bounded_averages_equal_the_oracle(name, delay, tmp_path):
+    problem = OneSided()
+    bounding = run(tmp_path, name, problem=problem, sync_delay=delay)
+    ratio = moment_ratio(bounding.case.make(problem.module().parameters()))
+    assert_close(bounding.start(), oracle(bounding, bound=ratio))
+
+
+@dataclass(frozen=True)
+class OneSided(Quadratic):
+    """Only the first worker's loss depends on ``scalar``, and the others' on it in some steps."""
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+        loss = super().loss(module, m, t)
+        scalar = dict(module.named_parameters())["scalar"]
+        return loss if self.sees(m, t) else loss - self.of_scalar(scalar, m, t) + 0 * scalar
+
+    def of_scalar(self, scalar: Tensor, m: int, t: int) -> Tensor:
+        return self._curvature(m) / 2 * (scalar - self._optimum(m, t)["scalar"]).square()
+
+    def grad(self, m, t, x):
+        g = super().grad(m, t, x)
+        return g if self.sees(m, t) else {**g, "scalar": torch.zeros_like(g["scalar"])}
+
+    def sees(self, m: int, t: int) -> bool:
+        return m == 0 or (m == 1 and t % 7 == 0)
+
+
+def test_a_worker_without_gradients_of_a_coordinate_does_not_throw_it_away(tmp_path):
+    """It has v = 0 there; an average of u alone would be divided by epsilon."""
+
+    def scalar(**options) -> float:
+        trained = run(tmp_path / str(options), problem=OneSided(), **options)
+        return max(abs(state["params"]["scalar"].item()) for state in trained.start())
+
+    assert scalar() < 10
+    assert scalar(sync_bound=False) > 1e3
+
+
+def test_nothing_changes_where_moments_are_averaged_together(tmp_path):
+    case = OPTIMIZERS["adam"]
+    schedule = SyncSchedule(case.periods(2, 4, 4))
+
+    def states(*, sync_bound: bool):
+        folder = tmp_path / str(sync_bound)
+        options = {"num_clients": 3, "num_steps": 26, "sync_bound": sync_bound}
+        return Run(Quadratic(), case, schedule, folder, **options).start()
+
+    assert_same(states(sync_bound=True), states(sync_bound=False))
+
+
+def test_the_ratio_of_equal_betas_of_0_95_is_1():
+    assert moment_ratio(Adam(Tensors().parameters(), betas=(0.95, 0.95))) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (ADOPT(Tensors().parameters()), "ADOPT does not divide"),
+        (Adam(Tensors().parameters(), betas=(0.99, 0.9)), "must be below beta2"),
+        (Adam([{"params": [], "betas": (0.5, 0.9)}, {"params": Tensors().parameters()}]), "groups"),
+    ],
+    ids=["adopt", "betas", "groups"],
+)
+def test_where_there_is_no_ratio_it_says_so(optimizer, what):
+    with pytest.raises(ValueError, match=what):
+        moment_ratio(optimizer)
+
+
+def test_it_is_refused_with_the_setting():
+    with pytest.raises(ConfigError, match=r"sync_bound=true: ADOPT .* sync_bound=false"):
+        check_streams(load("desloc_adopt", ["sync_bound=true"]))
+    with pytest.raises(ConfigError, match="sync_bound=true"):
+        load("fedavg", ["sync_bound=true"])
