@@ -83,9 +83,7 @@ def by_arm(runs: list[dict[str, object]]) -> Losses:
 
 def draw() -> None:
     losses = {arm: of for arm, of in by_arm(kept(RESULTS)).items() if len(of) == len(SEEDS)}
-    print(
-        "| periods | data | rate | as it is, % above Local Adam | worst seed | bounded | worst seed |"
-    )
+    print("| periods | data | rate | as it is, % above Local Adam | worst | bounded | worst |")
     print("|---|---|---|---|---|---|---|")
     for periods, partition, lr in product(PERIODS, PARTITIONS, RATES):
         locals_ = [
