@@ -20,6 +20,7 @@ from small_runs import ROOT, Gap, final_loss, keep, kept, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "slow_momentum.json"
 PICTURE = ROOT / "docs" / "slow_momentum.png"
+NAMES = {"adam": "Adam", "adopt": "ADOPT", "diloco": "DiLoCo"}
 SEEDS = (0, 1, 2)
 SPARE = 100
 STEPS = 512
@@ -171,16 +172,18 @@ def draw() -> None:
             row = [losses.get(arm, {}).get(SPARE, math.nan) for arm in tuning.arms(betas)]
             if not all(map(math.isnan, row)):
                 print(*tuning, *betas, *(f"{loss:.3f}" for loss in row))
-    print("\n| optimizer | tokens | data | K_x | method | K_u | loss | above Local, % |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("\n| optimizer | data | method | K_x/K_u/K_v | rate | loss | above Local, % |")
+    print("|---|---|---|---|---|---|---|")
     for arm, place in compared(losses):
         mean = sum(losses[arm].values()) / len(losses[arm])
         beta = "" if arm.label != "slow momentum" else f" ({arm.beta1:g}, {arm.mix:g})"
         data = "IID" if arm.partition == "iid" else "by domain"
         gap = "" if arm == place else Gap.of(losses[arm], losses[place])
+        periods = f"{arm.k_x}/{arm.k_u}/{arm.k_v}"
+        tokens = "" if arm.tokens == 256 else f", {arm.tokens} tokens"
         print(
-            f"| {arm.optimizer} | {arm.tokens} | {data} | {arm.k_x} | {arm.label}{beta} | "
-            f"{arm.k_u} | {mean:.3f} | {gap} |"
+            f"| {NAMES[arm.optimizer]} | {data}{tokens} | {arm.label}{beta} | {periods} | "
+            f"{arm.lr:g} | {mean:.3f} | {gap} |"
         )
     picture(losses).savefig(PICTURE, dpi=100)
 
