@@ -7,14 +7,13 @@ FOLDER holds a text file for each of the domains wiki, python, math and french. 
 at both rates; Local Adam's best rate on the seeds is what the others are compared with.
 """
 
-import argparse
 import json
 import math
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from small_runs import ROOT, Gap, final_loss, keep, kept, run
+from small_runs import ROOT, Gap, command_line, final_loss, keep, kept, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "bounded_averages.json"
 SEEDS = (0, 1, 2)
@@ -103,19 +102,5 @@ def draw() -> None:
         print(f"| {where} | {PARTITIONS[partition]} | {lr:g} | {' | '.join(cells)} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/bounded_averages"))
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        draw()
-    elif arguments.data is None:
-        parser.error("measure needs --data FOLDER")
-    else:
-        measure(arguments.data.resolve(), arguments.work)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, measure, draw)

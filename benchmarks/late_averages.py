@@ -9,7 +9,6 @@ benchmarks/results/late_averages.json is not repeated. *Corrected* is `flower_de
 parameters alone. All arms have the learning rate that was tuned for the arm without delay.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from matplotlib.figure import Figure
-from small_runs import ROOT, Gap, final_loss, keep, kept, run
+from small_runs import ROOT, Gap, command_line, final_loss, keep, kept, run
 from torch import Tensor
 
 from flower_desloc.core import late
@@ -165,19 +164,5 @@ def line(panel: Any, losses: Losses, points: list[Arm], label: str, colour: str)
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/late_averages"))
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        draw()
-    elif arguments.data is None:
-        parser.error("measure needs --data FOLDER")
-    else:
-        measure(arguments.data.resolve(), arguments.work)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, measure, draw)

@@ -7,7 +7,6 @@ FOLDER holds a text file for each of the domains wiki, python, math and french. 
 for each optimizer the pair of beta1 and mix, are tuned on a seed of their own, at K_u = 12 K_x.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
-from small_runs import ROOT, Gap, final_loss, keep, kept, run
+from small_runs import ROOT, Gap, command_line, final_loss, keep, kept, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "slow_momentum.json"
 PICTURE = ROOT / "docs" / "slow_momentum.png"
@@ -234,19 +233,5 @@ def picture(losses: Losses) -> Figure:
     return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/slow_momentum"))
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        draw()
-    elif arguments.data is None:
-        parser.error("measure needs --data FOLDER")
-    else:
-        measure(arguments.data.resolve(), arguments.work)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, measure, draw)

@@ -4,13 +4,14 @@ For the studies of docs/beyond.md: 41,120 parameters, four clients in one proces
 held-out text in nats a byte. A run that is in the file is not repeated.
 """
 
+import argparse
 import json
 import math
 import os
 import platform
 import shutil
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -103,3 +104,18 @@ class Gap(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mean:+.2f} ± {self.reach:.2f}"
+
+
+def command_line(doc: str, measure: Callable[[Path, Path], None], draw: Callable[[], None]) -> None:
+    """Run a study's ``measure(data, work)`` or ``draw()``, as the command line says."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("command", choices=("measure", "draw"))
+    parser.add_argument("--data", type=Path, help="folder of texts by domain")
+    parser.add_argument("--work", type=Path, default=Path("runs/small"), help="for runs under way")
+    arguments = parser.parse_args()
+    if arguments.command == "draw":
+        draw()
+    elif arguments.data is None:
+        parser.error("measure needs --data FOLDER")
+    else:
+        measure(arguments.data.resolve(), arguments.work)

@@ -8,7 +8,6 @@ computed, not measured: a step takes 1, 1, 2 and 4 s on the four sites, messages
 domain the slowest site alone has French. Every run has its own learning-rate schedule to its end.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from itertools import product
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from small_runs import ROOT, Gap, keep, kept, run
+from small_runs import ROOT, Gap, command_line, keep, kept, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "unequal_speeds.json"
 PICTURE = ROOT / "docs" / "unequal_speeds.png"
@@ -177,19 +176,5 @@ def picture(found: Outcomes) -> Figure:
     return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/unequal_speeds"))
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        draw()
-    elif arguments.data is None:
-        parser.error("measure needs --data FOLDER")
-    else:
-        measure(arguments.data.resolve(), arguments.work)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, measure, draw)
