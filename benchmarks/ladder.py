@@ -65,7 +65,9 @@ COLOURS = {
     "DES-LOC": "#0072B2",
     "FAVG+OPT": "#D55E00",
     "early average": "#009E73",
+    "DES-LOC, bounded": "#44AA99",
     "u as often as x": "#56B4E9",
+    "u as often as x, bounded": "#117733",
     "v as often as u": "#999999",
     "DES-LOC, half the periods": "#B8860B",
     "DES-LOC, half the periods, lean": "#7B3294",
@@ -124,8 +126,9 @@ class Row(NamedTuple):
 
 
 def method(config: Run) -> str:
-    """Return the method's name, derived from the periods and the formats."""
-    return periods_name(config) + (", lean" if config["wire"] else "")
+    """Return the method's name, derived from the periods, the formats and the bound."""
+    suffixes = {", lean": config["wire"], ", bounded": config.get("sync_bound")}
+    return periods_name(config) + "".join(name for name, used in suffixes.items() if used)
 
 
 def periods_name(config: Run) -> str:
