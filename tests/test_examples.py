@@ -404,3 +404,71 @@ def test_a_flower_app_of_forty_lines_learns(monkeypatch, tmp_path, capsys):
     stock_app.server(InProcessGrid(stock_app.client, nodes), context)
     slopes = re.findall(r"-?\d+\.\d+", capsys.readouterr().out.rpartition("slopes:")[2])
     assert [float(slope) for slope in slopes] == pytest.approx([1, -2, 3], abs=0.1)
+
+
+QUICKSTART_TASK = """
+import torch
+from datasets import Dataset
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+
+def load_data(partition_id, num_partitions, batch_size):
+    images, labels = load_digits(return_X_y=True)
+    here = slice(partition_id, None, num_partitions)
+    data = Dataset.from_dict({"img": images[here] / 16, "label": labels[here]})
+    parts = data.train_test_split(test_size=0.2, seed=42)
+    parts = parts.with_transform(lambda d: {**d, "img": [torch.tensor(i) for i in d["img"]]})
+    return [DataLoader(parts[name], batch_size) for name in ("train", "test")]
+
+def test(net, loader, device):
+    batch = loader.dataset[:]
+    logits, labels = net(torch.stack(batch["img"])), torch.tensor(batch["label"])
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    return loss, (logits.argmax(1) == labels).float().mean().item()
+
+load_centralized_dataset = None  # the test does not call global_evaluate
+"""
+
+
+def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp_path):
+    """The client as printed, and the server's main as the diff leaves it, with other images."""
+    page = (ROOT / "docs" / "train-your-own.md").read_text()
+    (client,) = re.findall(r"<!-- client -->\n```python\n(.*?)```", page, re.DOTALL)
+    (server,) = re.findall(r"<!-- server -->\n```diff\n(.*?)```", page, re.DOTALL)
+    head, main = re.split(r"^@@ .*\n", server, flags=re.MULTILINE)[1:]
+    after = [line[1:] for line in (head + main).splitlines() if not line.startswith("-")]
+    body = after.index('    """Main entry point for the ServerApp."""')
+    after[body:body] = ["def main(grid, context):"]
+
+    package = tmp_path / "pytorchexample"
+    package.mkdir()
+    (package / "task.py").write_text(QUICKSTART_TASK)
+    (package / "client_app.py").write_text(client)
+    (package / "server_app.py").write_text("\n".join([*after, "    return result"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    server_app = importlib.import_module("pytorchexample.server_app")
+    client_app = importlib.import_module("pytorchexample.client_app")
+    evaluations = []
+    monkeypatch.setattr(
+        server_app, "global_evaluate", lambda *at: evaluations.append(at[0]), raising=False
+    )
+    config = {"num-steps": 96, "learning-rate": 0.003, "batch-size": 32}
+    nodes = [{"partition-id": i, "num-partitions": 3, "state-dir": str(tmp_path)} for i in range(3)]
+    lines = []
+    monkeypatch.setattr(
+        "flower_desloc.flower.log_lines.log", lambda _, text, *values: lines.append(text % values)
+    )
+    grid = InProcessGrid(client_app.app, nodes)
+    for context in grid.contexts.values():
+        context.run_config.update(config)
+    result = server_app.main(grid, Context(1, 0, {}, RecordDict(), config))
+    assert evaluations == [0, 3, 6]
+    measured = result.evaluate_metrics_clientapp
+    assert measured[6]["eval_acc"] > 0.8 > 0.3 > measured[0]["eval_acc"]
+    assert len(lines) == 1 + 7  # who takes part, round 0, and six windows
+    last = r"step 96 of 96: averaged params, exp_avg, exp_avg_sq; train loss [\d.]+; "
+    assert re.fullmatch(last + r"eval_acc 0[.\d]+, eval_loss [.\d]+, .* on the clients", lines[-1])

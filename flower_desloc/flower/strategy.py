@@ -28,6 +28,7 @@ from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundEngine
 from flower_desloc.flower.internals import log
+from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import check_evaluation, number, pooled
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
@@ -187,7 +188,7 @@ class DesLoc(Strategy):
             Central evaluation: called with the window's number and the averaged parameters. A
             metric named ``part/metric`` is that of a part of the data.
         observer : Observer, optional
-            Called with the record of every window.
+            Called with the record of every window; by default each is a line in Flower's log.
 
         Raises
         ------
@@ -487,10 +488,10 @@ class DesLoc(Strategy):
             paces=self.resume.paces if self.resume else None,
         )
         members = self.engine.open(self.state.step)
-        if observer is not None:
-            observer.started(self._plan(members))
-            self.engine.on_join.append(observer.joined)
-            self.engine.after_window.append(observer.window)
+        observer = observer or LogLines()
+        observer.started(self._plan(members))
+        self.engine.on_join.append(observer.joined)
+        self.engine.after_window.append(observer.window)
         if self.checkpoints is not None:
             self.engine.after_window.append(self._save)
         if self.resume is not None:

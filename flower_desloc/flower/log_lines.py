@@ -1,0 +1,37 @@
+"""The observer of an app that gives none: a line in Flower's log for every window."""
+
+from collections.abc import Mapping
+from logging import INFO
+
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.observer import EvaluationRecord, Plan, WindowRecord
+
+
+class LogLines:
+    """Logs what was averaged after every window, and the losses."""
+
+    def started(self, plan: Plan) -> None:
+        """Log who takes part."""
+        self._steps = plan.num_steps
+        log(INFO, "%d clients: %s", len(plan.clients), ", ".join(plan.clients))
+
+    def joined(self, client: str, about: Mapping[str, str]) -> None:
+        """Log a client that joined after the start."""
+        del about
+        log(INFO, "%s has joined", client)
+
+    def window(self, record: WindowRecord) -> None:
+        """Log a window."""
+        parts = [f"averaged {', '.join(record.streams)}"] if record.streams else []
+        if record.train_loss is not None:
+            parts.append(f"train loss {record.train_loss:.4g}")
+        parts += _metrics("on the clients", record.federated)
+        parts += _metrics("on the server", record.central)
+        log(INFO, "step %d of %d: %s", record.step, self._steps, "; ".join(parts))
+
+
+def _metrics(where: str, record: EvaluationRecord | None) -> list[str]:
+    if record is None:
+        return []
+    values = ", ".join(f"{name} {value:.4g}" for name, value in record.overall.items())
+    return [f"{values} {where}"]
