@@ -50,9 +50,18 @@ LIMITS = (-2, 4)  # per cent, of the picture
 OTHER_PERIODS = {
     "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
     "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
+    "Local, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 24},
+    "u as often as x, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 96},
+    "u as often as x, K = 12": {"params": 12, "exp_avg": 12, "exp_avg_sq": 96},
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
+FORMATS = {
+    ("int8", "int4", "int8"): "lean",
+    ("int8", "int8", "int8"): "8 bits",
+    ("int4", "int4"): "4 bits",
+}
+"""Formats of x, u and v -> their name."""
 PACKAGE_HEAD = (
     '"""The gaps of DES-LOC to Local, as `python benchmarks/ladder.py draw` writes them."""',
     "",
@@ -68,6 +77,12 @@ COLOURS = {
     "DES-LOC, bounded": "#44AA99",
     "u as often as x": "#56B4E9",
     "u as often as x, bounded": "#117733",
+    "u as often as x, lean, bounded": "#88CC66",
+    "u as often as x, 8 bits, bounded": "#66CCEE",
+    "u as often as x, v never, bounded": "#228833",
+    "u as often as x, v never, 4 bits, bounded": "#CCBB44",
+    "u as often as x, K = 24, bounded": "#882255",
+    "u as often as x, K = 12, lean, bounded": "#AA4499",
     "v as often as u": "#999999",
     "DES-LOC, half the periods": "#B8860B",
     "DES-LOC, half the periods, lean": "#7B3294",
@@ -127,8 +142,12 @@ class Row(NamedTuple):
 
 def method(config: Run) -> str:
     """Return the method's name, derived from the periods, the formats and the bound."""
-    suffixes = {", lean": config["wire"], ", bounded": config.get("sync_bound")}
-    return periods_name(config) + "".join(name for name, used in suffixes.items() if used)
+    formats = tuple((config["wire"] or {}).values())
+    return (
+        periods_name(config)
+        + (f", {FORMATS[formats]}" if formats else "")
+        + (", bounded" if config.get("sync_bound") else "")
+    )
 
 
 def periods_name(config: Run) -> str:
@@ -147,7 +166,7 @@ def periods_name(config: Run) -> str:
     if (first, second) == (sync["params"],) * 2:
         return LOCAL
     if first == sync["params"]:
-        return "u as often as x"
+        return "u as often as x" + (", v never" if second == "never" else "")
     if first == second != "never":
         return "v as often as u"
     names = {(True, True): "FAVG+OPT", (True, False): "u never", (False, True): "v never"}
