@@ -176,6 +176,20 @@ def test_every_format_holds_the_same_documents(tmp_path, suffix):
     assert sorted(texts(corpus.train) + texts(corpus.heldout)) == sorted(prose("a"))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
+def test_files_of_ones_own_are_opened_without_a_request_to_anyone(tmp_path, monkeypatch, suffix):
+    """`datasets` counts uses at its makers, even of local files, unless it is told not to."""
+    asked = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    file = write(tmp_path / f"a.{suffix}", prose("a"))
+    assert texts(read(Source(str(file))).train)
+    assert not asked
+    datasets.load_dataset_builder("text", data_files=str(file))
+    assert asked  # or this test proves nothing
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # as the user has it
+
+
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
 def test_plain_text_is_cut_at_paragraph_ends(tmp_path, suffix):
     corpus = read(Source(str(write(tmp_path / f"a.{suffix}", prose("a", 100)))))

@@ -184,7 +184,8 @@ def _open_files(
     options = {"sample_by": "paragraph"} if builder == "text" else {}
     names = [f"{path} as {builder}" for path in paths]
     try:
-        opened = load_dataset_builder(builder, data_files=patterns, **options)
+        with quiet():
+            opened = load_dataset_builder(builder, data_files=patterns, **options)
         rows = opened.as_streaming_dataset(split="train")  # reads the beginning of the first file
     except Exception as error:
         raise _unreadable(source, names[0], error) from error
