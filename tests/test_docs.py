@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import flower_desloc
 
@@ -42,6 +43,16 @@ def test_the_readmes_tree_names_files_that_exist():
 def test_an_app_of_ones_own_imports_from_the_root_of_the_package(file):
     imported = re.findall(r"^(?:from|import) (flower_desloc\S*)", (ROOT / file).read_text(), re.M)
     assert set(imported) == {"flower_desloc"}
+
+
+def test_the_containers_have_the_proxy_and_the_arguments_of_the_page():
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    config = (ROOT / "containers" / "nginx.conf").read_text()
+    assert config[config.index("server {") :] in page
+    services = yaml.safe_load((ROOT / "containers" / "compose.yaml").read_text())["services"]
+    for service in ("superlink", "site-a", "site-b"):
+        for argument in services[service]["command"]:
+            assert argument.partition("=")[0] in page
 
 
 def test_every_dependency_has_its_line():
