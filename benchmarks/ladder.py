@@ -45,7 +45,11 @@ MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
 NAMES = {"adam": "Adam", "adopt": "ADOPT"}
-BY_BYTES = ((41_120, 256), (213_440, 1024))  # parameters and tokens of the panels by bytes
+BY_BYTES = (
+    (41_120, 256),
+    (213_440, 1024),
+    (1_082_496, 1024),
+)  # parameters and tokens of the panels by bytes
 LIMITS = (-2, 4)  # per cent, of the picture
 OTHER_PERIODS = {
     "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
@@ -62,8 +66,10 @@ FORMATS = {
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
+PRESETS = {"DES-LOC": "desloc_{}", "u as often as x, lean, bounded": "lean"}
+"""Methods whose gaps `desloc plan` shows, and the presets that have them."""
 PACKAGE_HEAD = (
-    '"""The gaps of DES-LOC to Local, as `python benchmarks/ladder.py draw` writes them."""',
+    '"""The gaps of presets to Local, as `python benchmarks/ladder.py draw` writes them."""',
     "",
     "from typing import Final",
     "",
@@ -353,7 +359,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
 
 def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     """Draw DES-LOC's gap against the batch, and every method's gap against its bytes."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
     batches, *sent = figure.subplots(1, 1 + len(BY_BYTES), sharey=True)
     for panel in (batches, *sent):
         panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
@@ -373,9 +379,8 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     batches.set_xticks(sorted({tokens for line in lines.values() for tokens in line}))
     batches.xaxis.set_major_formatter("{x:.0f}")
     batches.set_xlabel("tokens a worker and step")
-    batches.set_ylabel("held-out loss above Local Adam's (or ADOPT's), %")
+    batches.set_ylabel("loss above Local's, %")
     batches.set_title("DES-LOC, half of Local's bytes", loc="left", fontsize=10)
-    batches.legend(frameon=False, fontsize=7, loc="lower center")
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
         methods = next(
             m
@@ -388,8 +393,8 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
                 errorbar(panel, [(row.bytes, row.loss)], label=name, color=colour, fmt="o")
         panel.plot(1, 0, "D", color="#777777", ms=5, label="Local")
         panel.set_xscale("log", base=2)
-        panel.set_xlim(0.16, 1.4)
-        panel.set_xticks([0.25, 0.5, 1], ["1/4", "1/2", "1"])
+        panel.set_xlim(0.07, 1.4)
+        panel.set_xticks([0.125, 0.25, 0.5, 1], ["1/8", "1/4", "1/2", "1"])
         panel.set_xlabel("bytes, Local = 1")
         panel.set_title(f"{params:,} parameters, {tokens} tokens", loc="left", fontsize=10)
     batches.set_ylim(*LIMITS)
@@ -399,6 +404,8 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     names = ["Local", *(name for name in COLOURS if name in found)]
     handles = [found[name] for name in names]
     figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower right", ncols=4)
+    runs = batches.get_legend_handles_labels()
+    figure.legend(*runs, frameon=False, fontsize=8, loc="outside lower left")
     return figure
 
 
@@ -410,12 +417,14 @@ def errorbar(panel: Any, points: list[tuple[float, Gap]], **how: Any) -> None:
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
-    """Return DES-LOC's gaps as the Python file that `desloc plan` and reports read."""
+    """Return the presets' gaps as the Python file that `desloc plan` and reports read."""
     lines = [
-        f'    ("{rung.optimizer}", "{rung.partition}", {rung.params}, {rung.tokens}, {rung.steps}, '
+        f'    ("{preset.format(rung.optimizer)}", "{rung.optimizer}", "{rung.partition}", '
+        f"{rung.params}, {rung.tokens}, {rung.steps}, "
         f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
         for rung, methods in rows.items()
-        for gap in [methods["DES-LOC"].loss if "DES-LOC" in methods else None]
+        for name, preset in PRESETS.items()
+        for gap in [methods[name].loss if name in methods else None]
         if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in CHECKS
     ]
     return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])

@@ -702,9 +702,8 @@ def test_the_measured_gaps_are_those_of_the_ladder():
 
 @pytest.mark.parametrize("gap", measured(), ids=str)
 def test_a_measured_run_is_nearest_to_itself(gap):
-    name = "desloc_adam" if gap.optimizer == "adam" else "desloc_adopt"
     run = planned_run(
-        load(name),
+        load(gap.preset),
         LINK,
         num_params=gap.params,
         tokens=4 * gap.tokens,
@@ -723,7 +722,7 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert code == 0
     assert "of DES-LOC above Local: the nearest measurements" in said
     assert "no measurement" not in said
-    assert "no measurement is near" in plan("desloc_adam")[1]
+    assert "no measurement is near" in plan("1.7b")[1]
     far = plan("desloc_adam", "--params", "41120", "--tokens-per-step", "1024", "sync.params=128")
     assert "no measurement is near" in far[1]
     assert "above Local" not in plan("local_adam")[1]

@@ -13,13 +13,15 @@ NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
 
 PERIOD: Final = 16
-"""K_x of all measurements; K_u and K_v are 3 and 6 times as long."""
+"""K_x of all measurements."""
 
 
 @dataclass(frozen=True)
 class MeasuredGap:
     """Held-out loss of DES-LOC above Local with the same optimizer, paired by seed, in per cent."""
 
+    preset: str
+    """Whose periods, bound and formats it had: ``desloc_adam``, ``desloc_adopt`` or ``lean``."""
     optimizer: str
     partition: str
     params: int
@@ -50,12 +52,14 @@ def nearest(
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
     ``tokens`` are those of a worker and step. Empty for a run that averages all streams together,
-    or never the parameters.
+    or never the parameters. One that averages Adam's moments u with the parameters is compared
+    with ``lean``, others with ``desloc_adam`` and ``desloc_adopt``.
     """
     period = periods.get(PARAMS)
     if not isinstance(period, int) or len(set(periods.values())) == 1:
         return []
     name = "adam" if optimizer == "adamw" else optimizer
-    found = [gap for gap in measured() if gap.optimizer == name]
+    is_lean = periods.get("exp_avg") == period
+    found = [g for g in measured() if g.optimizer == name and (g.preset == "lean") == is_lean]
     apart = [(gap.distance(num_params, tokens, period), gap) for gap in found]
     return sorted(apart, key=lambda each: each[0])
