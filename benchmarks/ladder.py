@@ -272,7 +272,8 @@ def collect(folders: Iterable[Path]) -> None:
 def missing(study: Path, seed: int, only: list[str]) -> None:
     """Print a study of the cells without a result for ``seed``."""
     values = yaml.safe_load(study.read_text())
-    results = RESULTS / f"{study.stem}.json"
+    title = values.get("name", study.stem)
+    results = RESULTS / f"{title}.json"
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
     done = {(run["cell"], run["rate"]) for run in runs if run["seed"] == seed}
     cells: dict[str, Any] = {}
@@ -294,7 +295,7 @@ def missing(study: Path, seed: int, only: list[str]) -> None:
             cells[name] = cell
     if not cells:
         sys.exit("nothing is missing")
-    values |= {"name": study.stem, "axes": {"cell": cells}, "seeds": [seed]}
+    values |= {"name": title, "axes": {"cell": cells}, "seeds": [seed]}
     yaml.safe_dump(values, sys.stdout, sort_keys=False)
 
 
