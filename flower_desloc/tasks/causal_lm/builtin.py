@@ -27,10 +27,15 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 
 def _descriptions() -> Iterator[str]:
-    """Yield the long descriptions (READMEs, mostly) of the installed distributions."""
+    """Yield the long descriptions (READMEs, mostly) of the installed distributions.
+
+    This package's own is left out: an edit of its README would change every run.
+    """
     found = {}
     for distribution in metadata.distributions():
         message = cast(Message, distribution.metadata)
+        if message["Name"] == "flower-desloc":
+            continue
         description = str(message.get_payload() or message.get("Description", ""))
         found[str(message["Name"])] = _well_formed(description)
     yield from (found[name] for name in sorted(found, key=lambda name: (name.lower(), name)))
