@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule, Window
 from flower_desloc.cli import app
-from flower_desloc.config import load
+from flower_desloc.config import ConfigError, load
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.optim import SGDM
-from flower_desloc.plan.advice import MULTIPLES, recommended, warnings
+from flower_desloc.plan.advice import MULTIPLES, can_bound, recommended, warnings
 from flower_desloc.plan.evidence import measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
@@ -42,7 +42,7 @@ from flower_desloc.plan.wall_clock import (
     ring_seconds,
     star_seconds,
 )
-from flower_desloc.setup.build import build_optimizer, build_streams
+from flower_desloc.setup.build import build_optimizer, build_streams, check_streams
 from flower_desloc.tasks import build_task
 
 ROOT = Path(__file__).parents[1]
@@ -449,22 +449,29 @@ def test_an_impossible_link_is_refused(bandwidth, latency):
 
 
 @given(
-    st.sampled_from(Topology), st.floats(4.5, 9), st.floats(0, 0.1), st.booleans(), st.booleans()
+    st.sampled_from(Topology),
+    st.floats(4.5, 9),
+    st.floats(0, 0.1),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([("adam", 1), ("adopt", 3)]),
 )
 def test_the_recommended_period_is_the_smallest_affordable_one(
-    topology, exponent, latency, coins, hidden
+    topology, exponent, latency, coins, hidden, optimizer
 ):
+    name, of_u = optimizer
     run = planned(
         16,
         48,
         96,
+        optimizer=name,
         link=Link(bandwidth=10**exponent, latency=latency),
         coins=coins,
         alpha=0.5 if hidden else 1.0,
     )
 
     def affordable(K):
-        clocks = run.with_periods({PARAMS: K, "exp_avg": 3 * K, "exp_avg_sq": 6 * K})
+        clocks = run.with_periods({PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K})
         return clocks.waiting(clocks.desloc, topology) <= run.share * run.compute
 
     smallest = next((K for K in range(1, run.steps + 1) if affordable(K)), None)
@@ -472,7 +479,8 @@ def test_the_recommended_period_is_the_smallest_affordable_one(
     if smallest is None:
         assert periods is None
     else:
-        assert periods == {PARAMS: smallest, "exp_avg": 3 * smallest, "exp_avg_sq": 6 * smallest}
+        K = smallest
+        assert periods == {PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K}
 
 
 def test_every_optimizers_states_have_a_multiple():
@@ -485,8 +493,25 @@ def test_every_optimizers_states_have_a_multiple():
 GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
-def test_a_sound_run_has_no_warnings():
-    assert list(warnings(planned(16, 48, 96, **GOOD))) == []
+@pytest.mark.parametrize(
+    ("periods", "changes"),
+    [((32, 32, 192), {"bound": True}), ((16, 48, 96), {"optimizer": "adopt"})],
+)
+def test_a_sound_run_has_no_warnings(periods, changes):
+    assert list(warnings(planned(*periods, **GOOD, **changes))) == []
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adopt"])
+@pytest.mark.parametrize("betas", ["[0.95,0.95]", "[0.9,0.999]", "[0.99,0.95]"])
+def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
+    config = load("quickstart", [f"optimizer.name={name}", f"optimizer.betas={betas}"])
+    recommends = can_bound(planned_run(config, LINK, num_params=1e6, flops=1, mfu=1))
+    config.sync_bound = True
+    if recommends:
+        check_streams(config)
+    else:
+        with pytest.raises(ConfigError, match="sync_bound=true"):
+            check_streams(config)
 
 
 @pytest.mark.parametrize(
@@ -504,13 +529,15 @@ def test_a_sound_run_has_no_warnings():
         ((16, 48, 96), {"workers": 1}, "--workers=1: there is no other worker"),
         ((16, 48, 96), {"link": LINK}, "on a star communication takes 0.049 times"),
         ((16, 48, 96), {"share": 0.004}, "on a ring communication takes 0.00459 times"),
-        ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star affords 1"),
+        ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star affords 2"),
         (
             (512, 1536, 3072),
             {"link": Link(bandwidth=125e6, latency=1e-4), "share": 0.001, "steps": 4000},
-            "--bandwidth: on a star the link needs sync.params=385",
+            "--bandwidth: on a star the link needs sync.params=555",
         ),
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
+        ((16, 48, 96), {}, "sync.exp_avg=48: Adam loses least if exp_avg is averaged with params"),
+        ((16, 16, 96), {}, "sync.exp_avg=16: averaged more often than exp_avg_sq, after which"),
     ],
 )
 def test_each_warning(periods, changes, said):
@@ -519,7 +546,7 @@ def test_each_warning(periods, changes, said):
 
 
 def test_a_moment_without_a_bound_is_named():
-    run = planned(16, 48, 96, **GOOD)
+    run = planned(16, 48, 96, optimizer="adopt", **GOOD)
     unbounded = tuple(replace(stream, ceiling=None) for stream in run.streams)
     (line,) = warnings(replace(run, streams=unbounded))
     assert "nothing bounds exp_avg and exp_avg_sq" in line
@@ -759,14 +786,14 @@ def test_the_plan_shows_the_largest_window_and_late_averages():
     assert "late by" not in apart
 
 
-def test_an_average_on_a_star_takes_at_least_the_seconds_of_a_window():
+def test_the_seconds_of_a_window_and_its_transfer_pass_in_part_together():
     config = load("desloc_adam", "sync.params=16 sync.exp_avg=48 sync.exp_avg_sq=96")
     free = planned_run(config, LINK, step_seconds=1, flops=1, mfu=1)
     transfer = free.waiting(free.desloc, Topology.STAR)
     for window_seconds in (0.0, 8 * transfer, 32 * transfer):  # a window every 16 steps
         run = replace(free, window_seconds=window_seconds)
         waiting = run.waiting(run.desloc, Topology.STAR)
-        assert waiting == pytest.approx(max(transfer, window_seconds / 16))
+        assert waiting == pytest.approx(math.sqrt(transfer**2 + (window_seconds / 16) ** 2))
         assert run.waiting(run.desloc, Topology.RING) == free.waiting(free.desloc, Topology.RING)
         enough = run.bandwidth_for(run.desloc, Topology.STAR, waiting / run.compute)
         assert enough is not None
@@ -775,4 +802,4 @@ def test_an_average_on_a_star_takes_at_least_the_seconds_of_a_window():
         if window_seconds > 16 * transfer:
             assert run.bandwidth_for(run.desloc, Topology.STAR, transfer / run.compute) is None
     said = plan("quickstart", "--step-seconds", "0.2", "--window-seconds", "5")[1]
-    assert "312 ms" in said.partition("Time on a star")[2].partition("Time on a ring")[0]
+    assert "314 ms" in said.partition("Time on a star")[2].partition("Time on a ring")[0]

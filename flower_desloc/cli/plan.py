@@ -83,7 +83,7 @@ def plan(
     window_seconds: Annotated[
         float,
         _option(
-            "Least seconds of an average through a server: processes and polls of a deployment.",
+            "Seconds of an average through a server on a fast link: processes and polls.",
             "at least 0",
             lambda value: value >= 0,
         ),

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from flower_desloc.config.units import number_text
@@ -20,6 +20,11 @@ MULTIPLES: Final = {
 """K_u and K_v as multiples of K_x: "robust default choices" (the paper's ablation of
 low-communication configurations). Any other stream has the period of params."""
 
+BOUNDED: Final = {"exp_avg": 1, "exp_avg_sq": 6}
+"""The multiples for Adam with ``sync_bound``, which were measured to cost less loss."""
+
+_ADAMS: Final = ("adam", "adamw")
+
 FORGOTTEN: Final = 5
 """Half-lives after which a moment counts as forgotten: 3% of it are left."""
 
@@ -27,20 +32,35 @@ LONGEST_TRIED: Final = 256
 """The longest K_x of the paper's comparisons."""
 
 
-def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
-    """Return a period for every stream: K_x, 3 K_x and 6 K_x for the smallest affordable K_x.
+def can_bound(run: PlannedRun) -> bool:
+    """Return whether the run has Adam's moments, with betas for which ``sync_bound`` exists."""
+    beta = {stream.name: stream.beta for stream in run.moments}
+    first, second = beta.get("exp_avg"), beta.get("exp_avg_sq")
+    if run.optimizer not in _ADAMS or first is None or second is None:
+        return False
+    return first**2 < second
 
-    K_x is affordable if waiting takes at most ``run.share`` of compute; a smaller K_x gives a
-    better model. The result is None if no K_x up to the run's length is affordable.
+
+def multiples(run: PlannedRun) -> Mapping[str, int]:
+    """Return the recommended K_u and K_v as multiples of K_x."""
+    return BOUNDED if can_bound(run) else MULTIPLES
+
+
+def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
+    """Return a period for every stream: multiples of the smallest affordable K_x.
+
+    The multiples are those of ``multiples``. K_x is affordable if waiting takes at most
+    ``run.share`` of compute; a smaller K_x gives a better model. The result is None if no K_x up to
+    the run's length is affordable.
     """
 
     def affordable(period: int) -> bool:
-        other = run.with_periods(_multiples(run, period))
+        other = run.with_periods(_at(run, period))
         return other.waiting(other.desloc, topology) <= run.share * run.compute
 
     periods = range(1, run.steps + 1)
     at = bisect_left(periods, True, key=affordable)  # waiting falls with the period
-    return _multiples(run, periods[at]) if at < len(periods) else None
+    return _at(run, periods[at]) if at < len(periods) else None
 
 
 def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Iterator[str]:
@@ -59,7 +79,7 @@ def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Ite
     for stream in run.moments:
         period = periods[stream.name]
         yield (
-            f"{stream.name} every {period}: {_multiple(stream.name)}; "
+            f"{stream.name} every {period}: {_multiple(run, stream.name)}; "
             f"{_in_half_lives(stream, period)}"
         )
 
@@ -82,6 +102,8 @@ def warnings(run: PlannedRun) -> Iterator[str]:
             f"nothing bounds {' and '.join(unbounded)}: a drift bound needs a clipped gradient "
             "(optimizer.clip_norm or --rho), and no weight decay added to it"
         )
+    if can_bound(run):
+        yield from _first_moment_warnings(run)
     if run.workers == 1:
         yield "--workers=1: there is no other worker to average with"
     yield from _link_warnings(run)
@@ -142,6 +164,22 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
         )
 
 
+def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
+    of_params, first, second = (run.periods[name] for name in (PARAMS, "exp_avg", "exp_avg_sq"))
+    if not isinstance(first, int):
+        return
+    if isinstance(of_params, int) and first > of_params:
+        yield (
+            f"sync.exp_avg={first}: Adam loses least if exp_avg is averaged with params "
+            "and bounded; lossy formats pay for it, as in the preset lean (docs/ladder.md)"
+        )
+    if not run.bound and first < (second if isinstance(second, int) else math.inf):
+        yield (
+            f"sync.exp_avg={first}: averaged more often than exp_avg_sq, after which Adam can "
+            "spike; set sync_bound=true"
+        )
+
+
 def _link_warnings(run: PlannedRun) -> Iterator[str]:
     period = run.periods[PARAMS]
     for topology in Topology:
@@ -169,8 +207,9 @@ def _link_warnings(run: PlannedRun) -> Iterator[str]:
         )
 
 
-def _multiples(run: PlannedRun, period: int) -> dict[str, int]:
-    return {stream.name: MULTIPLES.get(stream.name, 1) * period for stream in run.streams}
+def _at(run: PlannedRun, period: int) -> dict[str, int]:
+    times = multiples(run)
+    return {stream.name: times.get(stream.name, 1) * period for stream in run.streams}
 
 
 def _in_half_lives(stream: PlannedStream, period: int) -> str:
@@ -185,7 +224,10 @@ def _in_half_lives(stream: PlannedStream, period: int) -> str:
     )
 
 
-def _multiple(name: str) -> str:
-    if name not in MULTIPLES:
+def _multiple(run: PlannedRun, name: str) -> str:
+    times = multiples(run)
+    if name not in times:
         return "that of params"
-    return f"{MULTIPLES[name]} K_x, the paper's default"
+    if times[name] == 1:
+        return "with params, which costs Adam the least loss if it is bounded"
+    return f"{times[name]} K_x, the paper's default"

@@ -84,6 +84,7 @@ def planned_run(
         link=link,
         coins=config.sync_mode == "probabilistic",
         phases=config.sync_phase,
+        bound=config.sync_bound,
         delay=config.sync_delay,
     )
 

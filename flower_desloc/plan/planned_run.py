@@ -1,5 +1,6 @@
 """What the theory needs to know of a run: model, periods, workers, and the links between them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,12 +51,15 @@ class PlannedRun:
     share: float = 0.1
     """Largest acceptable ratio of exposed communication to compute."""
     window_seconds: float = 0.0
-    """What an average through a server takes at least, however fast the link: processes and polls
-    of a deployment. It passes while data travels."""
+    """What an average through a server takes however fast the link is: processes and polls of a
+    deployment. In part it passes while data travels: together they take the root of the sum of
+    their squares, which fits what was measured (docs/thin-links.md)."""
     coins: bool = False
     """Whether streams are averaged with probability 1/K instead of every K steps."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """Steps by which the averages of streams are shifted."""
+    bound: bool = False
+    """Whether an average of Adam's first moment alone is bounded (``sync_bound``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 
@@ -116,7 +120,7 @@ class PlannedRun:
         ):
             seconds = self.alpha * star_seconds(num_bytes, self.workers, self.link)
             hidden = min(self.delay, following) * self.compute
-            waiting += max(0.0, max(seconds, self.window_seconds) - hidden)
+            waiting += max(0.0, math.hypot(seconds, self.window_seconds) - hidden)
         return waiting / self.steps
 
     @property
@@ -128,7 +132,7 @@ class PlannedRun:
         """Return the seconds per step of communication that is not hidden behind compute."""
         link = link or self.link
         seconds = self.alpha * communication_seconds(method, self.workers, link, topology)
-        return max(seconds, self._least(method, topology))
+        return math.hypot(seconds, self._least(method, topology))
 
     def _least(self, method: MethodRates, topology: Topology) -> float:
         return method.windows * self.window_seconds if topology is Topology.STAR else 0.0
@@ -138,9 +142,10 @@ class PlannedRun:
 
         The result is 0 if no bandwidth is needed, and None if none is enough.
         """
-        if self._least(method, topology) > share * self.compute:
+        waiting, least = share * self.compute, self._least(method, topology)
+        if least > waiting:
             return None
         if not self.alpha:
             return 0.0
-        seconds = share * self.compute / self.alpha
+        seconds = math.sqrt(waiting**2 - least**2) / self.alpha
         return balance(method, self.workers, self.link.latency, topology, seconds)

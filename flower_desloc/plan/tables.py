@@ -14,7 +14,7 @@ from flower_desloc.config import units
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
-from flower_desloc.plan.advice import reasons, recommended, warnings
+from flower_desloc.plan.advice import can_bound, reasons, recommended, warnings
 from flower_desloc.plan.evidence import NEAR, MeasuredGap, nearest
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
@@ -221,8 +221,9 @@ def _recommended(run: PlannedRun) -> Iterator[str]:
                 f"at any K_x up to the run's {run.steps:,} steps"
             )
             continue
-        words = " ".join(f"sync.{stream}={period}" for stream, period in periods.items())
-        yield f"{topology}: {words}"
+        words = [f"sync.{stream}={period}" for stream, period in periods.items()]
+        words += ["sync_bound=true"] * can_bound(run)
+        yield f"{topology}: {' '.join(words)}"
         for reason in reasons(run, periods, topology):
             yield f"  {reason}"
 
