@@ -95,46 +95,75 @@ def traffic(run: Run, way: str) -> dict[str, float]:
 
 
 def times(runs: list[Run], targets: list[float], least: float) -> str:
-    """Return the table of times; ``least`` are the seconds that a window takes on any link."""
-    heads = ["Mbit/s", "method", "seed", *(f"s to {target:g}" for target in targets)]
+    """Return the table of times; ``least`` are the seconds that a window takes on any link.
+
+    A cell is the mean over seeds, with the lowest and the highest.
+    """
+    heads = ["Mbit/s", "method", "seeds", *(f"s to {target:g}" for target in targets)]
     heads += ["last loss", "tokens/s", "computing", "s a step", "plan", "error", "with W", "error"]
     rows = []
-    for run in runs:
-        last, total = run["windows"][-1], elapsed(run)[-1]
-        seconds, steps = steady(run)
-        pace = seconds / steps
-        reached = [time_to(run, target) for target in targets]
-        plans = [planned(run, stated_link(run)), planned(run, measured_link(run), least)]
-        rows.append(
-            [
-                *(f"{run['rate_mbit']:g}", run["method"], str(run["seed"])),
-                *("-" if at is None else f"{at:.0f}" for at in reached),
-                "-" if last["loss"] is None else f"{last['loss']:.3f}",
-                f"{run['tokens_per_step'] * last['step'] / total:.0f}",
-                f"{100 * run['step_seconds'] * last['step'] / total:.0f} %",
-                f"{pace:.3f}",
-                *(text for p in plans for text in (f"{p:.3f}", f"{100 * (p / pace - 1):+.0f} %")),
-            ]
-        )
+    for (rate, method), seeds in by_cell(runs).items():
+        paces = [seconds / steps for seconds, steps in map(steady, seeds)]
+        totals = [elapsed(run)[-1] for run in seeds]
+        ends = [run["windows"][-1] for run in seeds]
+        tokens = [
+            run["tokens_per_step"] * end["step"] / total
+            for run, end, total in zip(seeds, ends, totals, strict=True)
+        ]
+        computing = [
+            100 * run["step_seconds"] * end["step"] / total
+            for run, end, total in zip(seeds, ends, totals, strict=True)
+        ]
+        cells = [f"{rate:g}", method, str(len(seeds))]
+        cells += [spread([time_to(run, target) for run in seeds], ".0f") for target in targets]
+        cells += [spread([end["loss"] for end in ends], ".3f"), spread(tokens, ".0f")]
+        cells += [spread(computing, ".0f") + " %", spread(paces, ".3f")]
+        for link, window in ((stated_link, 0.0), (measured_link, least)):
+            plans = [planned(run, link(run), window) for run in seeds]
+            errors = [100 * (p / own - 1) for p, own in zip(plans, paces, strict=True)]
+            cells += [spread(plans, ".3f"), spread(errors, "+.0f") + " %"]
+        rows.append(cells)
     return table(heads, rows)
 
 
 def volumes(runs: list[Run]) -> str:
-    """Return the table of bytes on the server's interface and in the ledger."""
-    heads = ["Mbit/s", "method", "seed"]
+    """Return the table of bytes on the server's interface and in the ledger: means over seeds."""
+    heads = ["Mbit/s", "method"]
     for way in ("up", "down"):
         heads += [f"ledger {way}, MB", "interface, MB", "of it headers", "rest to ledger"]
     rows = []
-    for run in runs:
-        cells = [f"{run['rate_mbit']:g}", run["method"], str(run["seed"])]
+    for (rate, method), seeds in by_cell(runs).items():
+        cells = [f"{rate:g}", method]
         for way in ("up", "down"):
-            wire = traffic(run, way)
-            content = wire["interface"] - wire["headers"]
-            cells += [f"{wire['ledger'] / 1e6:.2f}", f"{wire['interface'] / 1e6:.2f}"]
-            cells += [f"{100 * wire['headers'] / wire['interface']:.1f} %"]
-            cells += [f"{100 * (content / wire['ledger'] - 1):+.1f} %"]
+            found = [traffic(run, way) for run in seeds]
+            headers = [100 * wire["headers"] / wire["interface"] for wire in found]
+            rest = [
+                100 * ((wire["interface"] - wire["headers"]) / wire["ledger"] - 1) for wire in found
+            ]
+            cells += [
+                f"{fmean(wire[what] for wire in found) / 1e6:.2f}"
+                for what in ("ledger", "interface")
+            ]
+            cells += [f"{fmean(headers):.1f} %", spread(rest, "+.1f") + " %"]
         rows.append(cells)
     return table(heads, rows)
+
+
+def by_cell(runs: list[Run]) -> dict[tuple[float, str], list[Run]]:
+    """Return the runs of every rate and method."""
+    found: dict[tuple[float, str], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run["rate_mbit"], run["method"]), []).append(run)
+    return found
+
+
+def spread(values: list[float | None], how: str) -> str:
+    """Return the mean, and the lowest and highest where they differ as printed."""
+    if any(value is None for value in values):
+        return "-"
+    known = [value for value in values if value is not None]
+    low, mean, high = (format(value, how) for value in (min(known), fmean(known), max(known)))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -167,10 +196,12 @@ def picture(runs: list[Run], target: float) -> Figure:
             mean = fmean(seconds)
             panel.barh(row, mean, color=COLOUR.get(method, "#BBBBBB"))
             panel.plot(seconds, [row] * len(seconds), "k.", ms=3)
-            panel.text(max(seconds), row, f"  {mean:.0f} s", va="center", fontsize=8)
+            every = len(by_cell(runs)[rate, method])
+            missed = f", {every - len(seconds)} of {every} never" if len(seconds) < every else ""
+            panel.text(max(seconds), row, f"  {mean:.0f} s{missed}", va="center", fontsize=8)
         panel.set_yticks(range(len(ordered)), [method for method, _ in ordered], fontsize=8)
         panel.set_title(f"{rate:g} Mbit/s", loc="left", fontsize=9)
-        panel.set_xlabel(f"seconds to a held-out loss of {target:g}", fontsize=8)
+        panel.set_xlabel(f"seconds to a loss of {target:g}", fontsize=8)
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
