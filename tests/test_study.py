@@ -335,7 +335,7 @@ class Quiet:
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_loads_and_has_an_opening_comment(path):
     made = read_study(path)
-    assert made.name == path.stem.removesuffix("_bounded")  # those add to another's folder
+    assert path.stem.startswith(made.name)  # some add to the folder of another
     assert path.read_text().startswith("# ")
     assert len(made.cells) == math.prod(map(len, made.axes.values()))
 
