@@ -1,0 +1,112 @@
+"""Every command of the documentation is tried here, or named with the reason why not."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from shutil import which
+
+import pytest
+from typer.testing import CliRunner
+
+from flower_desloc.cli import app
+from flower_desloc.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+NOT_HERE = {
+    "python3 -m venv": "makes an environment: test_wheel.py, and whoever runs the tests",
+    ".venv/bin/pip": "installs: test_wheel.py, and whoever runs the tests",
+    "/opt/flower-desloc/.venv/bin/pip": "installs: test_wheel.py",
+    ".venv/bin/ruff": "part of README's test command",
+    ".venv/bin/mypy": "part of README's test command",
+    ".venv/bin/python -m pytest": "this command",
+    "git clone": "needs a network",
+    "openssl": "run below, in their order",
+    "ssh-keygen": "run below, in their order",
+    "export": "an environment variable",
+    "cd": "changes the folder",
+    "flower-superlink": "run by test_deployment.py",
+    "flower-supernode": "run by test_warm.py and test_deployment.py",
+    "desloc supernode": "run by test_deployment.py",
+    "desloc federate": "run by test_deployment.py",
+    "flwr": "run by test_simulation.py, test_cluster.py and test_deployment.py",
+    "docker": "needs a container engine; test_docs.py reads the files",
+    "F=": "needs a container engine",
+    "$F": "needs a container engine",
+    "T=": "a variable, used below",
+    "desloc toy": "run by test_toy.py",
+    "desloc plan": "run by test_plan.py",
+    "desloc report": "needs runs: test_report.py",
+    "desloc export": "needs a run: test_trained.py",
+    "desloc generate": "needs a model: test_trained.py",
+    "desloc evaluate": "needs a model: test_trained.py",
+    "desloc partition": "run by test_images.py",
+}
+OF_ONES_OWN = ("run.init_from", "task_options.base", "my/own.yaml", "./rest.yaml", "path/to/")
+"""What is in a command that needs the result of another one, or the reader's own file."""
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                if command := line.partition(" # ")[0].strip():
+                    found.append((page.name, " ".join(command.split())))
+    return [each for each in dict.fromkeys(found) if not each[1].startswith("#")]
+
+
+def reason(command: str) -> str | None:
+    command = command.removeprefix(".venv/bin/") if "bin/desloc" in command else command
+    return next((why for start, why in NOT_HERE.items() if command.startswith(start)), None)
+
+
+TRIED = [(page, command) for page, command in commands() if reason(command) is None]
+
+
+@pytest.mark.parametrize(("page", "command"), TRIED, ids=[f"{p}: {c}"[:70] for p, c in TRIED])
+def test_a_command_of_the_documentation_is_accepted(page, command, tmp_path, monkeypatch):
+    del page
+    command = command.removeprefix(".venv/bin/").partition(" > ")[0]
+    command = command.replace("$T", "data.source=DIR data.domains=[wiki,python,math,french]")
+    program, what, *rest = shlex.split(command.replace("DIR", str(tmp_path)))
+    if program == "python":
+        assert (ROOT / what).exists()
+        return
+    assert program == "desloc"
+    if any(mark in command for mark in OF_ONES_OWN):
+        pytest.skip("needs the result of another command, or a file of the reader's own")
+    if what == "study":  # test_study.py reads them all, which takes long
+        assert (ROOT / "studies" / f"{rest[0]}.yaml").exists()
+        load("quickstart", [word for word in rest[1:] if "=" in word])
+        return
+    if rest[0].endswith(".yaml"):
+        monkeypatch.chdir(ROOT / "examples")
+    if "--output-dir" not in rest:
+        rest += ["--output-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, [what, *rest, *["--dry-run"] * ("--dry-run" not in rest)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.skipif(not (which("openssl") and which("ssh-keygen")), reason="they are not installed")
+def test_the_pages_certificates_and_keys_are_made_and_accepted(tmp_path):
+    tools = ("openssl", "ssh-keygen")
+    lines = [c for page, c in commands() if page == "deployment.md" and c.startswith(tools)]
+    check = "openssl verify -x509_strict -CAfile ca.crt -verify_hostname fed.example.org server.pem"
+    for line in [*lines, check]:
+        made = subprocess.run(shlex.split(line), cwd=tmp_path, capture_output=True, text=True)
+        assert made.returncode == 0, (line, made.stderr)
+    assert (tmp_path / "site-a.pub").read_text().startswith("ecdsa-sha2-nistp384")
+
+
+def test_every_reason_is_used_and_names_a_test_that_exists():
+    for start, why in NOT_HERE.items():
+        assert any(
+            c.removeprefix(".venv/bin/").startswith(start) or c.startswith(start)
+            for _, c in commands()
+        ), start
+        for name in re.findall(r"test_\w+\.py", why):
+            assert (ROOT / "tests" / name).exists(), name
