@@ -20,7 +20,7 @@ tables = load_benchmark("paper_tables")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_study_and_preset_that_is_named_exists(page):
     text = page.read_text()
-    studies = set(re.findall(r"desloc study ([a-z_]+)(?![a-z_/])", text))
+    studies = set(re.findall(r"desloc study ([a-z0-9_]+)(?![a-z0-9_/])", text))
     presets = set(re.findall(r"desloc run ([a-z0-9_]+)", text))
     assert studies | presets
     for folder, names in (("studies", studies), ("configs", presets)):
