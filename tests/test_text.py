@@ -14,6 +14,7 @@ import sys
 import tokenize
 from collections import Counter
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import datasets
@@ -130,6 +131,18 @@ def test_the_builtin_text_has_four_domains_in_a_fixed_order():
         )
         assert 200_000 < size <= 300_000
     assert texts(corpus.train, "docs")
+
+
+def test_the_builtin_descriptions_are_what_is_installed_without_this_package(tmp_path, monkeypatch):
+    before = list(builtin._descriptions())
+    (tmp_path / "brought-1.0.dist-info").mkdir()
+    (tmp_path / "brought-1.0.dist-info" / "METADATA").write_text("Name: brought\nVersion: 1\n\nAlong.\n")
+    monkeypatch.syspath_prepend(tmp_path)  # as Ray does
+    assert metadata.version("brought")
+    assert list(builtin._descriptions()) == before
+    assert len(before) > 20
+    own = metadata.metadata("flower-desloc").get_payload()
+    assert not any(own.strip()[:200] in text for text in before)
 
 
 def test_the_builtin_code_is_code_alone(tmp_path):

@@ -29,10 +29,12 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 def _descriptions() -> Iterator[str]:
     """Yield the long descriptions (READMEs, mostly) of the installed distributions.
 
-    This package's own is left out: an edit of its README would change every run.
+    This package's own is left out: an edit of its README would change every run. So are those that
+    a program brings along, as Ray does in a simulation, which other processes do not see.
     """
     found = {}
-    for distribution in metadata.distributions():
+    installed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    for distribution in metadata.distributions(path=[*installed]):
         message = cast(Message, distribution.metadata)
         if message["Name"] == "flower-desloc":
             continue
