@@ -136,7 +136,9 @@ def test_the_builtin_text_has_four_domains_in_a_fixed_order():
 def test_the_builtin_descriptions_are_what_is_installed_without_this_package(tmp_path, monkeypatch):
     before = list(builtin._descriptions())
     (tmp_path / "brought-1.0.dist-info").mkdir()
-    (tmp_path / "brought-1.0.dist-info" / "METADATA").write_text("Name: brought\nVersion: 1\n\nAlong.\n")
+    (tmp_path / "brought-1.0.dist-info" / "METADATA").write_text(
+        "Name: brought\nVersion: 1\n\nAlong.\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)  # as Ray does
     assert metadata.version("brought")
     assert list(builtin._descriptions()) == before
