@@ -135,11 +135,12 @@ def test_the_builtin_text_has_four_domains_in_a_fixed_order():
 
 def test_the_builtin_descriptions_are_what_is_installed_without_this_package(tmp_path, monkeypatch):
     before = list(builtin._descriptions())
-    (tmp_path / "brought-1.0.dist-info").mkdir()
-    (tmp_path / "brought-1.0.dist-info" / "METADATA").write_text(
+    inside = tmp_path / "site-packages" / "ray" / "thirdparty_files"
+    (inside / "brought-1.0.dist-info").mkdir(parents=True)
+    (inside / "brought-1.0.dist-info" / "METADATA").write_text(
         "Name: brought\nVersion: 1\n\nAlong.\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)  # as Ray does
+    monkeypatch.syspath_prepend(inside)  # as Ray does
     assert metadata.version("brought")
     assert list(builtin._descriptions()) == before
     assert len(before) > 20

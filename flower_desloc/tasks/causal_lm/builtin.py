@@ -4,6 +4,7 @@ import ast
 import gc
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from email.message import Message
@@ -12,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
+_PACKAGES = {"dist-packages", "site-packages"}
 _SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"
 }  # fmt: skip
@@ -29,12 +31,12 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 def _descriptions() -> Iterator[str]:
     """Yield the long descriptions (READMEs, mostly) of the installed distributions.
 
-    This package's own is left out: an edit of its README would change every run. So are those that
-    a program brings along, as Ray does in a simulation, which other processes do not see.
+    This package's own is left out: an edit of its README would change every run. So are those
+    inside another package, which Ray adds to the path of a simulation and of no other process.
     """
     found = {}
-    installed = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    for distribution in metadata.distributions(path=[*installed]):
+    paths = [path for path in sys.path if not _PACKAGES & {*Path(path).parent.parts}]
+    for distribution in metadata.distributions(path=paths):
         message = cast(Message, distribution.metadata)
         if message["Name"] == "flower-desloc":
             continue
