@@ -44,25 +44,31 @@ CHECKS = ("ladder_check",)  # other text
 MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
+PERIOD = 16
 NAMES = {"adam": "Adam", "adopt": "ADOPT"}
 BY_BYTES = (
     (41_120, 256),
     (213_440, 1024),
     (1_082_496, 1024),
 )  # parameters and tokens of the panels by bytes
-LIMITS = (-2, 4)  # per cent, of the picture
+LIMITS = (-1.6, 3.6)  # per cent, of the figure
 OTHER_PERIODS = {
     "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
     "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
     "Local, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 24},
     "u as often as x, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 96},
     "u as often as x, K = 12": {"params": 12, "exp_avg": 12, "exp_avg_sq": 96},
+    "K = 12/144/288": {"params": 12, "exp_avg": 144, "exp_avg_sq": 288},
+    "K = 12/96, v never": {"params": 12, "exp_avg": 96, "exp_avg_sq": "never"},
+    "K = 16/32, v never": {"params": 16, "exp_avg": 32, "exp_avg_sq": "never"},
+    "u as often as x, K = 22, v never": {"params": 22, "exp_avg": 22, "exp_avg_sq": "never"},
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
+    ("int4", "int4", "int8"): "4 bits",
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
@@ -76,29 +82,48 @@ PACKAGE_HEAD = (
     "# The fields of evidence.MeasuredGap.",
     "GAPS: Final = (",
 )
-COLOURS = {
-    "DES-LOC": "#0072B2",
-    "FAVG+OPT": "#D55E00",
-    "early average": "#009E73",
-    "DES-LOC, bounded": "#44AA99",
-    "u as often as x": "#56B4E9",
-    "u as often as x, bounded": "#117733",
-    "u as often as x, lean, bounded": "#88CC66",
-    "u as often as x, 8 bits, bounded": "#66CCEE",
-    "u as often as x, v never, bounded": "#228833",
-    "u as often as x, v never, 4 bits, bounded": "#CCBB44",
-    "u as often as x, K = 24, bounded": "#882255",
-    "u as often as x, K = 12, lean, bounded": "#AA4499",
-    "v as often as u": "#999999",
-    "DES-LOC, half the periods": "#B8860B",
-    "DES-LOC, half the periods, lean": "#7B3294",
-    "DES-LOC, lean": "#5DA5DA",
-    "Local, lean": "#AAAAAA",
-    "Local, twice the period": "#000000",
-    "u never": "#CC79A7",
-    "v never": "#E69F00",
+ORDER = (
+    "DES-LOC",
+    "FAVG+OPT",
+    "early average",
+    "DES-LOC, bounded",
+    "u as often as x",
+    "u as often as x, bounded",
+    "u as often as x, lean, bounded",
+    "u as often as x, 8 bits, bounded",
+    "u as often as x, v never, bounded",
+    "u as often as x, v never, 4 bits, bounded",
+    "u as often as x, K = 24, bounded",
+    "u as often as x, K = 12, lean, bounded",
+    "u as often as x, K = 22, v never, 4 bits, bounded",
+    "K = 16/32, v never, 4 bits, bounded",
+    "K = 12/96, v never, 4 bits, bounded",
+    "K = 12/144/288, 4 bits, bounded",
+    "v as often as u",
+    "DES-LOC, half the periods",
+    "DES-LOC, half the periods, lean",
+    "DES-LOC, lean",
+    "Local, lean",
+    "Local, twice the period",
+    "Local, K = 24, lean",
+    "u never",
+    "v never",
+)
+"""Methods in the order of the tables."""
+SHOWN = {
+    "u as often as x, lean, bounded": ("lean: 16/16/96, coded, bounded", "#117733", "o"),
+    "DES-LOC": ("DES-LOC: 16/48/96", "#0072B2", "s"),
+    "FAVG+OPT": ("FAVG+OPT: 16/never/never", "#D55E00", "^"),
+    "u as often as x, v never, 4 bits, bounded": ("16/16/never, 4 bits", "#CCBB44", "v"),
+    "K = 12/144/288, 4 bits, bounded": ("12/144/288, 4 bits", "#AA4499", "P"),
+    "Local, lean": ("Local: 16, coded", "#999999", "D"),
+    "Local, twice the period": ("Local: 32", "#000000", "D"),
+    "DES-LOC, half the periods": ("DES-LOC: 8/24/48", "#56B4E9", "s"),
+    "DES-LOC, half the periods, lean": ("DES-LOC: 8/24/48, coded", "#882255", "s"),
 }
-"""Method -> colour, in the order of tables and legends."""
+"""Methods of the figure: their label, colour and marker. The tables have all."""
+PRESETS_SHOWN = tuple(SHOWN)[:3]
+"""Those of the panel by setting."""
 
 Run = dict[str, Any]
 
@@ -131,6 +156,11 @@ class Gap(NamedTuple):
         if n > 1:
             reach = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
         return cls(mean, mean - reach, mean + reach, n)
+
+    @property
+    def reach(self) -> float:
+        """Half the interval's width; 0 where one seed has none."""
+        return self.high - self.mean if self.seeds > 1 else 0.0
 
     def __str__(self) -> str:
         if math.isinf(self.high):
@@ -198,7 +228,9 @@ def read_run(folder: Path) -> Run | None:
         "clients": config["federation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
-        "period": 16 if periods_name(config) in OTHER_PERIODS else config["sync"].get("params", 1),
+        "period": PERIOD
+        if periods_name(config) in OTHER_PERIODS
+        else config["sync"].get("params", 1),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
         "rate": config["optimizer"]["lr"],
@@ -317,7 +349,7 @@ def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
     table: dict[Rung, dict[str, Row]] = {}
     for rung in sorted(found):
         local = found[rung].pop(LOCAL, {})
-        for name in sorted(found[rung], key=[*COLOURS, *found[rung]].index):
+        for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
             pairs = [(run, local[s]) for s, run in found[rung][name].items() if s in local]
             if pairs:
                 loss, perplexity, sent = (
@@ -359,62 +391,91 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
 
 
 def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
-    """Draw DES-LOC's gap against the batch, and every method's gap against its bytes."""
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    batches, *sent = figure.subplots(1, 1 + len(BY_BYTES), sharey=True)
-    for panel in (batches, *sent):
-        panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-        panel.axhline(0, color="#777777", lw=0.8)
-    lines: dict[tuple[str, str, int], dict[int, Gap]] = defaultdict(dict)
-    for rung, methods in rows.items():
-        if "DES-LOC" in methods and rung.steps == STEPS and rung.study not in CHECKS:
-            line = lines[rung.partition, rung.optimizer, rung.params]
-            line[rung.tokens] = methods["DES-LOC"].loss
-    for index, ((partition, optimizer, params), line) in enumerate(sorted(lines.items())):
-        text = "by domain" if partition == "by_domain" else "IID"
-        label = f"{params:,} parameters, {NAMES[optimizer]}, {text}"
-        shift = 1.06 ** (index - len(lines) / 2)
-        points = [(tokens * shift, gap) for tokens, gap in sorted(line.items())]
-        errorbar(batches, points, label=label, fmt="o-")
-    batches.set_xscale("log", base=2)
-    batches.set_xticks(sorted({tokens for line in lines.values() for tokens in line}))
-    batches.xaxis.set_major_formatter("{x:.0f}")
-    batches.set_xlabel("tokens a worker and step")
-    batches.set_ylabel("loss above Local's, %")
-    batches.set_title("DES-LOC, half of Local's bytes", loc="left", fontsize=10)
+    """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
+    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
+    settings, *sent = figure.subplots(1, 1 + len(BY_BYTES), width_ratios=(1.5, 1, 1, 1))
+    for panel in (settings, *sent):
+        panel.grid(alpha=0.25)
+    by_setting(settings, rows)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
         methods = next(
             m
             for rung, m in rows.items()
             if rung[1:6] == ("iid", "adam", params, tokens, STEPS) and rung.study not in CHECKS
         )
-        for name, colour in COLOURS.items():
+        panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+        panel.axhline(0, color="#777777", lw=0.8)
+        for name in SHOWN:
             if name in methods:
-                row = methods[name]
-                errorbar(panel, [(row.bytes, row.loss)], label=name, color=colour, fmt="o")
-        panel.plot(1, 0, "D", color="#777777", ms=5, label="Local")
+                loss = methods[name].loss
+                draw_point(panel, name, methods[name].bytes, loss.mean, yerr=loss.reach)
+        panel.plot(1, 0, "D", color="#777777", ms=5)
+        panel.annotate("Local", (1, 0), (0, 7), textcoords="offset points", ha="center", size=8)
+        panel.set_ylim(*LIMITS)
         panel.set_xscale("log", base=2)
-        panel.set_xlim(0.07, 1.4)
-        panel.set_xticks([0.125, 0.25, 0.5, 1], ["1/8", "1/4", "1/2", "1"])
+        panel.set_xlim(0.055, 1.4)
+        panel.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
         panel.set_xlabel("bytes, Local = 1")
-        panel.set_title(f"{params:,} parameters, {tokens} tokens", loc="left", fontsize=10)
-    batches.set_ylim(*LIMITS)
-    found = {}
-    for panel in sent:
-        found |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    names = ["Local", *(name for name in COLOURS if name in found)]
-    handles = [found[name] for name in names]
-    figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower right", ncols=4)
-    runs = batches.get_legend_handles_labels()
-    figure.legend(*runs, frameon=False, fontsize=8, loc="outside lower left")
+        panel.set_title(f"{params:,} parameters,\n{tokens} tokens, IID", loc="left", fontsize=9)
+    sent[0].set_ylabel("loss above Local Adam's, %")
+    entries = {
+        label: handle
+        for panel in sent
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        entries.values(), entries, frameon=False, fontsize=8, loc="outside lower right", ncols=3
+    )
     return figure
 
 
-def errorbar(panel: Any, points: list[tuple[float, Gap]], **how: Any) -> None:
-    """Draw means with their intervals."""
-    x, gaps = zip(*points, strict=True)
-    reach = [gap.high - gap.mean if gap.seeds > 1 else 0.0 for gap in gaps]
-    panel.errorbar(x, [gap.mean for gap in gaps], reach, ms=4, capsize=3, **how)
+def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
+    """Draw one line for every setting, with the gaps that have ``MIN_SEEDS``."""
+    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+    panel.axvline(0, color="#777777", lw=0.8)
+    found = {
+        rung: shown
+        for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0]))
+        if rung.period == PERIOD
+        and (
+            shown := {
+                name: methods[name].loss
+                for name in PRESETS_SHOWN
+                if name in methods and methods[name].loss.seeds >= MIN_SEEDS
+            }
+        )
+    }
+    for line, shown in enumerate(found.values()):
+        for shift, name in zip((0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
+            if name in shown:
+                gap = shown[name]
+                draw_point(panel, name, gap.mean, line - shift, xerr=gap.reach)
+    panel.set_yticks(range(len(found)), [setting(rung) for rung in found], fontsize=8)
+    panel.set_ylim(len(found) - 0.4, -0.6)
+    panel.set_xlim(*LIMITS)
+    panel.set_xlabel("loss above Local's with the same optimizer, %")
+    panel.set_title("parameters, tokens a worker and step", loc="left", fontsize=9)
+
+
+def in_figure(rung: Rung) -> tuple[Any, ...]:
+    """Return a key that sorts settings for the figure."""
+    return rung.optimizer, rung.study in CHECKS, rung.params, rung.tokens, rung.steps, rung[1]
+
+
+def setting(rung: Rung) -> str:
+    """Return the figure's words for a setting."""
+    words = [f"{rung.params:,}", f"{rung.tokens}"]
+    words += ["by domain"] if rung.partition == "by_domain" else []
+    words += [f"{rung.steps} steps"] if rung.steps != STEPS else []
+    words += [NAMES[rung.optimizer]] if rung.optimizer != "adam" else []
+    words += ["other text"] if rung.study in CHECKS else []
+    return ", ".join(words)
+
+
+def draw_point(panel: Any, method: str, x: float, y: float, **reach: float) -> None:
+    """Draw a method's point with its interval."""
+    label, colour, marker = SHOWN[method]
+    panel.errorbar(x, y, label=label, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2, **reach)
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:

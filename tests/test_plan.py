@@ -739,7 +739,9 @@ def test_a_measured_run_is_nearest_to_itself(gap):
         mfu=1,
     )
     assert run.tokens is not None
-    apart, found = nearest(run.optimizer, run.periods, run.num_params, run.tokens / run.workers)[0]
+    apart, found = nearest(
+        run.optimizer, run.periods, run.num_params, run.tokens / run.workers, bound=run.bound
+    )[0]
     assert apart == 1
     assert (gap.params, gap.tokens) == (found.params, found.tokens)
 
@@ -754,6 +756,8 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert "no measurement is near" in far[1]
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
+    assert "above Local" in plan("lean")[1]
+    assert "above Local" not in plan("lean", "sync_bound=false")[1]  # it can spike: a warning
 
 
 @pytest.mark.parametrize("phases", [{}, {"exp_avg": 16, "exp_avg_sq": 32}], ids=["0", "16"])

@@ -252,5 +252,10 @@ def command(*words: str) -> str:
 
 def about_machine() -> dict[str, Any]:
     """Return what a transfer depends on besides the links."""
-    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return {"kernel": os.uname().release, "cores": os.cpu_count(), "congestion_control": control}
+    kernel = Path("/proc/sys")
+    return {
+        "kernel": os.uname().release,
+        "cores": os.cpu_count(),
+        "congestion_control": (kernel / "net/ipv4/tcp_congestion_control").read_text().strip(),
+        "boot": (kernel / "kernel/random/boot_id").read_text().strip(),
+    }

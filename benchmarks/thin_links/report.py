@@ -94,8 +94,27 @@ def traffic(run: Run, way: str) -> dict[str, float]:
     return {"interface": on_wire, "headers": HEADERS * packets, "ledger": ledger}
 
 
-def times(runs: list[Run], targets: list[float], least: float) -> str:
-    """Return the table of times; ``least`` are the seconds that a window takes on any link.
+def least_by_machine(runs: list[Run]) -> dict[str | None, float]:
+    """Return the seconds that a window takes besides its steps, however fast the link is.
+
+    For each machine: the mean over its runs on the fastest links.
+    """
+    fastest = max(run["rate_mbit"] for run in runs)
+    found: dict[str | None, list[float]] = {}
+    for run in runs:
+        if run["rate_mbit"] == fastest:
+            found.setdefault(machine(run), []).append(window_seconds(run))
+    return {name: fmean(seconds) for name, seconds in found.items()}
+
+
+def machine(run: Run) -> str | None:
+    """Return what names the machine of a run; None for runs that did not record it."""
+    name: str | None = run["machine"].get("boot")
+    return name
+
+
+def times(runs: list[Run], targets: list[float], least: dict[str | None, float]) -> str:
+    """Return the table of times; ``least`` is from ``least_by_machine``.
 
     A cell is the mean over seeds, with the lowest and the highest.
     """
@@ -118,9 +137,12 @@ def times(runs: list[Run], targets: list[float], least: float) -> str:
         cells += [spread([time_to(run, target) for run in seeds], ".0f") for target in targets]
         cells += [spread([end["loss"] for end in ends], ".3f"), spread(tokens, ".0f")]
         cells += [spread(computing, ".0f") + " %", spread(paces, ".3f")]
-        for link, window in ((stated_link, 0.0), (measured_link, least)):
-            plans = [planned(run, link(run), window) for run in seeds]
-            errors = [100 * (p / own - 1) for p, own in zip(plans, paces, strict=True)]
+        own = [least[machine(run)] for run in seeds]
+        for link, windows in ((stated_link, [0.0] * len(seeds)), (measured_link, own)):
+            plans = [
+                planned(run, link(run), window) for run, window in zip(seeds, windows, strict=True)
+            ]
+            errors = [100 * (plan / pace - 1) for plan, pace in zip(plans, paces, strict=True)]
             cells += [spread(plans, ".3f"), spread(errors, "+.0f") + " %"]
         rows.append(cells)
     return table(heads, rows)
@@ -217,14 +239,14 @@ def draw(name: str, document: Path) -> None:
     runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
     parts = [calibrations([found for found in files if "method" not in found])]
     if runs:
-        fitted = next(r for r in reversed(runs) if r["method"] == cells["window_seconds_from"])
-        least = window_seconds(fitted)
+        fitted = cells.get("window_seconds_from")
+        least = least_by_machine([run for run in runs if fitted in (None, run["method"])])
         parts += [
             times(runs, cells["targets"], least),
-            f"W = {least:.2f} s, the mean seconds of a window besides its steps: "
-            f"{fitted['method']}, {fitted['rate_mbit']:g} Mbit/s, seed {fitted['seed']}. The "
-            f"slowest client's own time was at most {max(map(pace, runs)):.3f} s a step, mean of "
-            "a run.",
+            f"W = {' and '.join(f'{seconds:.2f}' for seconds in least.values())} s, the mean "
+            f"seconds of a window besides its steps, by machine: {fitted or 'all methods'} on the "
+            f"fastest links. The slowest client's own time was at most {max(map(pace, runs)):.3f} s a step, mean "
+            "of a run.",
             volumes(runs),
         ]
         suffix = "" if name == "cells" else f"-{name}"

@@ -59,7 +59,9 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         )
         console.print(Text(remark, style="dim"))
     tokens = run.tokens / run.workers if run.tokens else None
-    gaps = nearest(run.optimizer, run.periods, run.num_params, tokens) if tokens else []
+    gaps = []
+    if tokens:
+        gaps = nearest(run.optimizer, run.periods, run.num_params, tokens, bound=run.bound)
     if gaps:
         _print(
             console,

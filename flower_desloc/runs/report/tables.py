@@ -124,7 +124,13 @@ def _expected(run: RunRecord) -> Tile | None:
     values = torch.empty(0, dtype=getattr(torch, config["model"]["dtype"])).element_size()
     num_params = sizes[PARAMS] / values
     tokens = config["data"]["batch_size"] * config["data"]["seq_len"]
-    gaps = nearest(run.summary["config"]["optimizer"], run.periods, num_params, tokens)
+    gaps = nearest(
+        run.summary["config"]["optimizer"],
+        run.periods,
+        num_params,
+        tokens,
+        bound=config.get("sync_bound", False),
+    )
     if not gaps:
         return None
     apart, gap = gaps[0]
