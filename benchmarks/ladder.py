@@ -454,12 +454,13 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
     panel.set_ylim(len(found) - 0.4, -0.6)
     panel.set_xlim(*LIMITS)
     panel.set_xlabel("loss above Local's with the same optimizer, %")
-    panel.set_title("parameters, tokens a worker and step", loc="left", fontsize=9)
+    panel.set_title("By parameters, and tokens a worker and step", loc="left", fontsize=9)
 
 
 def in_figure(rung: Rung) -> tuple[Any, ...]:
     """Return a key that sorts settings for the figure."""
-    return rung.optimizer, rung.study in CHECKS, rung.params, rung.tokens, rung.steps, rung[1]
+    by_domain = rung.partition == "by_domain"
+    return rung.optimizer, rung.study in CHECKS, by_domain, rung.params, rung.tokens, rung.steps
 
 
 def setting(rung: Rung) -> str:

@@ -23,13 +23,8 @@ SEEDS = (0, 1, 2)
 SPARE = 100
 STEPS = 512
 RATES = (0.006, 0.012)
-SMALL, LARGER = 41_120, 213_440
-PLACES = ((SMALL, 256), (SMALL, 1024), (LARGER, 1024))
-"""Parameters, and tokens of a worker in one step; the first has all methods, IID and by domain."""
-LARGER_MODEL = (
-    "model.hidden_size=64", "model.intermediate_size=256", "model.num_hidden_layers=3",
-    "model.num_attention_heads=2",
-)  # fmt: skip
+TOKENS = 256
+"""Of a worker in one step."""
 PARTITIONS = {"iid": "IID", "by_domain": "by domain"}
 LOCAL = "Local Adam"
 CODES = ("wire.params=int4", "wire.exp_avg=int4", "wire.exp_avg_sq=int8")
@@ -46,13 +41,14 @@ METHODS = {
     "16/192/never, 4 bits": (*periods(16, 192, "never"), *CODES[:2]),
     "12/192/never, 4 bits": (*periods(12, 192, "never"), *CODES[:2]),
     "12/144/288, 4 bits": (*periods(12, 144, 288), *CODES),
+    "12/144/288, 4 bits, bounded": (*periods(12, 144, 288), *CODES, "sync_bound=true"),
+    "16/16/never, 4 bits, bounded": (*periods(16, 16, "never"), *CODES[:2], "sync_bound=true"),
     "12/144/288, 4 bits, late by 2": (*periods(12, 144, 288), *CODES, "sync_delay=2"),
     "12/144/288, 4 bits, slow u": (
         *periods(12, 144, 288), *CODES, "optimizer.betas=[0.99,0.95]", "optimizer.mix=0.7",
     ),
     "8/96/384, 4 bits": (*periods(8, 96, 384), *CODES),
 }  # fmt: skip
-ONLY_SMALL = ("16/192/never, 4 bits", "12/144/288, 4 bits, late by 2", "12/144/288, 4 bits, slow u")
 
 
 class Arm(NamedTuple):
@@ -62,7 +58,6 @@ class Arm(NamedTuple):
     tokens: int
     partition: str
     lr: float
-    params: int = SMALL
 
 
 class Outcome(NamedTuple):
@@ -89,7 +84,6 @@ def measure(data: Path, work: Path) -> None:
             f"data.partition={arm.partition}",
             f"data.batch_size={arm.tokens // 32}",
             f"optimizer.lr={arm.lr}",
-            *(LARGER_MODEL if arm.params == LARGER else ()),
             *METHODS[arm.method],
         )
         summary = run("desloc_adam", overrides, data, work / str(seed))
@@ -100,26 +94,17 @@ def measure(data: Path, work: Path) -> None:
         print(json.dumps(runs[-1]), flush=True)
         keep(RESULTS, runs)
 
-    for place in PLACES:
-        for method, lr in product(methods(place), RATES):
-            lack(Arm(method, place[1], "iid", lr, place[0]), SPARE)
-        for seed, partition in product(SEEDS, partitions(place)):
-            for arm in tuned(place, partition, by_arm(runs)):
-                lack(arm, seed)
+    for method, lr in product(METHODS, RATES):
+        lack(Arm(method, TOKENS, "iid", lr), SPARE)
+    for seed, partition in product(SEEDS, PARTITIONS):
+        for arm in tuned(partition, by_arm(runs)):
+            lack(arm, seed)
 
 
-def methods(place: tuple[int, int]) -> list[str]:
-    return [method for method in METHODS if place == PLACES[0] or method not in ONLY_SMALL]
-
-
-def partitions(place: tuple[int, int]) -> list[str]:
-    return [*PARTITIONS][: 2 if place == PLACES[0] else 1]
-
-
-def tuned(place: tuple[int, int], partition: str, found: Outcomes) -> Iterator[Arm]:
+def tuned(partition: str, found: Outcomes) -> Iterator[Arm]:
     """Yield each method at the rate that was best on the spare seed."""
-    for method in methods(place):
-        arms = [Arm(method, place[1], "iid", lr, place[0]) for lr in RATES]
+    for method in METHODS:
+        arms = [Arm(method, TOKENS, "iid", lr) for lr in RATES]
         losses = {arm: found[arm][SPARE].loss for arm in arms if SPARE in found.get(arm, {})}
         if losses:
             best = min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]))
@@ -138,10 +123,9 @@ def by_arm(runs: list[dict[str, object]]) -> Outcomes:
 
 def compared(found: Outcomes) -> Iterator[tuple[Arm, float, Gap]]:
     """Yield each method with its seeds, how many times fewer bytes it sent, and its loss above."""
-    cells = [(place, partition) for place in PLACES for partition in partitions(place)]
-    for place, partition in cells:
-        arms = {arm.method: arm for arm in tuned(place, partition, found)}
-        local = found.get(arms.get(LOCAL, Arm("", 0, "", 0)), {})
+    for partition in PARTITIONS:
+        arms = {arm.method: arm for arm in tuned(partition, found)}
+        local = found.get(arms[LOCAL], {})
         for arm in arms.values():
             ours = found.get(arm, {})
             if not {*SEEDS} <= ours.keys() & local.keys():
@@ -152,14 +136,12 @@ def compared(found: Outcomes) -> Iterator[tuple[Arm, float, Gap]]:
 
 def draw() -> None:
     found = by_arm(kept(RESULTS))
-    print(
-        "| parameters, tokens | data | method | rate | fewer bytes, times | loss above Local, % |"
-    )
-    print("|---|---|---|---|---|---|")
+    print("| data | method | rate | fewer bytes, times | loss above Local, % |")
+    print("|---|---|---|---|---|")
     for arm, fewer, gap in compared(found):
         data = PARTITIONS[arm.partition]
         print(
-            f"| {arm.params:,}, {arm.tokens} | {data} | {arm.method} | {arm.lr:g} | {fewer:.1f} | "
+            f"| {data} | {arm.method} | {arm.lr:g} | {fewer:.1f} | "
             f"{'' if arm.method == LOCAL else gap} |"
         )
     picture(found).savefig(PICTURE, dpi=100)
@@ -168,22 +150,18 @@ def draw() -> None:
 def picture(found: Outcomes) -> Figure:
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     panel = figure.subplots()
-    cells = [(place, name) for place in PLACES for name in partitions(place)]
-    colours = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
-    for (place, partition), colour in zip(cells, colours, strict=True):
+    for (partition, name), colour in zip(PARTITIONS.items(), ("#0072B2", "#E69F00"), strict=True):
         points = [
             (fewer, gap)
             for arm, fewer, gap in compared(found)
-            if (arm.params, arm.tokens, arm.partition) == (*place, partition)
-            and arm.method != LOCAL
-            and "slow" not in arm.method
+            if arm.partition == partition and arm.method != LOCAL and "slow" not in arm.method
         ]
         panel.errorbar(
             [fewer for fewer, _ in points],
             [gap.mean for _, gap in points],
             [gap.reach for _, gap in points],
             fmt="o", ms=4, lw=1, capsize=3, color=colour,
-            label=f"{place[0]:,} parameters, {place[1]} tokens, {PARTITIONS[partition]}",
+            label=name,
         )  # fmt: skip
     panel.axhline(0, color="#777777", lw=0.8)
     panel.set_xscale("log")

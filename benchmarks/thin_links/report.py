@@ -245,8 +245,8 @@ def draw(name: str, document: Path) -> None:
             times(runs, cells["targets"], least),
             f"W = {' and '.join(f'{seconds:.2f}' for seconds in least.values())} s, the mean "
             f"seconds of a window besides its steps, by machine: {fitted or 'all methods'} on the "
-            f"fastest links. The slowest client's own time was at most {max(map(pace, runs)):.3f} s a step, mean "
-            "of a run.",
+            "fastest links. The slowest client's own time was at most "
+            f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
             volumes(runs),
         ]
         suffix = "" if name == "cells" else f"-{name}"
