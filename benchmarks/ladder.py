@@ -72,7 +72,11 @@ FORMATS = {
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
-PRESETS = {"DES-LOC": "desloc_{}", "u as often as x, lean, bounded": "lean"}
+PRESETS = {
+    "DES-LOC": "desloc_{}",
+    "u as often as x, lean, bounded": "lean",  # of Adam
+    "u as often as x, lean": "lean",  # of ADOPT
+}
 """Methods whose gaps `desloc plan` shows, and the presets that have them."""
 PACKAGE_HEAD = (
     '"""The gaps of presets to Local, as `python benchmarks/ladder.py draw` writes them."""',
@@ -90,6 +94,7 @@ ORDER = (
     "u as often as x",
     "u as often as x, bounded",
     "u as often as x, lean, bounded",
+    "u as often as x, lean",
     "u as often as x, 8 bits, bounded",
     "u as often as x, v never, bounded",
     "u as often as x, v never, 4 bits, bounded",
@@ -111,7 +116,8 @@ ORDER = (
 )
 """Methods in the order of the tables."""
 SHOWN = {
-    "u as often as x, lean, bounded": ("lean: 16/16/96, coded, bounded", "#117733", "o"),
+    "u as often as x, lean, bounded": ("lean: 16/16/96, coded", "#117733", "o"),
+    "u as often as x, lean": ("lean: 16/16/96, coded", "#117733", "o"),
     "DES-LOC": ("DES-LOC: 16/48/96", "#0072B2", "s"),
     "FAVG+OPT": ("FAVG+OPT: 16/never/never", "#D55E00", "^"),
     "u as often as x, v never, 4 bits, bounded": ("16/16/never, 4 bits", "#CCBB44", "v"),
@@ -122,7 +128,7 @@ SHOWN = {
     "DES-LOC, half the periods, lean": ("DES-LOC: 8/24/48, coded", "#882255", "s"),
 }
 """Methods of the figure: their label, colour and marker. The tables have all."""
-PRESETS_SHOWN = tuple(SHOWN)[:3]
+PRESETS_SHOWN = tuple(SHOWN)[:4]
 """Those of the panel by setting."""
 
 Run = dict[str, Any]
@@ -446,7 +452,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
         )
     }
     for line, shown in enumerate(found.values()):
-        for shift, name in zip((0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
+        for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:
                 gap = shown[name]
                 draw_point(panel, name, gap.mean, line - shift, xerr=gap.reach)

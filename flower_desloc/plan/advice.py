@@ -102,7 +102,7 @@ def warnings(run: PlannedRun) -> Iterator[str]:
             f"nothing bounds {' and '.join(unbounded)}: a drift bound needs a clipped gradient "
             "(optimizer.clip_norm or --rho), and no weight decay added to it"
         )
-    if can_bound(run):
+    if can_bound(run) or run.optimizer == "adopt":
         yield from _first_moment_warnings(run)
     if run.workers == 1:
         yield "--workers=1: there is no other worker to average with"
@@ -168,12 +168,13 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     of_params, first, second = (run.periods[name] for name in (PARAMS, "exp_avg", "exp_avg_sq"))
     if not isinstance(first, int):
         return
+    bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
     if isinstance(of_params, int) and first > of_params:
         yield (
-            f"sync.exp_avg={first}: Adam loses least if exp_avg is averaged with params "
-            "and bounded; lossy formats pay for it, as in the preset lean (docs/ladder.md)"
+            f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
+            f"{bounded}; lossy formats pay for it, as in the preset lean (docs/ladder.md)"
         )
-    if not run.bound and first < (second if isinstance(second, int) else math.inf):
+    if bounded and not run.bound and first < (second if isinstance(second, int) else math.inf):
         yield (
             f"sync.exp_avg={first}: averaged more often than exp_avg_sq, after which Adam can "
             "spike; set sync_bound=true"

@@ -56,17 +56,17 @@ def nearest(
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    ``tokens`` are those of a worker and step. A run that averages Adam's first moment with the
-    parameters, and bounds it (``sync_bound``), is compared with ``lean``, others with
-    ``desloc_adam`` and ``desloc_adopt``. Empty for what was not measured: no bound there, all
-    streams averaged together, or never the parameters.
+    ``tokens`` are those of a worker and step. A run that averages the first moment with the
+    parameters is compared with ``lean``, others with ``desloc_adam`` and ``desloc_adopt``. Empty
+    for Adam without a bound there (``sync_bound``), which can spike, and for runs that average all
+    streams together, or never the parameters.
     """
     period = periods.get(PARAMS)
     if not isinstance(period, int) or len(set(periods.values())) == 1:
         return []
     name = "adam" if optimizer == "adamw" else optimizer
-    is_lean = name == "adam" and periods.get("exp_avg") == period
-    if is_lean and not bound:
+    is_lean = periods.get("exp_avg") == period
+    if is_lean and name == "adam" and not bound:
         return []
     found = [g for g in measured() if g.optimizer == name and (g.preset == "lean") == is_lean]
     apart = [(gap.distance(num_params, tokens, period), gap) for gap in found]
