@@ -6,6 +6,7 @@ from typing import Final
 GAPS: Final = (
     ("desloc_adam", "adam", "iid", 41120, 256, 3072, 3, 0.662, 0.108, 1.216),
     ("desloc_adam", "adam", "iid", 213440, 1024, 2048, 3, 1.844, -0.384, 4.071),
+    ("lean", "adam", "iid", 213440, 1024, 2048, 3, 0.090, -0.749, 0.928),
     ("desloc_adam", "adam", "by_domain", 41120, 256, 512, 5, 0.120, -0.564, 0.803),
     ("lean", "adam", "by_domain", 41120, 256, 512, 5, -0.120, -0.388, 0.148),
     ("desloc_adam", "adam", "by_domain", 41120, 1024, 512, 5, 0.154, -0.743, 1.052),
