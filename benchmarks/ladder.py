@@ -41,6 +41,7 @@ LOCAL = "Local"
 MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
 CHECKS = ("ladder_check",)  # other text
+OTHER_BETAS = ("ladder_half_lives",)
 MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
@@ -443,6 +444,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
         rung: shown
         for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0]))
         if rung.period == PERIOD
+        and rung.study not in OTHER_BETAS
         and (
             shown := {
                 name: methods[name].loss
@@ -494,7 +496,9 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
         for rung, methods in rows.items()
         for name, preset in PRESETS.items()
         for gap in [methods[name].loss if name in methods else None]
-        if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in CHECKS
+        if gap is not None
+        and gap.seeds >= MIN_SEEDS
+        and rung.study not in (*CHECKS, *OTHER_BETAS)
     ]
     return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
 
