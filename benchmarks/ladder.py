@@ -496,9 +496,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
         for rung, methods in rows.items()
         for name, preset in PRESETS.items()
         for gap in [methods[name].loss if name in methods else None]
-        if gap is not None
-        and gap.seeds >= MIN_SEEDS
-        and rung.study not in (*CHECKS, *OTHER_BETAS)
+        if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in (*CHECKS, *OTHER_BETAS)
     ]
     return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
 
