@@ -585,7 +585,7 @@ def test_the_authors_clock_on_the_page_is_the_formula_with_their_inputs_and_the_
     compute = 6 * 1.3e9 * 40e9 / (0.5 * 312e12 * 4)
     for column, title in enumerate(rows[0][1:], start=1):
         bandwidth = float(title.removesuffix(" Gbit/s"))
-        _, printed, _ = plan(*command.split()[1:], "--bandwidth", bandwidth)
+        _, printed, _ = plan(*command.split()[1:], "--bandwidth", 1000 * bandwidth)
         ring = printed.partition("Time on a ring")[2]
         for name, *cells in rows[2:6]:
             wait = exchanges[name] * (2 * 1.3e9 * 16 / (bandwidth * 1e9) * 3 / 4 + 0.01)
@@ -598,7 +598,7 @@ def test_preset_override_and_every_option_take_effect():
     code, said, _ = plan(
         *("desloc_adam", "sync.params=8", "sync.exp_avg=24", "sync.exp_avg_sq=never"),
         *("--params", "1e6", "--workers", 2, "--steps", 4000, "--tokens-per-step", 5000),
-        *("--value-bytes", 2, "--bandwidth", 0.5, "--latency", 20, "--flops", "1e12"),
+        *("--value-bytes", 2, "--bandwidth", 500, "--latency", 20, "--flops", "1e12"),
         *("--mfu", 0.25, "--overlap", 0.5, "--share", 0.2, "--beta1", 0.9, "--beta2", 0.99),
         *("--rho", 0.5, "--psi", 0.25, "--smoothness", 10, "--dissimilarity", 3),
     )
@@ -783,7 +783,7 @@ def test_late_averages_wait_as_long_as_a_worker_that_steps_meanwhile(delay, phas
 
 
 def test_the_plan_shows_the_largest_window_and_late_averages():
-    said = plan("quickstart", "sync_delay=4", "--step-seconds", "0.2", "--bandwidth", "0.1")[1]
+    said = plan("quickstart", "sync_delay=4", "--step-seconds", "0.2", "--bandwidth", "100")[1]
     assert "late by 4" in said
     assert "largest window: 13.0 MB, 3 payloads" in said
     apart = plan("quickstart", "sync_phase.exp_avg=16", "sync_phase.exp_avg_sq=32")[1]

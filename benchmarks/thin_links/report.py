@@ -13,8 +13,7 @@ from network import HEADERS
 
 from flower_desloc.config import load
 from flower_desloc.plan.from_config import planned_run
-from flower_desloc.plan.wall_clock import Link, Topology
-from flower_desloc.runs.time_model import MBIT
+from flower_desloc.plan.wall_clock import MBIT, Link, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "thin-links.md"

@@ -1,76 +1,50 @@
 """`desloc plan`: half-lives, drift bounds, step sizes, bytes and time before a run."""
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from flower_desloc.cli.limits import at_least_one, at_least_zero, below_one, option, positive
 from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.run_arguments import Overrides, Preset
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
 from flower_desloc.plan.tables import Assumptions, show
-from flower_desloc.plan.wall_clock import Link
-
-_GIGABIT: Final = 1e9 / 8
-
-
-def _option(text: str, limits: str, holds: Callable[[float], bool], **more: Any) -> Any:
-    """Return a numeric option that states its limits when they are exceeded."""
-
-    def check(param: typer.CallbackParam, value: float | None) -> float | None:
-        if value is not None and not (math.isfinite(value) and holds(value)):
-            fail(USAGE, f"{param.opts[0]}={value:g}: must be {limits}")
-        return value
-
-    return typer.Option(callback=check, help=text, **more)
-
-
-def _at_least_one(text: str, **more: Any) -> Any:
-    return _option(text, "at least 1", lambda value: value >= 1, **more)
-
-
-def _positive(text: str) -> Any:
-    return _option(text, "above 0", lambda value: value > 0)
-
-
-def _below_one(text: str) -> Any:
-    return _option(text, "at least 0 and below 1", lambda value: 0 <= value < 1)
+from flower_desloc.plan.wall_clock import MBIT, Link
 
 
 def plan(
     preset: Preset = "",
     overrides: Overrides = None,
     params: Annotated[
-        float | None, _at_least_one("Parameters of the model, in place of the preset's.")
+        float | None, at_least_one("Parameters of the model, in place of the preset's.")
     ] = None,
     workers: Annotated[
-        int | None, _at_least_one("Workers, in place of the preset's clients.")
+        int | None, at_least_one("Workers, in place of the preset's clients.")
     ] = None,
-    steps: Annotated[int | None, _at_least_one("Local steps, in place of run.steps.")] = None,
+    steps: Annotated[int | None, at_least_one("Local steps, in place of run.steps.")] = None,
     tokens_per_step: Annotated[
         float | None,
-        _at_least_one("Of all workers; by default workers x data.batch_size x data.seq_len."),
+        at_least_one("Of all workers; by default workers x data.batch_size x data.seq_len."),
     ] = None,
     value_bytes: Annotated[
-        float | None, _positive("Bytes per value sent; by default those of model.dtype.")
+        float | None, positive("Bytes per value sent; by default those of model.dtype.")
     ] = None,
-    bandwidth: Annotated[float, _positive("Of a worker's link and the server's, in Gbit/s.")] = 1.0,
-    latency: Annotated[
-        float, _option("Of a message, in milliseconds.", "at least 0", lambda value: value >= 0)
-    ] = 50.0,
+    bandwidth: Annotated[
+        float, positive("Of a worker's link and the server's, in Mbit/s.")
+    ] = 1000.0,
+    latency: Annotated[float, at_least_zero("Of a message, in milliseconds.")] = 50.0,
     flops: Annotated[
         float,
-        _at_least_one("Peak FLOP/s of a worker; the default is an H100's.", show_default="989e12"),
+        at_least_one("Peak FLOP/s of a worker; the default is an H100's.", show_default="989e12"),
     ] = 989e12,
     mfu: Annotated[
         float,
-        _option(
+        option(
             "Share of the peak that training reaches.",
             "above 0 and at most 1",
             lambda value: 0 < value <= 1,
@@ -78,44 +52,40 @@ def plan(
     ] = 0.5,
     step_seconds: Annotated[
         float | None,
-        _positive("Measured seconds of compute per step, in place of --flops and --mfu."),
+        positive("Measured seconds of compute per step, in place of --flops and --mfu."),
     ] = None,
     window_seconds: Annotated[
         float,
-        _option(
-            "Seconds of an average through a server on a fast link: processes and polls.",
-            "at least 0",
-            lambda value: value >= 0,
-        ),
+        at_least_zero("Seconds of an average through a server on a fast link: processes, polls."),
     ] = 0.0,
     overlap: Annotated[
         float,
-        _option(
+        option(
             "Share of communication hidden behind compute, 1 - alpha.",
             "at least 0 and at most 1",
             lambda value: 0 <= value <= 1,
         ),
     ] = 0.0,
     share: Annotated[
-        float, _positive("Largest acceptable ratio of communication to compute.")
+        float, positive("Largest acceptable ratio of communication to compute.")
     ] = 0.1,
-    beta1: Annotated[float | None, _below_one("Decay of the first moment.")] = None,
-    beta2: Annotated[float | None, _below_one("Decay of the second moment.")] = None,
+    beta1: Annotated[float | None, below_one("Decay of the first moment.")] = None,
+    beta2: Annotated[float | None, below_one("Decay of the second moment.")] = None,
     rho: Annotated[
         float | None,
-        _positive("Bound on every coordinate of a gradient, in place of the preset's clipping."),
+        positive("Bound on every coordinate of a gradient, in place of the preset's clipping."),
     ] = None,
     psi: Annotated[
         float,
-        _option(
+        option(
             "Share that is left after tau_psi steps.",
             "above 0 and below 1",
             lambda value: 0 < value < 1,
         ),
     ] = 0.5,
-    smoothness: Annotated[float, _positive("Theorem 1's L, which is seldom known.")] = 1.0,
+    smoothness: Annotated[float, positive("Theorem 1's L, which is seldom known.")] = 1.0,
     dissimilarity: Annotated[
-        float, _at_least_one("Theorem 1's B; 1 if all workers have the same data.")
+        float, at_least_one("Theorem 1's B; 1 if all workers have the same data.")
     ] = 1.0,
     plot: Annotated[
         Path | None,
@@ -125,7 +95,7 @@ def plan(
     """Show what the theory says of a run: half-lives, drift, step sizes, bytes, time, periods.
 
     PRESET is one of `desloc run`, the path of a .yaml file, or a model of the paper: `135m` or
-    `1.7b`. KEY=VALUE changes single settings: `desloc plan 1.7b sync.params=64 --bandwidth 0.1`
+    `1.7b`. KEY=VALUE changes single settings: `desloc plan 1.7b sync.params=64 --bandwidth 100`
     With --params and no PRESET the rest is as in the paper's `1.7b`.
 
     Nothing is trained or sent. docs/plan.md has the formulas and their limits.
@@ -142,7 +112,7 @@ def plan(
         _set_options(config, steps, beta1, beta2)
         run = planned_run(
             config,
-            Link(bandwidth=bandwidth * _GIGABIT, latency=latency / 1000),
+            Link(bandwidth=bandwidth * MBIT, latency=latency / 1000),
             num_params=params or PAPER.get(preset),
             workers=workers,
             tokens=tokens_per_step,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from flower_desloc.cli.limits import at_least_zero, positive
 from flower_desloc.cli.terminal import FAILED, USAGE, failing
 
 
@@ -19,8 +20,8 @@ def report(
             show_default=False,
         ),
     ] = None,
-    bandwidth: Annotated[float, typer.Option(help="Of the modelled link, in Mbit/s.")] = 100.0,
-    latency: Annotated[float, typer.Option(help="Of the modelled link, in seconds.")] = 0.05,
+    bandwidth: Annotated[float, positive("Of the modelled link, in Mbit/s.")] = 100.0,
+    latency: Annotated[float, at_least_zero("Of a message, in milliseconds.")] = 50.0,
 ) -> None:
     """Write the report of a run, or a comparison of several.
 
@@ -29,12 +30,10 @@ def report(
     holds the figures as PNGs.
     """
     # matplotlib takes a second to import.
-    from flower_desloc.plan.wall_clock import Link
+    from flower_desloc.plan.wall_clock import MBIT, Link
     from flower_desloc.runs.report import NoRunError, write_report
-    from flower_desloc.runs.time_model import MBIT
 
-    with failing(USAGE, ValueError, where="--bandwidth, --latency"):
-        link = Link(bandwidth=bandwidth * MBIT, latency=latency)
+    link = Link(bandwidth=bandwidth * MBIT, latency=latency / 1000)
     not_written = failing(FAILED, OSError, where="the report was not written")
     with failing(USAGE, NoRunError), not_written:
         page = write_report([*runs], output, link=link)

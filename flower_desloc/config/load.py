@@ -3,12 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf, TupleConfig
 from omegaconf.basecontainer import BaseContainer
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config.app_folder import PRESETS
@@ -173,18 +175,26 @@ def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+@cache
+def _defaults() -> DictConfig:
+    """Return the defaults, typed; made once, because a study loads hundreds of configurations."""
+    defaults: DictConfig = OmegaConf.structured(Config)
+    return defaults
+
+
 def _typed(values: Mapping[str, Any]) -> Config:
-    _refuse_unknown(values, OmegaConf.to_container(OmegaConf.structured(Config)))
-    node = OmegaConf.structured(Config)
+    node = deepcopy(_defaults())
+    _refuse_unknown(values, OmegaConf.to_container(node))
     for key, value in _leaves(values):
         try:
             OmegaConf.update(node, key, value, merge=False)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value}: {_wanted(node, key, value, error)}") from error
-    assert isinstance(node, DictConfig)
     try:
         config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, or a ???
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}=???: needs a value") from error
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
     except ValueError as error:  # of Policy, the only section that checks itself
         raise ConfigError(f"federation.{error}") from error

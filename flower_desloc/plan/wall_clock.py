@@ -17,6 +17,9 @@ from enum import StrEnum
 
 from flower_desloc.core.traffic import MethodRates
 
+MBIT = 125_000
+"""Bytes per second in a Mbit/s."""
+
 
 class Topology(StrEnum):
     """How the workers are connected."""

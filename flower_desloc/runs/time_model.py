@@ -5,11 +5,8 @@ from statistics import median
 
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads
-from flower_desloc.plan.wall_clock import Link, star_seconds
+from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.runs.record import RunRecord
-
-MBIT = 125_000
-"""Bytes per second in a Mbit/s."""
 
 DEFAULT_LINK = Link(bandwidth=100 * MBIT, latency=0.05)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from flower_desloc.config.units import bytes_text, figures, percent_text
-from flower_desloc.plan.wall_clock import Link
+from flower_desloc.plan.wall_clock import MBIT, Link
 from flower_desloc.runs import figures as draw
 from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import KINDS, worst_first
@@ -17,7 +17,7 @@ from flower_desloc.runs.record import RunRecord
 from flower_desloc.runs.report import tables
 from flower_desloc.runs.report.tables import TextTable
 from flower_desloc.runs.summary import OTHER_METHODS
-from flower_desloc.runs.time_model import MBIT, seconds_per_step
+from flower_desloc.runs.time_model import seconds_per_step
 
 
 @dataclass(frozen=True)
