@@ -20,5 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the page at the end of a run, seconds each, where it is not what is tested."""
-    if request.path.name in ("test_outputs.py", "test_flower_strategies.py", "test_images.py"):
+    if request.path.name in (
+        "test_outputs.py",
+        "test_flower_strategies.py",
+        "test_images.py",
+        "test_study.py",
+        "test_resume_run.py",
+    ):
         monkeypatch.setattr("flower_desloc.runs.report.write_page", lambda *_, **__: None)
