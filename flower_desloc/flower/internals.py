@@ -11,24 +11,29 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flwr.supercore.cli.flower_superexec import flower_superexec
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.run import Run
+    from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.supercore.task_identity import TaskIdentity
     from flwr.superlink.grid import HttpGrid, http_grid
     from flwr.supernode import start_client_internal
-    from flwr.supernode.cli import flower_supernode
+    from flwr.supernode.cli import flower_supernode, flwr_clientapp
     from flwr.supernode.servicer.runtime import runtime_handlers
 
 __all__ = [
     "HttpGrid",
     "Run",
     "TaskIdentity",
+    "flower_superexec",
     "flower_supernode",
+    "flwr_clientapp",
     "http_grid",
     "log",
     "pull_objects",
     "runtime_handlers",
     "start_client_internal",
+    "subprocess_executor",
 ]
 
 log = logging.getLogger("flwr").log
@@ -41,6 +46,9 @@ _MODULES = {
     "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,
     "runtime_handlers": "flwr.supernode.servicer.runtime",  # with other waits
     "start_client_internal": "flwr.supernode",
+    "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,
+    "subprocess_executor": "flwr.supercore.superexec.executor",  # with another way to start
+    "flwr_clientapp": "flwr.supernode.cli",  # a process for a message
     "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
     "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
 }

@@ -6,16 +6,20 @@ to Flower's three seconds.
 
 A ClientApp's process starts while its SuperNode still downloads the message, and asks for what is
 not there yet after 1, 2, 4, 8 and 10 seconds. This SuperNode answers when the object has arrived.
+The processes of ClientApps are forked (``superexec``).
 
 Everything else, its arguments included, is that of `flower-supernode`.
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from flower_desloc.sites.deployment import superexec
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
@@ -62,6 +66,11 @@ def when_available(pull: Callable[..., Any], clock: Any = time) -> Callable[...,
     return pull_object
 
 
+def start_superexec(command: list[str]) -> object:
+    """Start the SuperExec of this package with the arguments of Flower's ``command``."""
+    return subprocess.Popen([*superexec.COMMAND, *command[1:]])  # noqa: S603
+
+
 def main() -> None:
     """Run `flower-supernode` with the arguments of the command line."""
     from flower_desloc.flower.internals import flower_supernode, runtime_handlers
@@ -75,10 +84,12 @@ def main() -> None:
             interval.message_received()
         return run_id
 
-    # Flower offers no other hook: these are its own names for pulling and sleeping.
+    # Flower offers no other hook: these are its own names for pulling, sleeping, and starting.
     runtime_handlers.pull_object = when_available(runtime_handlers.pull_object)
     loop._pull_and_store_message = pull_and_note
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
+    if hasattr(os, "fork"):
+        loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
     # How often its SuperExec asks for work: once a second by default.
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     sys.argv[0] = "flower-supernode"
