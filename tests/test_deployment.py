@@ -33,6 +33,7 @@ from flower_desloc.sites.deployment.environment import (
     program,
 )
 from flower_desloc.sites.deployment.node import PollInterval, when_available
+from flower_desloc.sites.deployment.superexec import ordering
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
@@ -136,6 +137,53 @@ def test_a_supernode_answers_when_the_object_has_arrived(found, arrives, answere
 
     assert when_available(pull, clock)("request", "state", "task").object_available == available
     assert clock.now - 1000.0 == pytest.approx(answered, abs=0.11)
+
+
+def test_a_process_is_forked_for_every_line_and_has_its_command_line():
+    code = """
+import os, signal, sys
+from flower_desloc.sites.deployment.superexec import forked_for
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if forked_for(os.fdopen(0)):
+    said = [*sys.argv, str(signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)]
+else:
+    said = ["end"]
+os.write(1, " ".join([*said, "\\n"]).encode())  # at once: the others write here too
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input='["flwr-clientapp", "--token", "one"]\n["flwr-clientapp", "two words"]\n',
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "end ", "flwr-clientapp --token one True ", "flwr-clientapp two words True ",
+    ]  # fmt: skip
+
+
+def test_only_clientapps_are_forked():
+    there, orders = os.pipe()
+    start = ordering(orders)
+    start(["flwr-clientapp", "--token", "it's"])
+    with os.fdopen(there) as lines:
+        assert json.loads(next(lines)) == ["flwr-clientapp", "--token", "it's"]
+    assert start([sys.executable, "-c", "exit(3)"]).wait() == 3
+    os.close(orders)
+
+
+def test_what_is_forked_has_no_thread_and_nothing_of_the_app():
+    code = """
+import os, sys, threading
+from flower_desloc.sites.deployment import superexec
+def show(lines):
+    own = [name for name in sys.modules if name.split(".")[0] in ("flower_desloc", "torch")]
+    print(threading.active_count(), own, "flwr.supernode.runtime.run_clientapp" in sys.modules)
+superexec.forked_for, os.fork = show, lambda: 1
+superexec.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 [] True\n"
 
 
 # --- Invalid command lines -----------------------------------------------------------------------

@@ -23,6 +23,11 @@ _CLIENTAPP = "flwr-clientapp"
 
 def main() -> None:
     """Run `flower-superexec` with the arguments of the command line."""
+    # What a warm client imports besides; neither has threads, as PyTorch does.
+    import multiprocessing.connection  # noqa: F401
+
+    import psutil  # noqa: F401
+
     from flower_desloc.flower.internals import (
         flower_superexec,
         flwr_clientapp,
