@@ -33,7 +33,7 @@ from flower_desloc.sites.deployment.environment import (
     program,
 )
 from flower_desloc.sites.deployment.node import PollInterval, when_available
-from flower_desloc.sites.deployment.superexec import ordering
+from flower_desloc.sites.deployment.superexec import popen_by_fork
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
@@ -163,13 +163,13 @@ os.write(1, " ".join([*said, "\\n"]).encode())  # at once: the others write here
 
 
 def test_only_clientapps_are_forked():
-    there, orders = os.pipe()
-    start = ordering(orders)
+    reader, writer = os.pipe()
+    start = popen_by_fork(writer)
     start(["flwr-clientapp", "--token", "it's"])
-    with os.fdopen(there) as lines:
+    with os.fdopen(reader) as lines:
         assert json.loads(next(lines)) == ["flwr-clientapp", "--token", "it's"]
     assert start([sys.executable, "-c", "exit(3)"]).wait() == 3
-    os.close(orders)
+    os.close(writer)
 
 
 def test_what_is_forked_has_no_thread_and_nothing_of_the_app():

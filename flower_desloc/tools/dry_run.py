@@ -10,13 +10,13 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import TEXT, bytes_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.plan.wall_clock import Link, star_seconds
+from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.machine import cores, memory
 from flower_desloc.setup.preflight import Hardware, Needs, Parts
 from flower_desloc.tools.step_time import timed_step
 
-_LINK = Link(bandwidth=1e9 / 8, latency=0.05)  # as in `desloc plan`
+_LINK = Link(bandwidth=1000 * MBIT, latency=0.05)  # as in `desloc plan`
 
 
 def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:

@@ -34,33 +34,33 @@ def main() -> None:
         subprocess_executor,
     )
 
-    messages, orders = os.pipe()
+    reader, writer = os.pipe()
     if os.fork() == 0:
-        os.close(messages)
+        os.close(reader)
         # Flower offers no other hook: this is its own name for starting a process.
         subprocess_executor.subprocess = SimpleNamespace(  # type: ignore[attr-defined, assignment]
-            **vars(subprocess) | {"Popen": ordering(orders)}
+            **vars(subprocess) | {"Popen": popen_by_fork(writer)}
         )
         sys.argv[0] = "flower-superexec"
         flower_superexec()
         return
-    os.close(orders)
+    os.close(writer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the SuperExec, and so this process
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps ended children
     for module in [name for name in sys.modules if name.partition(".")[0] == "flower_desloc"]:
         del sys.modules[module]  # a run brings its own copy
-    with os.fdopen(messages) as lines:
+    with os.fdopen(reader) as lines:
         if forked_for(lines):
             flwr_clientapp()
 
 
-def ordering(orders: int) -> Any:
-    """Return a ``Popen`` that writes the command lines of ClientApps to ``orders``, a line each."""
+def popen_by_fork(writer: int) -> Any:
+    """Return a ``Popen`` that writes the command lines of ClientApps to a pipe, one per line."""
 
     def start(command: list[str], **how: Any) -> object:
         if command[0] != _CLIENTAPP or how:
             return subprocess.Popen(command, **how)  # noqa: S603
-        return os.write(orders, f"{json.dumps(command)}\n".encode())
+        return os.write(writer, f"{json.dumps(command)}\n".encode())
 
     return start
 
