@@ -39,7 +39,7 @@ SMALL = (
 PARTS = [
     ("sent", "received", "SuperNode polls the SuperLink"),
     ("received", "process", "SuperExec polls, downloads the message's objects"),
-    ("process", "began", "process starts, imports Flower, downloads message and app"),
+    ("process", "began", "process is forked, downloads message and app"),
     ("began", "called", "imports the ClientApp"),
     ("called", "asked", "imports PyTorch, model's library, client; or forwards to the trainer"),
     ("asked", "built", "builds model and data"),
