@@ -23,17 +23,17 @@ from test_text import prose, write
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import check
 from flower_desloc.tasks import Site, retry
-from flower_desloc.tasks.causal_lm import CausalLM, sources, streaming
+from flower_desloc.tasks.causal_lm import CausalLM, document_streams, packing, sources
 from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, shards_of
-from flower_desloc.tasks.causal_lm.streaming import (
-    BLOCK,
+from flower_desloc.tasks.causal_lm.document_streams import (
     DocumentStream,
     DomainShare,
-    PackedSequences,
     client_shares,
+    domain_names,
     open_domain,
 )
+from flower_desloc.tasks.causal_lm.packing import BLOCK, PackedSequences, open_packers
+from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, shards_of
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import Source
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -52,9 +52,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget() -> None:
     """Close all open packers and domains, as at the end of a process."""
-    streaming._packers.clear()
+    open_packers.clear()
     open_domain.cache_clear()
-    streaming.domain_names.cache_clear()
+    domain_names.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_what_a_killed_process_left_is_not_read(config, cache):
 
 
 def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
-    monkeypatch.setattr(streaming, "KEPT_BLOCKS", 2)
+    monkeypatch.setattr(packing, "KEPT_BLOCKS", 2)
     data = CausalLM(config).client_data(Site(0, 2))
     first = data.train_batch(0)
     data.train_batch(5 * BLOCK // 4)
@@ -303,7 +303,7 @@ def test_a_disk_that_is_full_is_named(config, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(streaming, "save_file", full)
+    monkeypatch.setattr(packing, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write packed text to .* or name .* XDG_CACHE_HOME"):
         CausalLM(config).client_data(Site(0, 1))
 
@@ -419,19 +419,19 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypa
 
         return {"a": Domain(web, None, lambda: OpenFiles(shards_of("a", web()), ""))}
 
-    monkeypatch.setattr(streaming, "domains_of", units)
+    monkeypatch.setattr(document_streams, "domains_of", units)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
     config.data = replace(config.data, domains=["a"], weights=[])
     data = CausalLM(config).client_data(Site(0, 1))
     wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
 
-    for file in streaming.cache_folder().rglob("*.safetensors"):
+    for file in packing.cache_folder().rglob("*.safetensors"):
         file.unlink()
     forget()
     data = CausalLM(config).client_data(Site(0, 1))
     assert torch.equal(data.train_batch(300).tokens, wanted[0])
-    streaming._packers.clear()
+    open_packers.clear()
     server.down = 2
     with caplog.at_level(logging.WARNING):
         assert torch.equal(data.train_batch(600).tokens, wanted[1])
@@ -439,7 +439,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypa
     assert lines
     assert all(re.search(r"^data.source=.*; try [23] of 3 in 0 s$", line) for line in lines)
 
-    streaming._packers.clear()
+    open_packers.clear()
     server.down = 1000
     with pytest.raises(ConnectionError, match=r"gave up after 3 tries. Check .* HF_HUB_OFFLINE=1"):
         data.train_batch(900)
@@ -483,7 +483,7 @@ def test_a_hub_that_cannot_be_reached_at_first(tmp_path, monkeypatch, caplog):
     write(tmp_path / "two" / "train.parquet", prose("two"))
     first, second = tmp_path / "one", tmp_path / "two"
     source = Source(f"{first}:default", ("default", f"{second}:default"), streaming=True)
-    assert streaming.domain_names(source) == source.domains
+    assert domain_names(source) == source.domains
     assert len(caplog.messages) == 2
     held = [epoch(part) for part in client_shares(source, [], "iid", Site(0, 1))]
     assert [texts[0][:3] for texts in held] == ["one", "two"]

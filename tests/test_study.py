@@ -26,7 +26,7 @@ from flower_desloc.runs.summary import build
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tools.study.cells import study_state
 from flower_desloc.tools.study.figures import draw
-from flower_desloc.tools.study.grid import config_digest, named
+from flower_desloc.tools.study.grid import config_digest, with_run
 from flower_desloc.tools.study.results import markdown, table, write
 from flower_desloc.tools.study.run_study import run_study
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -160,7 +160,7 @@ def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, 
 def test_a_runs_digest_depends_on_the_settings_and_not_on_the_name():
     (one, other) = (cell.run(0) for cell in read_study(MINIATURE).cells)
     (changed, _) = (cell.run(0) for cell in read_study(MINIATURE, ["run.steps=13"]).cells)
-    assert config_digest(named(one.config, "x")) == config_digest(one.config)
+    assert config_digest(with_run(one.config, name="x")) == config_digest(one.config)
     assert len({one.folder, other.folder, changed.folder}) == 3
 
 

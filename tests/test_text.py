@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 from flower_desloc.tasks.causal_lm import builtin
 from flower_desloc.tasks.causal_lm import corpus as corpora
 from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.document_streams import open_domain
 from flower_desloc.tasks.causal_lm.documents import cut, split
 from flower_desloc.tasks.causal_lm.partition import client_rows, partition_documents
 from flower_desloc.tasks.causal_lm.sources import domains_of
-from flower_desloc.tasks.causal_lm.streaming import open_domain
 from flower_desloc.tasks.partition import PartitionRule
+from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import Source
 
 WORDS = ["loss", "clock", "mean", "stream", "drift", "half", "life", "moment", "adam", "window"]
@@ -204,6 +205,19 @@ def test_files_of_ones_own_are_opened_without_a_request_to_anyone(tmp_path, monk
     datasets.load_dataset_builder("text", data_files=str(file))
     assert asked  # or this test proves nothing
     assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # as the user has it
+
+
+def test_the_last_of_several_threads_restores_the_users_settings():
+    """Their blocks overlap; before, the second kept for the user what the first had set."""
+    first, second = quiet(), quiet()
+    for enter in (first, second):
+        enter.__enter__()
+    first.__exit__(None, None, None)
+    assert not datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    assert datasets.are_progress_bars_disabled()
+    second.__exit__(None, None, None)
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    assert not datasets.are_progress_bars_disabled()
 
 
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz"])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.runs.groups import flat
@@ -85,13 +86,13 @@ class Cell:
 
     def run(self, seed: int, position: int | None = None) -> "StudyRun":
         """Return the run with a seed, at a position of the search."""
-        tuned, changes = "", [f"run.seed={seed}"]
+        tuned, overrides = "", self.overrides
         if self.search is not None and position is not None:
             value = self.search.value(position)
             tuned = f"{self.search.key}={value:g}"
-            changes.append(f"{self.search.key}={value}")
-        config = load_once(self.config, (*self.overrides, *changes))
-        return StudyRun(self, seed, tuned, named(config, self.slug[:80]))
+            overrides = (*overrides, f"{self.search.key}={value}")
+        config = load_once(self.config, overrides)
+        return StudyRun(self, seed, tuned, with_run(config, name=self.slug[:80], seed=seed))
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,9 @@ class StudyRun:
         return ", ".join(filter(None, [self.cell.name, self.tuned, f"seed {self.seed}"]))
 
 
-def named(config: Config, name: str) -> Config:
-    """Return ``config`` with another name of the run."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+def with_run(config: Config, **values: Any) -> Config:
+    """Return ``config`` with other values in its section ``run``."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **values))
 
 
 def config_digest(config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from flower_desloc.config import parse
 from flower_desloc.runs.folder import RunFolder, locked
-from flower_desloc.tools.study.grid import ScoreSpec, StudyRun, named
+from flower_desloc.tools.study.grid import ScoreSpec, StudyRun, with_run
 
 OUTCOME: Final = "outcome.json"
 """File in a run's folder: how the run ended, and its configuration."""
@@ -106,7 +106,7 @@ class Store:
 def _read(folder: RunFolder, run: StudyRun) -> FinishedRun | None:
     try:
         outcome: Outcome = json.loads((folder.path / OUTCOME).read_text(encoding="utf-8"))
-        if named(parse(outcome["config"]), run.config.run.name) != run.config:
+        if with_run(parse(outcome["config"]), name=run.config.run.name) != run.config:
             return None
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing, or of a version with other settings
