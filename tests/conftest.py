@@ -1,5 +1,7 @@
 """One thread and one Hypothesis profile: every run of the tests is the same run."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -7,6 +9,8 @@ from hypothesis import settings
 settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("laws")
 torch.set_num_threads(1)
+# Ray runs its workers at niceness 15: on a busy machine the clients of a simulation would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 _LONGEST = ("test_deployment.py", "test_resume_run.py", "test_study.py")
 
