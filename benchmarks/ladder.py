@@ -40,7 +40,8 @@ DOCUMENT = ROOT / "docs" / "ladder.md"
 LOCAL = "Local"
 MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
-CHECKS = ("ladder_check",)  # other text
+CHECKS = ("ladder_check", "ladder_check_fresh")  # other text
+TUNED = "ladder_tuned"  # every method at a rate of its own
 OTHER_BETAS = ("ladder_half_lives",)
 MARGINS = (0.5, 1.0)
 TUNING = 100
@@ -73,17 +74,13 @@ FORMATS = {
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
-PRESETS = {
-    "DES-LOC": "desloc_{}",
-    "u as often as x, lean, bounded": "lean",  # of Adam
-    "u as often as x, lean": "lean",  # of ADOPT
-}
-"""Methods whose gaps `desloc plan` shows, and the presets that have them."""
 PACKAGE_HEAD = (
-    '"""The gaps of presets to Local, as `python benchmarks/ladder.py draw` writes them."""',
+    '"""Measured gaps to Local, as `python benchmarks/ladder.py draw` writes them."""',
     "",
     "from typing import Final",
     "",
+    "# ruff: noqa: E501",
+    "# fmt: off",
     "# The fields of evidence.MeasuredGap.",
     "GAPS: Final = (",
 )
@@ -176,11 +173,13 @@ class Gap(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A method beside Local: its gaps, and its bytes as a share of Local's."""
+    """A method compared with Local: its gaps, its bytes as a share of Local's, and its periods."""
 
     loss: Gap
     perplexity: Gap
     bytes: float
+    sync: dict[str, Any]
+    rate: str
 
 
 def method(config: Run) -> str:
@@ -277,7 +276,7 @@ def slug(labels: str) -> str:
 def identity(run: Run) -> str:
     """Return a key that is equal for repetitions of the same run."""
     keys = ("cell", "optimizer", "method", "partition", "tokens", "steps", "period", "rate", "seed")
-    return json.dumps([run[key] for key in keys])
+    return json.dumps([run[key] for key in (*keys, "domains")])
 
 
 def collect(folders: Iterable[Path]) -> None:
@@ -364,9 +363,17 @@ def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
                     for key in ("loss", "perplexity", "bytes_sent_by_a_client")
                 )
                 table.setdefault(rung, {})[name] = Row(
-                    Gap.of(loss), Gap.of(perplexity), statistics.fmean(sent)
+                    Gap.of(loss),
+                    Gap.of(perplexity),
+                    statistics.fmean(sent),
+                    pairs[0][0]["sync"],
+                    rate_text(*(run["rate"] for run in pairs[0])),
                 )
     return table
+
+
+def rate_text(rate: float, local: float) -> str:
+    return f"{rate:g}" if rate == local else f"{rate:g}, Local {local:g}"
 
 
 def below(gap: Gap) -> str:
@@ -383,6 +390,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
         "steps",
         "K",
         "method",
+        "rate",
         "bytes",
         "seeds",
     ]
@@ -391,7 +399,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
         lines = [heads, ["---"] * len(heads)]
         for rung, methods in rows.items():
             for name, row in methods.items() if rung.study == study else ():
-                cells = [*rung[1:], name, f"{row.bytes:.2f}", row.loss.seeds, *row[:2]]
+                cells = [*rung[1:], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds, *row[:2]]
                 cells.append(below(row.loss))
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
         yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -488,15 +496,28 @@ def draw_point(panel: Any, method: str, x: float, y: float, **reach: float) -> N
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
-    """Return the presets' gaps as the Python file that `desloc plan` and reports read."""
+    """Return the gaps at Local's K_x as the Python file that `desloc plan` and reports read.
+
+    A gap with tuned rates replaces one at Local's rate. Averages at single steps are left out.
+    """
+    found: dict[tuple[Any, ...], Gap] = {}
+    for rung, methods in sorted(rows.items(), key=lambda item: item[0].study == TUNED):
+        if rung.study in (*CHECKS, *OTHER_BETAS):
+            continue
+        for name, row in methods.items():
+            few = row.loss.seeds < MIN_SEEDS
+            if few or row.sync.get("params") != rung.period or name == "early average":
+                continue
+            periods = tuple(row.sync[stream] for stream in ("params", "exp_avg", "exp_avg_sq"))
+            sent = sum(period != "never" for period in periods)
+            words = name.split(", ")
+            formats = next((f for f, w in FORMATS.items() if w in words and len(f) == sent), ())
+            where = (rung.optimizer, rung.partition, rung.params, rung.tokens, rung.steps)
+            found[(periods, formats, name.endswith("bounded"), *where)] = row.loss
     lines = [
-        f'    ("{preset.format(rung.optimizer)}", "{rung.optimizer}", "{rung.partition}", '
-        f"{rung.params}, {rung.tokens}, {rung.steps}, "
-        f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
-        for rung, methods in rows.items()
-        for name, preset in PRESETS.items()
-        for gap in [methods[name].loss if name in methods else None]
-        if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in (*CHECKS, *OTHER_BETAS)
+        f"    ({', '.join(map(repr, key))}, ".replace("'", '"')
+        + f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
+        for key, gap in found.items()
     ]
     return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
 

@@ -729,9 +729,13 @@ def test_the_measured_gaps_are_those_of_the_ladder():
 
 @pytest.mark.parametrize("gap", measured(), ids=str)
 def test_a_measured_run_is_nearest_to_itself(gap):
-    changes = ["optimizer.name=adopt", "sync_bound=false"] if gap.optimizer == "adopt" else []
+    streams = ("params", "exp_avg", "exp_avg_sq")
+    sent = [name for name, period in zip(streams, gap.periods, strict=True) if period != "never"]
+    changes = [f"sync.{name}={p}" for name, p in zip(streams, gap.periods, strict=True)]
+    changes += [f"wire.{name}={f}" for name, f in zip(sent, gap.formats, strict=False)]
+    changes += [f"sync_bound={gap.bound}".lower(), f"data.partition={gap.partition}"]
     run = planned_run(
-        load(gap.preset, changes),
+        load(f"desloc_{gap.optimizer}", changes),
         LINK,
         num_params=gap.params,
         tokens=4 * gap.tokens,
@@ -741,24 +745,44 @@ def test_a_measured_run_is_nearest_to_itself(gap):
     )
     assert run.tokens is not None
     apart, found = nearest(
-        run.optimizer, run.periods, run.num_params, run.tokens / run.workers, bound=run.bound
+        run.optimizer,
+        run.periods,
+        run.num_params,
+        run.tokens / run.workers,
+        bound=run.bound,
+        formats=run.formats,
+        partition=run.partition,
     )[0]
     assert apart == 1
-    assert (gap.params, gap.tokens) == (found.params, found.tokens)
+    same = ("periods", "formats", "bound", "partition", "params", "tokens")
+    assert [getattr(found, name) for name in same] == [getattr(gap, name) for name in same]
+
+
+@given(st.sampled_from(measured()), st.floats(0.1, 10), st.integers(1, 9), st.integers(1, 9))
+def test_the_distance_of_a_measurement_is_the_product_of_factors_on_one_axis(gap, factor, u, v):
+    """1 where a run is equal, the factor where one thing differs, and infinite for never."""
+    assert gap.distance(gap.params, gap.tokens, gap.periods) == 1
+    size = gap.distance(gap.params * factor, gap.tokens, gap.periods)
+    batch = gap.distance(gap.params, gap.tokens * factor, gap.periods)
+    assert size == pytest.approx(batch) == pytest.approx(max(factor, 1 / factor))
+    longer = tuple(p if p == "never" else 3 * p for p in gap.periods)
+    assert gap.distance(gap.params, gap.tokens, longer) == pytest.approx(3)
+    other = tuple("never" if p != "never" else 16 for p in gap.periods[1:])
+    assert gap.distance(gap.params, gap.tokens, (gap.periods[0], *other)) == math.inf
 
 
 def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
-    code, said, _ = plan("desloc_adam", "--params", "41120", "--tokens-per-step", "1024")
+    small = ["--params", "41120", "--tokens-per-step", "1024"]
+    code, said, _ = plan("desloc_adam", *small)
     assert code == 0
     assert "of DES-LOC above Local: the nearest measurements" in said
-    assert "no measurement" not in said
-    assert "no measurement is near" in plan("1.7b")[1]
-    far = plan("desloc_adam", "--params", "41120", "--tokens-per-step", "1024", "sync.params=128")
-    assert "no measurement is near" in far[1]
+    assert "unknown" not in said
+    longer = [f"sync.{name}=1600" for name in STREAMS]
+    for arguments in (["1.7b"], ["leanest"], *(["desloc_adam", *small, each] for each in longer)):
+        assert "unknown: no measurement is near" in plan(*arguments)[1], arguments
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
-    assert "above Local" in plan("lean")[1]
-    assert "above Local" not in plan("lean", "sync_bound=false")[1]  # it can spike: a warning
+    assert "16/16/96 lossy" in plan("lean")[1]
 
 
 @pytest.mark.parametrize("phases", [{}, {"exp_avg": 16, "exp_avg_sq": 32}], ids=["0", "16"])

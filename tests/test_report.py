@@ -190,18 +190,23 @@ def test_the_headline_has_the_numbers_of_the_summary(real: Path) -> None:
     assert summary["versions"].keys() >= {"python", "torch", "flwr", "flower-desloc"}
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_the_headline_says_what_rare_averages_cost_near_the_run(real: Path, near: bool) -> None:
-    gap = measured()[0]
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize("case", ["near", "far", "noisy"])
+def test_the_headline_says_what_rare_averages_cost_near_the_run(
+    real: Path, is_safe: bool, case: str
+) -> None:
+    gap = next(g for g in measured() if g.is_safe == is_safe and not g.formats and not g.bound)
     run = load(real / "desloc")
-    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1 if near else 1000)
+    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1000 if case == "far" else 1)
+    run.summary["noise_scale"] = 100.0 if case == "noisy" else 1.0
     run.summary["config"]["optimizer"] = gap.optimizer
-    first = 16 if gap.preset == "lean" else 48
-    run.summary["config"]["periods"] = {"params": 16, "exp_avg": first, "exp_avg_sq": 96}
-    run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens}
-    (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages cost")
-    assert tile.value == (f"up to {gap.high:+.1f}%" if near else "unknown")
-    assert not near or f"{gap.params:,} parameters" in tile.note
+    periods = dict(zip(("params", "exp_avg", "exp_avg_sq"), gap.periods, strict=True))
+    run.summary["config"]["periods"] = periods
+    run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens, "partition": gap.partition}
+    (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages")
+    verdict = "safe" if is_safe else f"up to {gap.high:+.1f}%"
+    assert tile.value == (verdict if case == "near" else "unknown")
+    assert case == "far" or f"{gap.params:,} parameters" in tile.note
 
 
 def test_the_worst_domain_and_the_worst_client_are_named(real: Path) -> None:

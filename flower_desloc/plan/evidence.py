@@ -1,4 +1,4 @@
-"""What DES-LOC's rare averages cost: the gaps to Local that were measured (docs/ladder.md)."""
+"""What rare averages cost: the gaps to Local that were measured (docs/ladder.md)."""
 
 import math
 from collections.abc import Mapping
@@ -6,22 +6,33 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from flower_desloc.core.schedule import PARAMS, Period
+from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
 from flower_desloc.plan.measured import GAPS
 
 NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
+SAFE: Final = 0.5
+"""Per cent of loss above Local below which rare averages count as harmless."""
+NOISE: Final = 8
+"""Largest ratio of the gradient noise scale to a worker's batch in the measurements."""
 
-PERIOD: Final = 16
-"""K_x of all measurements."""
+Periods = tuple[Period, ...]
+"""Of params, exp_avg and exp_avg_sq."""
+
+_STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class MeasuredGap:
-    """Held-out loss of DES-LOC above Local with the same optimizer, paired by seed, in per cent."""
+    """Held-out loss above Local with the same optimizer, paired by seed, in per cent.
 
-    preset: str
-    """Whose periods, bound and formats it had: ``desloc_adam``, ``desloc_adopt`` or ``lean``."""
+    Local averages everything every 16 steps.
+    """
+
+    periods: Periods
+    formats: tuple[str, ...]
+    """Lossy formats of params, exp_avg and exp_avg_sq; empty: fp32."""
+    bound: bool
     optimizer: str
     partition: str
     params: int
@@ -34,9 +45,21 @@ class MeasuredGap:
     """Lower end of the 95 % interval."""
     high: float
 
-    def distance(self, num_params: float, tokens: float, period: int) -> float:
-        """Return by what factor a run differs in size, a worker's batch or K_x; 1 is equal."""
-        ratios = self.params / num_params, self.tokens / tokens, PERIOD / period
+    @property
+    def is_safe(self) -> bool:
+        """Whether the whole interval is below ``SAFE``."""
+        return self.high < SAFE
+
+    def distance(self, num_params: float, tokens: float, periods: Periods) -> float:
+        """Return by what factor a run differs in size, a worker's batch and periods; 1 is equal.
+
+        Infinite if one averages a stream that the other never averages.
+        """
+        both = zip(_relative(self.periods), _relative(periods), strict=True)
+        pairs = [(a, b) for a, b in both if a or b]
+        if not all(a and b for a, b in pairs):
+            return math.inf
+        ratios = [self.params / num_params, self.tokens / tokens, *(a / b for a, b in pairs)]
         return math.exp(math.hypot(*map(math.log, ratios)))
 
 
@@ -52,22 +75,36 @@ def nearest(
     num_params: float,
     tokens: float,
     *,
-    bound: bool,
+    bound: bool = False,
+    formats: Mapping[str, str] | None = None,
+    partition: str = "iid",
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    ``tokens`` are those of a worker and step. A run that averages the first moment with the
-    parameters is compared with ``lean``, others with ``desloc_adam`` and ``desloc_adopt``. Empty
-    for Adam without a bound there (``sync_bound``), which can spike, and for runs that average all
-    streams together, or never the parameters.
+    ``tokens`` are those of a worker and step. Of equally near measurements the first is of the
+    run's partition. Those in other formats, or with another ``bound`` (``sync_bound``), count only
+    where there are none with the run's. Empty for runs that average all streams together in fp32,
+    as Local does, never average the parameters, or reset a state.
     """
-    period = periods.get(PARAMS)
-    if not isinstance(period, int) or len(set(periods.values())) == 1:
+    three = tuple(periods.get(name, NEVER) for name in _STREAMS)
+    wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
+    if three[0] == NEVER or RESET in three or (len(set(three)) == 1 and not wanted):
         return []
     name = "adam" if optimizer == "adamw" else optimizer
-    is_lean = periods.get("exp_avg") == period
-    if is_lean and name == "adam" and not bound:
-        return []
-    found = [g for g in measured() if g.optimizer == name and (g.preset == "lean") == is_lean]
-    apart = [(gap.distance(num_params, tokens, period), gap) for gap in found]
-    return sorted(apart, key=lambda each: each[0])
+    apart = [
+        (gap.distance(num_params, tokens, three), gap)
+        for gap in measured()
+        if gap.optimizer == name
+    ]
+    apart = [each for each in apart if each[0] < math.inf]
+    in_order = tuple(wanted[name] for name in _STREAMS if name in wanted)
+    apart = [each for each in apart if each[1].formats == in_order] or apart
+    apart = [each for each in apart if each[1].bound == bound] or apart
+    return sorted(apart, key=lambda each: (round(each[0], 3), each[1].partition != partition))
+
+
+def _relative(periods: Periods) -> tuple[float, ...]:
+    """Return K_x, and the other periods in units of K_x; 0: never."""
+    params, *moments = periods
+    assert isinstance(params, int)
+    return params, *(period / params if isinstance(period, int) else 0 for period in moments)

@@ -85,6 +85,8 @@ def planned_run(
         coins=config.sync_mode == "probabilistic",
         phases=config.sync_phase,
         bound=config.sync_bound,
+        formats=config.wire,
+        partition=config.data.partition,
         delay=config.sync_delay,
     )
 

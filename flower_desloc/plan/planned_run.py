@@ -60,6 +60,10 @@ class PlannedRun:
     """Steps by which the averages of streams are shifted."""
     bound: bool = False
     """Whether an average of Adam's first moment alone is bounded (``sync_bound``)."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Lossy formats of streams."""
+    partition: str = "iid"
+    """How the data is divided among the workers (``data.partition``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 

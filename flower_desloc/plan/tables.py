@@ -15,7 +15,7 @@ from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
 from flower_desloc.plan.advice import can_bound, reasons, recommended, warnings
-from flower_desloc.plan.evidence import NEAR, MeasuredGap, nearest
+from flower_desloc.plan.evidence import NEAR, SAFE, MeasuredGap, nearest
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
@@ -61,7 +61,15 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
     tokens = run.tokens / run.workers if run.tokens else None
     gaps = []
     if tokens:
-        gaps = nearest(run.optimizer, run.periods, run.num_params, tokens, bound=run.bound)
+        gaps = nearest(
+            run.optimizer,
+            run.periods,
+            run.num_params,
+            tokens,
+            bound=run.bound,
+            formats=run.formats,
+            partition=run.partition,
+        )
     if gaps:
         _print(
             console,
@@ -69,9 +77,7 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
             _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
-        if gaps[0][0] > NEAR:
-            remark = "no measurement is near this run's model, batch and K_x"
-            console.print(Text(remark, style="dim"))
+        console.print(Text(_verdict(*gaps[0]), style="dim"))
     for topology, how in (
         (Topology.STAR, "all workers' payloads, up and then down the server's link"),
         (Topology.RING, "one all-reduce per stream, as in the paper"),
@@ -146,11 +152,21 @@ def _bytes(run: PlannedRun) -> Table:
     return table
 
 
+def _verdict(apart: float, gap: MeasuredGap) -> str:
+    """Return in words what the nearest measurement says of this run."""
+    if apart > NEAR:
+        return "unknown: no measurement is near this run's model, batch and periods"
+    if gap.is_safe:
+        return f"safe: the nearest measurement is within {SAFE:g}% of Local"
+    return f"not shown to be safe: the nearest measurement reaches {gap.high:+.2f}%"
+
+
 def _gaps(gaps: Iterable[MeasuredGap]) -> Table:
-    table = _table("parameters", "worker's tokens", "text", "steps", "loss", "95% interval")
+    table = _table("periods", "model", "tokens", "text", "steps", "loss", "95% interval")
     for gap in gaps:
         table.add_row(
-            f"{gap.params:,}",
+            "/".join(map(str, gap.periods)) + (" lossy" if gap.formats else ""),
+            f"{units.figures(gap.params / 1e6)}M",
             f"{gap.tokens:,}",
             "IID" if gap.partition == "iid" else "by domain",
             f"{gap.steps:,}",

@@ -20,7 +20,7 @@ from flower_desloc.config.units import (
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import NEAR, PERIOD, nearest
+from flower_desloc.plan.evidence import NEAR, NOISE, nearest
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import worst_first
@@ -130,17 +130,22 @@ def _expected(run: RunRecord) -> Tile | None:
         num_params,
         tokens,
         bound=config.get("sync_bound", False),
+        formats=config.get("wire"),
+        partition=config["data"]["partition"],
     )
     if not gaps:
         return None
     apart, gap = gaps[0]
-    where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {PERIOD}"
-    interval = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%"
+    noise = run.summary.get("noise_scale")
+    where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
+    measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
     if apart > NEAR:
-        return Tile("rare averages cost", "unknown", f"nearest: {interval}, at {where}")
-    return Tile(
-        "rare averages cost", f"up to {gap.high:+.1f}%", f"loss above Local, {interval}, at {where}"
-    )
+        return Tile("rare averages", "unknown", f"no measurement is near; nearest: {measured}")
+    if noise is not None and noise > NOISE:
+        why = f"noisier than measured, above {NOISE} {TIMES} the batch"
+        return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
+    verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
+    return Tile("rare averages", verdict, f"loss above Local, {measured}")
 
 
 def _slowest(run: RunRecord) -> Tile | None:
