@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
-from flower_desloc.config import ConfigError, dump
+from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.summary import build
@@ -338,6 +339,15 @@ def test_every_study_loads_and_has_an_opening_comment(path):
     assert path.stem.startswith(made.name)  # some add to the folder of another
     assert path.read_text().startswith("# ")
     assert len(made.cells) == math.prod(map(len, made.axes.values()))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_cell_that_is_named_after_an_optimizer_has_it(path):
+    optimizer = lru_cache(lambda config, changes: load(config, list(changes)).optimizer.name)
+    for cell in read_study(path).cells:
+        changes = tuple(text for text in cell.overrides if text.startswith("optimizer.name="))
+        named = {word.lower() for word in re.findall(r"\b(ADOPT|Adam|AdamW|SGDM)\b", cell.name)}
+        assert named <= {optimizer(cell.config, changes)}, cell.name
 
 
 @pytest.mark.slow
