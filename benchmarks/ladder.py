@@ -3,6 +3,7 @@
     python benchmarks/ladder.py collect runs/ladder_noise ...   # finished runs into results/
     python benchmarks/ladder.py missing studies/ladder_noise.yaml --seed 0 > rest.yaml
     python benchmarks/ladder.py draw                            # docs/ladder.md and ladder.png
+    python benchmarks/ladder.py compare DES-LOC                 # tables with another reference
 
 `collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
 runs that are already there. `missing` prints a study of the cells that have no result for a seed
@@ -346,15 +347,15 @@ def results() -> list[Run]:
     ]
 
 
-def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
-    """Return each method beside Local with the same seeds."""
+def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
+    """Return each method compared with the reference with the same seeds."""
     found: dict[Rung, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         if run["status"] == "completed" and run["seed"] < TUNING:
             found[Rung(*(run[key] for key in Rung._fields))][run["method"]][run["seed"]] = run
     table: dict[Rung, dict[str, Row]] = {}
     for rung in sorted(found):
-        local = found[rung].pop(LOCAL, {})
+        local = found[rung].pop(reference, {})
         for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
             pairs = [(run, local[s]) for s, run in found[rung][name].items() if s in local]
             if pairs:
@@ -544,11 +545,14 @@ def main() -> None:
     rest.add_argument("--seed", type=int, required=True)
     rest.add_argument("--only", action="append", default=[], help="words; joined by `;`")
     commands.add_parser("draw")
+    commands.add_parser("compare").add_argument("reference", help="a method of the tables")
     args = parser.parse_args()
     if args.command == "collect":
         collect(args.folders)
     elif args.command == "missing":
         missing(args.study, args.seed, args.only)
+    elif args.command == "compare":
+        print("\n\n".join(tables(gaps(results(), args.reference))))
     else:
         draw()
 

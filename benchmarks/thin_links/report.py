@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from network import HEADERS
 
@@ -170,6 +171,28 @@ def volumes(runs: list[Run]) -> str:
     return table(heads, rows)
 
 
+def framing(runs: list[Run]) -> str:
+    """Return in words what of the bytes besides ledger and headers does not depend on the payload.
+
+    Least squares over all runs: rest = a * windows + b * ledger.
+    """
+    words = []
+    for way in ("up", "down"):
+        found = [traffic(run, way) for run in runs]
+        ledger = np.array([wire["ledger"] for wire in found])
+        windows = np.array([len(run["windows"]) - 1 for run in runs])
+        if np.ptp(ledger) < 0.1 * ledger.mean():
+            return ""  # one cannot be told from the other
+        rest = np.array([wire["interface"] - wire["headers"] for wire in found]) - ledger
+        (each, share), *_ = np.linalg.lstsq(np.stack([windows, ledger], 1), rest)
+        left = 100 * (rest - each * windows) / ledger
+        words.append(
+            f"{each / 1000:.0f} kB a window {way}, and {100 * share:.1f} % of the ledger; without "
+            f"these kB the interface is {left.min():+.1f} to {left.max():+.1f} % from the ledger"
+        )
+    return f"Of the rest, by least squares over all runs: {'. And '.join(words)}."
+
+
 def by_cell(runs: list[Run]) -> dict[tuple[float, str], list[Run]]:
     """Return the runs of every rate and method."""
     found: dict[tuple[float, str], list[Run]] = {}
@@ -247,11 +270,12 @@ def draw(name: str, document: Path) -> None:
             "fastest links. The slowest client's own time was at most "
             f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
             volumes(runs),
+            framing(runs),
         ]
         suffix = "" if name == "cells" else f"-{name}"
         image = document.with_name(f"{document.stem}{suffix}.png")
         picture(runs, cells["targets"][-1]).savefig(image, dpi=130)
-    text = "\n\n".join(parts)
+    text = "\n\n".join(filter(None, parts))
     page = document.read_text()
     made = re.sub(
         rf"(<!-- {name} -->\n).*(\n<!-- /{name} -->)",
