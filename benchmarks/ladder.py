@@ -130,6 +130,28 @@ SHOWN = {
 PRESETS_SHOWN = tuple(SHOWN)[:4]
 """Those of the panel by setting."""
 
+FIRST_TABLE = {
+    "u as often as x, lean, bounded": "**`lean`: 16/16/96, bounded, lossy formats**",
+    "u as often as x, bounded": "16/16/96, bounded, fp32",
+    "u as often as x": "the same without the bound",
+    "DES-LOC": "DES-LOC as in the paper, 16/48/96",
+    "u as often as x, K = 24, bounded": "24/24/96, bounded",
+    "Local, twice the period": "Local, 32",
+    "FAVG+OPT": "FAVG+OPT, 16",
+    "DES-LOC, half the periods": "DES-LOC, 8/24/48",
+    "DES-LOC, half the periods, lean": "8/24/48, the formats of `lean`",
+    "Local, lean": "Local, 16, the formats of `lean`",
+    "Local, K = 24, lean": "Local, 24, the formats of `lean`",
+    "DES-LOC, lean": "16/48/96, the formats of `lean`",
+}
+"""Methods of the table in docs/paper.md."""
+FIRST_COLUMNS = {
+    ("ladder_tuned", 41_120, 256): "41,120 parameters, 256 tokens, every method at its own rate",
+    ("ladder_noise", 41_120, 256): "the same, at one rate",
+    ("ladder_size", 213_440, 1024): "213,440, 1024",
+    ("ladder_size", 1_082_496, 1024): "1,082,496, 1024",
+}
+
 Run = dict[str, Any]
 
 
@@ -406,6 +428,29 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
         yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
+    """Return the table of docs/paper.md: IID, Adam, K_x = 16; in brackets interval and seeds."""
+    columns = []
+    for study, params, tokens in FIRST_COLUMNS:
+        wanted = (study, "iid", "adam", params, tokens, STEPS, PERIOD)
+        columns.append(next((methods for rung, methods in rows.items() if rung == wanted), {}))
+    lines = [["", "bytes", *FIRST_COLUMNS.values()], ["---"] * (2 + len(columns))]
+    for name, label in FIRST_TABLE.items():
+        found = [methods.get(name) for methods in columns]
+        sent = next(row.bytes for row in found if row)
+        cells = [f"{row.loss} {row.loss.seeds}" if row else "" for row in found]
+        lines.append([label, f"{sent:.2f}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_between(page: Path, marker: str, text: str) -> None:
+    """Replace what is between the two markers of a page."""
+    before, after = re.split(
+        rf"(?<=<!-- {marker} -->\n)(?:.*\n)?(?=<!-- /{marker} -->)", page.read_text(), flags=re.S
+    )
+    page.write_text(f"{before}{text}\n{after}")
+
+
 def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
     figure = Figure(figsize=(12.5, 6.4), layout="constrained")
@@ -526,11 +571,9 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
 def draw() -> None:
     """Write the page's tables between its markers, the plan's gaps and the picture."""
     rows = gaps(results())
-    page, text = DOCUMENT.read_text(), "\n\n".join(tables(rows))
-    before, after = re.split(
-        r"(?<=<!-- tables -->\n)(?:.*\n)?(?=<!-- /tables -->)", page, flags=re.S
-    )
-    DOCUMENT.write_text(f"{before}{text}\n{after}")
+    text = "\n\n".join(tables(rows))
+    write_between(DOCUMENT, "tables", text)
+    write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
     MEASURED.write_text(package_data(rows))
     picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
     print(text)
