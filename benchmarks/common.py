@@ -71,6 +71,21 @@ def take_turns(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
     return times
 
 
+def summary(
+    seconds: Mapping[str, Times], to: str, pairs: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
+    """Return what ``take_turns`` measured, and as ``to`` the quotient of each pair of arms."""
+    quotients = {
+        clock: {what: spread(ratios(times[a], to=times[b])) for what, (a, b) in pairs.items()}
+        for clock, times in seconds.items()
+    }
+    spreads = {
+        clock: {name: spread(values) for name, values in times.items()}
+        for clock, times in seconds.items()
+    }
+    return {"seconds": spreads, to: quotients}
+
+
 def about(device: torch.device | None = None) -> dict[str, Any]:
     """Return date, machine and versions; the machine is the GPU if ``device`` is one."""
     memory = psutil.virtual_memory().total / 1e9

@@ -14,7 +14,6 @@ The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is 
 Seeds from 100 on tune learning rates and are not included.
 """
 
-import argparse
 import json
 import math
 import os
@@ -24,19 +23,19 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
 import yaml
-from matplotlib.figure import Figure
-from scipy import stats
+from paired import DOCS, GREY, RESULTS, ROOT, Estimate, table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "ladder.md"
+from flower_desloc.runs.figures import style
+
+DOCUMENT = DOCS / "ladder.md"
 LOCAL = "Local"
 MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
@@ -47,22 +46,19 @@ TUNING = 100
 STEPS = 512
 PERIOD = 16
 NAMES = {"adam": "Adam", "adopt": "ADOPT"}
-BY_BYTES = (
-    (41_120, 256),
-    (213_440, 1024),
-    (1_082_496, 1024),
-)  # parameters and tokens of the panels by bytes
+BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
+"""Parameters and tokens of the panels by bytes."""
 LIMITS = (-1.6, 3.6)  # per cent, of the figure
 OTHER_PERIODS = {
-    "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
-    "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
-    "Local, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 24},
-    "u as often as x, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 96},
-    "u as often as x, K = 12": {"params": 12, "exp_avg": 12, "exp_avg_sq": 96},
-    "K = 12/144/288": {"params": 12, "exp_avg": 144, "exp_avg_sq": 288},
-    "K = 12/96, v never": {"params": 12, "exp_avg": 96, "exp_avg_sq": "never"},
-    "K = 16/32, v never": {"params": 16, "exp_avg": 32, "exp_avg_sq": "never"},
-    "u as often as x, K = 22, v never": {"params": 22, "exp_avg": 22, "exp_avg_sq": "never"},
+    "DES-LOC, half the periods": (8, 24, 48),
+    "Local, twice the period": (32, 32, 32),
+    "Local, K = 24": (24, 24, 24),
+    "u as often as x, K = 24": (24, 24, 96),
+    "u as often as x, K = 12": (12, 12, 96),
+    "K = 12/144/288": (12, 144, 288),
+    "K = 12/96, v never": (12, 96, "never"),
+    "K = 16/32, v never": (16, 32, "never"),
+    "u as often as x, K = 22, v never": (22, 22, "never"),
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
@@ -79,14 +75,13 @@ PRESETS = {
     "u as often as x, lean": "lean",  # of ADOPT
 }
 """Methods whose gaps `desloc plan` shows, and the presets that have them."""
-PACKAGE_HEAD = (
-    '"""The gaps of presets to Local, as `python benchmarks/ladder.py draw` writes them."""',
-    "",
-    "from typing import Final",
-    "",
-    "# The fields of evidence.MeasuredGap.",
-    "GAPS: Final = (",
-)
+PACKAGE_HEAD = '''\
+"""The gaps of presets to Local, as `python benchmarks/ladder.py draw` writes them."""
+
+from typing import Final
+
+# The fields of evidence.MeasuredGap.
+GAPS: Final = ('''
 ORDER = (
     "DES-LOC",
     "FAVG+OPT",
@@ -133,6 +128,7 @@ PRESETS_SHOWN = tuple(SHOWN)[:4]
 """Those of the panel by setting."""
 
 Run = dict[str, Any]
+app = typer.Typer(help=__doc__, add_completion=False)
 
 
 class Rung(NamedTuple):
@@ -147,39 +143,11 @@ class Rung(NamedTuple):
     period: int
 
 
-class Gap(NamedTuple):
-    """Paired differences in per cent: their mean, and the 95 % t-interval."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-    @classmethod
-    def of(cls, ratios: list[float]) -> "Gap":
-        values = [100 * (ratio - 1) for ratio in ratios]
-        mean, n = statistics.fmean(values), len(values)
-        reach = math.inf
-        if n > 1:
-            reach = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-        return cls(mean, mean - reach, mean + reach, n)
-
-    @property
-    def reach(self) -> float:
-        """Half the interval's width; 0 where one seed has none."""
-        return self.high - self.mean if self.seeds > 1 else 0.0
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"{self.mean:+.2f}"
-        return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
-
-
 class Row(NamedTuple):
     """A method beside Local: its gaps, and its bytes as a share of Local's."""
 
-    loss: Gap
-    perplexity: Gap
+    loss: Estimate
+    perplexity: Estimate
     bytes: float
 
 
@@ -200,7 +168,7 @@ def periods_name(config: Run) -> str:
         return "DDP"
     first, second = sync["exp_avg"], sync["exp_avg_sq"]
     for name, periods in OTHER_PERIODS.items():
-        if sync == periods:
+        if sync == dict(zip(("params", "exp_avg", "exp_avg_sq"), periods, strict=True)):
             return name
     if config["sync_once_at"]:
         return "early average"
@@ -280,7 +248,8 @@ def identity(run: Run) -> str:
     return json.dumps([run[key] for key in keys])
 
 
-def collect(folders: Iterable[Path]) -> None:
+@app.command()
+def collect(folders: list[Path]) -> None:
     """Add the finished runs of studies to the results."""
     for folder in folders:
         where = RESULTS / f"{folder.name}.json"
@@ -308,7 +277,12 @@ def collect(folders: Iterable[Path]) -> None:
         print(f"{where}: {len(runs)} runs")
 
 
-def missing(study: Path, seed: int, only: list[str]) -> None:
+@app.command()
+def missing(
+    study: Path,
+    seed: Annotated[int, typer.Option()],
+    only: Annotated[list[str], typer.Option(help="words; joined by `;`")] = [],  # noqa: B006
+) -> None:
     """Print a study of the cells without a result for ``seed``."""
     values = yaml.safe_load(study.read_text())
     title = values.get("name", study.stem)
@@ -353,7 +327,7 @@ def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
     for run in runs:
         if run["status"] == "completed" and run["seed"] < TUNING:
             found[Rung(*(run[key] for key in Rung._fields))][run["method"]][run["seed"]] = run
-    table: dict[Rung, dict[str, Row]] = {}
+    rows: dict[Rung, dict[str, Row]] = {}
     for rung in sorted(found):
         local = found[rung].pop(LOCAL, {})
         for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
@@ -363,106 +337,85 @@ def gaps(runs: list[Run]) -> dict[Rung, dict[str, Row]]:
                     [run[key] / other[key] for run, other in pairs]
                     for key in ("loss", "perplexity", "bytes_sent_by_a_client")
                 )
-                table.setdefault(rung, {})[name] = Row(
-                    Gap.of(loss), Gap.of(perplexity), statistics.fmean(sent)
+                above = (
+                    Estimate.of(100 * (ratio - 1) for ratio in ratios)
+                    for ratios in (loss, perplexity)
                 )
-    return table
+                rows.setdefault(rung, {})[name] = Row(*above, statistics.fmean(sent))
+    return rows
 
 
-def below(gap: Gap) -> str:
-    return next((f"{margin} %" for margin in MARGINS if gap.high < margin), "")
+def text(gap: Estimate) -> str:
+    interval = f" ({gap.low:+.2f} to {gap.high:+.2f})" if math.isfinite(gap.reach) else ""
+    return f"{gap.mean:+.2f}{interval}"
 
 
 def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
     """Yield a table for each study."""
-    heads = [
-        "partition",
-        "optimizer",
-        "parameters",
-        "tokens",
-        "steps",
-        "K",
-        "method",
-        "bytes",
-        "seeds",
-    ]
-    heads += ["loss, %", "perplexity, %", "below"]
+    heads = ["partition", "optimizer", "parameters", "tokens", "steps", "K", "method", "bytes"]
+    heads += ["seeds", "loss, %", "perplexity, %", "below"]
     for study in dict.fromkeys(rung.study for rung in rows):
-        lines = [heads, ["---"] * len(heads)]
+        lines = []
         for rung, methods in rows.items():
-            for name, row in methods.items() if rung.study == study else ():
-                cells = [*rung[1:], name, f"{row.bytes:.2f}", row.loss.seeds, *row[:2]]
-                cells.append(below(row.loss))
+            for name, (loss, perplexity, sent) in methods.items() if rung.study == study else ():
+                below = next((f"{margin} %" for margin in MARGINS if loss.high < margin), "")
+                cells = [*rung[1:], name, f"{sent:.2f}", loss.seeds, text(loss), text(perplexity)]
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
-        yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                lines[-1].append(below)
+        yield f"`{study}`:\n\n{table(heads, lines)}"
 
 
-def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
+def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
-    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
-    settings, *sent = figure.subplots(1, 1 + len(BY_BYTES), width_ratios=(1.5, 1, 1, 1))
-    for panel in (settings, *sent):
-        panel.grid(alpha=0.25)
+    made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
+    made.set_figwidth(12.5)
     by_setting(settings, rows)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
+        wanted = ("iid", "adam", params, tokens, STEPS)
         methods = next(
-            m
-            for rung, m in rows.items()
-            if rung[1:6] == ("iid", "adam", params, tokens, STEPS) and rung.study not in CHECKS
+            m for rung, m in rows.items() if rung[1:6] == wanted and rung.study not in CHECKS
         )
         panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-        panel.axhline(0, color="#777777", lw=0.8)
-        for name in SHOWN:
-            if name in methods:
-                loss = methods[name].loss
-                draw_point(panel, name, methods[name].bytes, loss.mean, yerr=loss.reach)
-        panel.plot(1, 0, "D", color="#777777", ms=5)
+        panel.axhline(0, color=GREY, lw=0.8)
+        for name in filter(methods.__contains__, SHOWN):
+            draw_point(panel, name, methods[name].bytes, methods[name].loss)
+        panel.plot(1, 0, "D", color=GREY, ms=5)
         panel.annotate("Local", (1, 0), (0, 7), textcoords="offset points", ha="center", size=8)
-        panel.set_ylim(*LIMITS)
         panel.set_xscale("log", base=2)
-        panel.set_xlim(0.055, 1.4)
-        panel.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
-        panel.set_xlabel("bytes, Local = 1")
-        panel.set_title(f"{params:,} parameters,\n{tokens} tokens, IID", loc="left", fontsize=9)
+        ticks = {1 / 16: "1/16", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
+        panel.set_xticks(list(ticks), list(ticks.values()))
+        panel.set(ylim=LIMITS, xlim=(0.055, 1.4), xlabel="bytes, Local = 1")
+        style.title(panel, f"{params:,} parameters,\n{tokens} tokens, IID")
     sent[0].set_ylabel("loss above Local Adam's, %")
-    entries = {
-        label: handle
-        for panel in sent
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        entries.values(), entries, frameon=False, fontsize=8, loc="outside lower right", ncols=3
+    found = [panel.get_legend_handles_labels() for panel in sent]
+    named = {name: handle for both in found for handle, name in zip(*both, strict=True)}
+    named = {name: named[name] for name, *_ in SHOWN.values() if name in named}
+    made.legend(
+        named.values(), named, frameon=False, fontsize=8, loc="outside lower right", ncols=3
     )
-    return figure
+    made.savefig(DOCUMENT.with_suffix(".png"), dpi=130)
 
 
 def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw one line for every setting, with the gaps that have ``MIN_SEEDS``."""
-    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-    panel.axvline(0, color="#777777", lw=0.8)
-    found = {
-        rung: shown
-        for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0]))
-        if rung.period == PERIOD
-        and rung.study not in OTHER_BETAS
-        and (
-            shown := {
-                name: methods[name].loss
-                for name in PRESETS_SHOWN
-                if name in methods and methods[name].loss.seeds >= MIN_SEEDS
-            }
-        )
-    }
-    for line, shown in enumerate(found.values()):
+    names = []
+    for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0])):
+        shown = {
+            name: methods[name].loss
+            for name in PRESETS_SHOWN
+            if name in methods and methods[name].loss.seeds >= MIN_SEEDS
+        }
+        if rung.period != PERIOD or rung.study in OTHER_BETAS or not shown:
+            continue
         for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:
-                gap = shown[name]
-                draw_point(panel, name, gap.mean, line - shift, xerr=gap.reach)
-    panel.set_yticks(range(len(found)), [setting(rung) for rung in found], fontsize=8)
-    panel.set_ylim(len(found) - 0.4, -0.6)
-    panel.set_xlim(*LIMITS)
-    panel.set_xlabel("loss above Local's with the same optimizer, %")
-    panel.set_title("By parameters, and tokens a worker and step", loc="left", fontsize=9)
+                draw_point(panel, name, len(names) - shift, shown[name], flat=True)
+        names.append(setting(rung))
+    style.rows_axis(panel, names)
+    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+    panel.axvline(0, color=GREY, lw=0.8)
+    panel.set(xlim=LIMITS, xlabel="loss above Local's with the same optimizer, %")
+    style.title(panel, "By parameters, and tokens a worker and step")
 
 
 def in_figure(rung: Rung) -> tuple[Any, ...]:
@@ -481,10 +434,12 @@ def setting(rung: Rung) -> str:
     return ", ".join(words)
 
 
-def draw_point(panel: Any, method: str, x: float, y: float, **reach: float) -> None:
-    """Draw a method's point with its interval."""
-    label, colour, marker = SHOWN[method]
-    panel.errorbar(x, y, label=label, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2, **reach)
+def draw_point(panel: Any, method: str, at: float, gap: Estimate, *, flat: bool = False) -> None:
+    """Draw a method's point with its interval, which is horizontal if ``flat``."""
+    name, colour, marker = SHOWN[method]
+    reach = gap.reach if math.isfinite(gap.reach) else 0
+    where = (gap.mean, at, None, reach) if flat else (at, gap.mean, reach, None)
+    panel.errorbar(*where, label=name, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2)
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
@@ -498,39 +453,22 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
         for gap in [methods[name].loss if name in methods else None]
         if gap is not None and gap.seeds >= MIN_SEEDS and rung.study not in (*CHECKS, *OTHER_BETAS)
     ]
-    return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
+    return "\n".join([PACKAGE_HEAD, *lines, ")", ""])
 
 
+@app.command()
 def draw() -> None:
     """Write the page's tables between its markers, the plan's gaps and the picture."""
     rows = gaps(results())
-    page, text = DOCUMENT.read_text(), "\n\n".join(tables(rows))
+    text = "\n\n".join(tables(rows))
     before, after = re.split(
-        r"(?<=<!-- tables -->\n)(?:.*\n)?(?=<!-- /tables -->)", page, flags=re.S
+        r"(?<=<!-- tables -->\n)(?:.*\n)?(?=<!-- /tables -->)", DOCUMENT.read_text(), flags=re.S
     )
     DOCUMENT.write_text(f"{before}{text}\n{after}")
     MEASURED.write_text(package_data(rows))
-    picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
+    picture(rows)
     print(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("collect").add_argument("folders", type=Path, nargs="+")
-    rest = commands.add_parser("missing")
-    rest.add_argument("study", type=Path)
-    rest.add_argument("--seed", type=int, required=True)
-    rest.add_argument("--only", action="append", default=[], help="words; joined by `;`")
-    commands.add_parser("draw")
-    args = parser.parse_args()
-    if args.command == "collect":
-        collect(args.folders)
-    elif args.command == "missing":
-        missing(args.study, args.seed, args.only)
-    else:
-        draw()
-
-
 if __name__ == "__main__":
-    main()
+    app()
