@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import typer
-from common import report, summary, take_turns
+from common import ratios, report, spread, spreads, take_turns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
@@ -95,13 +95,15 @@ def main(replies: int = FEW, repeats: int = 15, threads: int = 2, json: Path | N
         "flower": lambda: aggregate_arrayrecords(given, "num-examples"),
     }
     seconds = take_turns(arms, repeats)
-    found = summary(seconds, "times_as_fast", {"": ("flower", "desloc")})
-    found["times_as_fast"] = {clock: one[""] for clock, one in found["times_as_fast"].items()}
     result = {
         "replies": replies,
         "megabytes": sum(len(array.data) for array in last.values()) * replies / 1e6,
         "repeats": repeats,
-        **found,
+        "seconds": spreads(seconds),
+        "times_as_fast": {
+            clock: spread(ratios(times["flower"], to=times["desloc"]))
+            for clock, times in seconds.items()
+        },
         "peak_memory_megabytes": memory,
         "peak_of_64_to_8": memory[MANY] / memory[FEW],
     }

@@ -71,19 +71,12 @@ def take_turns(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
     return times
 
 
-def summary(
-    seconds: Mapping[str, Times], to: str, pairs: Mapping[str, tuple[str, str]]
-) -> dict[str, Any]:
-    """Return what ``take_turns`` measured, and as ``to`` the quotient of each pair of arms."""
-    quotients = {
-        clock: {what: spread(ratios(times[a], to=times[b])) for what, (a, b) in pairs.items()}
-        for clock, times in seconds.items()
-    }
-    spreads = {
+def spreads(seconds: Mapping[str, Times]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the spread of what ``take_turns`` measured, by clock and arm."""
+    return {
         clock: {name: spread(values) for name, values in times.items()}
         for clock, times in seconds.items()
     }
-    return {"seconds": spreads, to: quotients}
 
 
 def about(device: torch.device | None = None) -> dict[str, Any]:

@@ -415,7 +415,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
     panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
     panel.axvline(0, color=GREY, lw=0.8)
     panel.set(xlim=LIMITS, xlabel="loss above Local's with the same optimizer, %")
-    style.title(panel, "By parameters, and tokens a worker and step")
+    style.title(panel, "By setting", "parameters, and tokens a worker and step")
 
 
 def in_figure(rung: Rung) -> tuple[Any, ...]:

@@ -510,14 +510,14 @@ def picture(results: dict[str, Any]) -> None:
         how = {"x": "steps T", "ticks": STEPS, "yscale": "log"}
         draw_lines(left, lines, f"{name}: mean |∇f|²", **how)
         left.set_ylim(left.get_ylim()[0] / 30)
-        words = "solid: step 1/√T; dashed: theorem's step; dotted: its bound"
+        words = "solid: step 1/√T; dashed: the\ntheorem's; dotted: its bound"
         left.legend(frameon=False, fontsize=7, title_fontsize=7, loc="lower left", title=words)
         lines = []
         for coins, dark in zip(COINS[1:], COLOURS[1:], strict=True):
             line = chosen(cells, rate="1/sqrt(T)", **coins._asdict())
             points = [(cell["steps"], excess(cells, cell)) for cell in line]
             lines.append((f"{period(coins.p_x)}, {period(coins.p_u)}", dark, "o-", points))
-        draw_lines(middle, lines, f"{name}: above minibatch SGDM, %", ylim=(0.02, 200), **how)
+        draw_lines(middle, lines, f"{name}: above minibatch, %", ylim=(0.02, 200), **how)
         small = {"frameon": False, "fontsize": 7, "title_fontsize": 7, "loc": "lower left"}
         middle.legend(ncols=2, title="1/p_x, 1/p_u", **small)
         some = chosen(cells, steps=STEPS[-1], rate="1/sqrt(T)", p_x=1 / 16)
