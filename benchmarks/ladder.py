@@ -262,11 +262,8 @@ def collect(folders: list[Path]) -> None:
             run = read_run(place)
             if run is None or identity(run) in found:
                 continue
-            code = {
-                "commit": commit,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "versions": run.pop("versions", None),
-            }
+            machine = f"{platform.machine()}, {os.cpu_count()} cores"
+            code = {"commit": commit, "machine": machine, "versions": run.pop("versions", None)}
             if code not in kept["code"]:
                 kept["code"].append(code)
             found[identity(run)] = run | {"code": kept["code"].index(code)}
@@ -294,18 +291,13 @@ def missing(
         name = " / ".join(labels)
         if only and not any(all(word in name for word in text.split(";")) for text in only):
             continue
-        parts = [
-            values["axes"][axis][label] for axis, label in zip(values["axes"], labels, strict=True)
-        ]
+        parts = [axis[label] for axis, label in zip(values["axes"].values(), labels, strict=True)]
         parts = [part if isinstance(part, dict) else {"overrides": part} for part in parts]
-        cell: dict[str, Any] = {}
-        cell["overrides"] = [text for part in parts for text in part.get("overrides", [])]
-        cell["config"] = next((part["config"] for part in parts if "config" in part), "quickstart")
-        rate = [
-            text.partition("=")[2] for text in cell["overrides"] if text.startswith("optimizer.lr=")
-        ]
-        if (slug(name), float(rate[-1])) not in done:
-            cells[name] = cell
+        overrides = [text for part in parts for text in part.get("overrides", [])]
+        config = next((part["config"] for part in parts if "config" in part), "quickstart")
+        *_, rate = (text for text in overrides if text.startswith("optimizer.lr="))
+        if (slug(name), float(rate.partition("=")[2])) not in done:
+            cells[name] = {"overrides": overrides, "config": config}
     if not cells:
         sys.exit("nothing is missing")
     values |= {"name": title, "axes": {"cell": cells}, "seeds": [seed]}
