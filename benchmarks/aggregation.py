@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import typer
-from common import ratios, report, spread, take_turns
+from common import ratios, report, spread, spreads, take_turns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
@@ -99,10 +99,7 @@ def main(replies: int = FEW, repeats: int = 15, threads: int = 2, json: Path | N
         "replies": replies,
         "megabytes": sum(len(array.data) for array in last.values()) * replies / 1e6,
         "repeats": repeats,
-        "seconds": {
-            clock: {name: spread(values) for name, values in times.items()}
-            for clock, times in seconds.items()
-        },
+        "seconds": spreads(seconds),
         "times_as_fast": {
             clock: spread(ratios(times["flower"], to=times["desloc"]))
             for clock, times in seconds.items()

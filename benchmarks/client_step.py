@@ -200,14 +200,8 @@ def compare(
     batches = [shard.train_batch(step).tokens.to(where) for step in range(64)]
     num_parameters = sum(p.numel() for p in build_task(config).build_model().parameters())
     tokens = config.data.batch_size * config.data.seq_len
-    result: dict[str, Any] = {
-        "parameters": num_parameters,
-        "preset": preset,
-        "settings": settings,
-        "windows": windows,
-        "steps_a_window": steps,
-        "tokens_a_step": tokens,
-    }
+    result: dict[str, Any] = {"parameters": num_parameters, "preset": preset, "settings": settings}
+    result |= {"windows": windows, "steps_a_window": steps, "tokens_a_step": tokens}
     with gathered_warnings() as warned:
         contenders: dict[str, Window] = {}
         for form in forms:

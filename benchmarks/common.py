@@ -71,6 +71,14 @@ def take_turns(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
     return times
 
 
+def spreads(seconds: Mapping[str, Times]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the spread of what ``take_turns`` measured, by clock and arm."""
+    return {
+        clock: {name: spread(values) for name, values in times.items()}
+        for clock, times in seconds.items()
+    }
+
+
 def about(device: torch.device | None = None) -> dict[str, Any]:
     """Return date, machine and versions; the machine is the GPU if ``device`` is one."""
     memory = psutil.virtual_memory().total / 1e9

@@ -44,11 +44,7 @@ def run(preset: str, seed: int, overrides: list[str], folder: Path) -> dict[str,
     }
 
 
-def main(
-    overrides: Overrides = None,
-    seeds: int = 3,
-    json: Path | None = None,
-) -> None:
+def main(overrides: Overrides = None, seeds: int = 3, json: Path | None = None) -> None:
     """Bytes, time and held-out loss of whole runs, compared with Flower's FedAvg."""
     settings = [*SAME, *(overrides or [])]
     measured: dict[str, Times] = {arm: {} for arm in ARMS}

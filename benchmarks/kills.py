@@ -31,22 +31,11 @@ from flower_desloc.runs.folder import read_lines, read_summary
 
 NAME = "quickstart"
 SMALL = [
-    "run.steps=192",
-    "run.eval_every=0",
-    "sync.params=8",
-    "sync.exp_avg=16",
-    "sync.exp_avg_sq=32",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=1",
-    "data.max_bytes=200000",
-    "data.partition=iid",
-    "data.seq_len=64",
-    "data.batch_size=4",
-    "evaluation.sequences=64",
-    "evaluation.federated=false",
-    "federation.on_failure=continue",
-    "federation.min_clients=1",
+    *("run.steps=192", "run.eval_every=0", "sync.params=8", "sync.exp_avg=16"),
+    *("sync.exp_avg_sq=32", "model.hidden_size=32", "model.intermediate_size=64"),
+    *("model.num_hidden_layers=1", "data.max_bytes=200000", "data.partition=iid"),
+    *("data.seq_len=64", "data.batch_size=4", "evaluation.sequences=64"),
+    *("evaluation.federated=false", "federation.on_failure=continue", "federation.min_clients=1"),
 ]
 WINDOWS = 24
 NODES = 3

@@ -15,7 +15,6 @@ The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is 
 Seeds from 100 on tune learning rates and are not included.
 """
 
-import argparse
 import json
 import math
 import os
@@ -25,19 +24,19 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
 import yaml
-from matplotlib.figure import Figure
-from scipy import stats
+from paired import DOCS, GREY, RESULTS, ROOT, Estimate, table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "ladder.md"
+from flower_desloc.runs.figures import style
+
+DOCUMENT = DOCS / "ladder.md"
 LOCAL = "Local"
 MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
@@ -49,22 +48,19 @@ TUNING = 100
 STEPS = 512
 PERIOD = 16
 NAMES = {"adam": "Adam", "adopt": "ADOPT"}
-BY_BYTES = (
-    (41_120, 256),
-    (213_440, 1024),
-    (1_082_496, 1024),
-)  # parameters and tokens of the panels by bytes
+BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
+"""Parameters and tokens of the panels by bytes."""
 LIMITS = (-1.6, 3.6)  # per cent, of the figure
 OTHER_PERIODS = {
-    "DES-LOC, half the periods": {"params": 8, "exp_avg": 24, "exp_avg_sq": 48},
-    "Local, twice the period": {"params": 32, "exp_avg": 32, "exp_avg_sq": 32},
-    "Local, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 24},
-    "u as often as x, K = 24": {"params": 24, "exp_avg": 24, "exp_avg_sq": 96},
-    "u as often as x, K = 12": {"params": 12, "exp_avg": 12, "exp_avg_sq": 96},
-    "K = 12/144/288": {"params": 12, "exp_avg": 144, "exp_avg_sq": 288},
-    "K = 12/96, v never": {"params": 12, "exp_avg": 96, "exp_avg_sq": "never"},
-    "K = 16/32, v never": {"params": 16, "exp_avg": 32, "exp_avg_sq": "never"},
-    "u as often as x, K = 22, v never": {"params": 22, "exp_avg": 22, "exp_avg_sq": "never"},
+    "DES-LOC, half the periods": (8, 24, 48),
+    "Local, twice the period": (32, 32, 32),
+    "Local, K = 24": (24, 24, 24),
+    "u as often as x, K = 24": (24, 24, 96),
+    "u as often as x, K = 12": (12, 12, 96),
+    "K = 12/144/288": (12, 144, 288),
+    "K = 12/96, v never": (12, 96, "never"),
+    "K = 16/32, v never": (16, 32, "never"),
+    "u as often as x, K = 22, v never": (22, 22, "never"),
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
@@ -75,16 +71,15 @@ FORMATS = {
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
-PACKAGE_HEAD = (
-    '"""Measured gaps to Local, as `python benchmarks/ladder.py draw` writes them."""',
-    "",
-    "from typing import Final",
-    "",
-    "# ruff: noqa: E501",
-    "# fmt: off",
-    "# The fields of evidence.MeasuredGap.",
-    "GAPS: Final = (",
-)
+PACKAGE_HEAD = '''\
+"""Measured gaps to Local, as `python benchmarks/ladder.py draw` writes them."""
+
+from typing import Final
+
+# ruff: noqa: E501
+# fmt: off
+# The fields of evidence.MeasuredGap.
+GAPS: Final = ('''
 ORDER = (
     "DES-LOC",
     "FAVG+OPT",
@@ -153,6 +148,7 @@ FIRST_COLUMNS = {
 }
 
 Run = dict[str, Any]
+app = typer.Typer(help=__doc__, add_completion=False)
 
 
 class Rung(NamedTuple):
@@ -167,39 +163,11 @@ class Rung(NamedTuple):
     period: int
 
 
-class Gap(NamedTuple):
-    """Paired differences in per cent: their mean, and the 95 % t-interval."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-    @classmethod
-    def of(cls, ratios: list[float]) -> "Gap":
-        values = [100 * (ratio - 1) for ratio in ratios]
-        mean, n = statistics.fmean(values), len(values)
-        reach = math.inf
-        if n > 1:
-            reach = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-        return cls(mean, mean - reach, mean + reach, n)
-
-    @property
-    def reach(self) -> float:
-        """Half the interval's width; 0 where one seed has none."""
-        return self.high - self.mean if self.seeds > 1 else 0.0
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"{self.mean:+.2f}"
-        return f"{self.mean:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
-
-
 class Row(NamedTuple):
     """A method compared with Local: its gaps, its bytes as a share of Local's, and its periods."""
 
-    loss: Gap
-    perplexity: Gap
+    loss: Estimate
+    perplexity: Estimate
     bytes: float
     sync: dict[str, Any]
     rate: str
@@ -222,7 +190,7 @@ def periods_name(config: Run) -> str:
         return "DDP"
     first, second = sync["exp_avg"], sync["exp_avg_sq"]
     for name, periods in OTHER_PERIODS.items():
-        if sync == periods:
+        if sync == dict(zip(("params", "exp_avg", "exp_avg_sq"), periods, strict=True)):
             return name
     if config["sync_once_at"]:
         return "early average"
@@ -302,7 +270,8 @@ def identity(run: Run) -> str:
     return json.dumps([run[key] for key in (*keys, "domains")])
 
 
-def collect(folders: Iterable[Path]) -> None:
+@app.command()
+def collect(folders: list[Path]) -> None:
     """Add the finished runs of studies to the results."""
     for folder in folders:
         where = RESULTS / f"{folder.name}.json"
@@ -315,11 +284,8 @@ def collect(folders: Iterable[Path]) -> None:
             run = read_run(place)
             if run is None or identity(run) in found:
                 continue
-            code = {
-                "commit": commit,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "versions": run.pop("versions", None),
-            }
+            machine = f"{platform.machine()}, {os.cpu_count()} cores"
+            code = {"commit": commit, "machine": machine, "versions": run.pop("versions", None)}
             if code not in kept["code"]:
                 kept["code"].append(code)
             found[identity(run)] = run | {"code": kept["code"].index(code)}
@@ -330,7 +296,12 @@ def collect(folders: Iterable[Path]) -> None:
         print(f"{where}: {len(runs)} runs")
 
 
-def missing(study: Path, seed: int, only: list[str]) -> None:
+@app.command()
+def missing(
+    study: Path,
+    seed: Annotated[int, typer.Option()],
+    only: Annotated[list[str], typer.Option(help="words; joined by `;`")] = [],  # noqa: B006
+) -> None:
     """Print a study of the cells without a result for ``seed``."""
     values = yaml.safe_load(study.read_text())
     title = values.get("name", study.stem)
@@ -342,18 +313,13 @@ def missing(study: Path, seed: int, only: list[str]) -> None:
         name = " / ".join(labels)
         if only and not any(all(word in name for word in text.split(";")) for text in only):
             continue
-        parts = [
-            values["axes"][axis][label] for axis, label in zip(values["axes"], labels, strict=True)
-        ]
+        parts = [axis[label] for axis, label in zip(values["axes"].values(), labels, strict=True)]
         parts = [part if isinstance(part, dict) else {"overrides": part} for part in parts]
-        cell: dict[str, Any] = {}
-        cell["overrides"] = [text for part in parts for text in part.get("overrides", [])]
-        cell["config"] = next((part["config"] for part in parts if "config" in part), "quickstart")
-        rate = [
-            text.partition("=")[2] for text in cell["overrides"] if text.startswith("optimizer.lr=")
-        ]
-        if (slug(name), float(rate[-1])) not in done:
-            cells[name] = cell
+        overrides = [text for part in parts for text in part.get("overrides", [])]
+        config = next((part["config"] for part in parts if "config" in part), "quickstart")
+        *_, rate = (text for text in overrides if text.startswith("optimizer.lr="))
+        if (slug(name), float(rate.partition("=")[2])) not in done:
+            cells[name] = {"overrides": overrides, "config": config}
     if not cells:
         sys.exit("nothing is missing")
     values |= {"name": title, "axes": {"cell": cells}, "seeds": [seed]}
@@ -375,7 +341,7 @@ def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
     for run in runs:
         if run["status"] == "completed" and run["seed"] < TUNING:
             found[Rung(*(run[key] for key in Rung._fields))][run["method"]][run["seed"]] = run
-    table: dict[Rung, dict[str, Row]] = {}
+    rows: dict[Rung, dict[str, Row]] = {}
     for rung in sorted(found):
         local = found[rung].pop(reference, {})
         for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
@@ -385,47 +351,40 @@ def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
                     [run[key] / other[key] for run, other in pairs]
                     for key in ("loss", "perplexity", "bytes_sent_by_a_client")
                 )
-                table.setdefault(rung, {})[name] = Row(
-                    Gap.of(loss),
-                    Gap.of(perplexity),
-                    statistics.fmean(sent),
-                    pairs[0][0]["sync"],
-                    rate_text(*(run["rate"] for run in pairs[0])),
+                above = (
+                    Estimate.of(100 * (ratio - 1) for ratio in ratios)
+                    for ratios in (loss, perplexity)
                 )
-    return table
+                rate = rate_text(*(run["rate"] for run in pairs[0]))
+                rows.setdefault(rung, {})[name] = Row(
+                    *above, statistics.fmean(sent), pairs[0][0]["sync"], rate
+                )
+    return rows
 
 
 def rate_text(rate: float, local: float) -> str:
     return f"{rate:g}" if rate == local else f"{rate:g}, Local {local:g}"
 
 
-def below(gap: Gap) -> str:
-    return next((f"{margin} %" for margin in MARGINS if gap.high < margin), "")
+def text(gap: Estimate) -> str:
+    interval = f" ({gap.low:+.2f} to {gap.high:+.2f})" if math.isfinite(gap.reach) else ""
+    return f"{gap.mean:+.2f}{interval}"
 
 
 def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
     """Yield a table for each study."""
-    heads = [
-        "partition",
-        "optimizer",
-        "parameters",
-        "tokens",
-        "steps",
-        "K",
-        "method",
-        "rate",
-        "bytes",
-        "seeds",
-    ]
-    heads += ["loss, %", "perplexity, %", "below"]
+    heads = ["partition", "optimizer", "parameters", "tokens", "steps", "K", "method", "rate"]
+    heads += ["bytes", "seeds", "loss, %", "perplexity, %", "below"]
     for study in dict.fromkeys(rung.study for rung in rows):
-        lines = [heads, ["---"] * len(heads)]
+        lines = []
         for rung, methods in rows.items():
             for name, row in methods.items() if rung.study == study else ():
-                cells = [*rung[1:], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds, *row[:2]]
-                cells.append(below(row.loss))
+                below = next((f"{margin} %" for margin in MARGINS if row.loss.high < margin), "")
+                cells = [*rung[1:], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
+                cells += [text(row.loss), text(row.perplexity)]
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
-        yield f"`{study}`:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                lines[-1].append(below)
+        yield f"`{study}`:\n\n{table(heads, lines)}"
 
 
 def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
@@ -434,13 +393,13 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
     for study, params, tokens in FIRST_COLUMNS:
         wanted = (study, "iid", "adam", params, tokens, STEPS, PERIOD)
         columns.append(next((methods for rung, methods in rows.items() if rung == wanted), {}))
-    lines = [["", "bytes", *FIRST_COLUMNS.values()], ["---"] * (2 + len(columns))]
+    lines = []
     for name, label in FIRST_TABLE.items():
         found = [methods.get(name) for methods in columns]
         sent = next(row.bytes for row in found if row)
-        cells = [f"{row.loss} {row.loss.seeds}" if row else "" for row in found]
+        cells = [f"{text(row.loss)} {row.loss.seeds}" if row else "" for row in found]
         lines.append([label, f"{sent:.2f}", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(["", "bytes", *FIRST_COLUMNS.values()], lines)
 
 
 def write_between(page: Path, marker: str, text: str) -> None:
@@ -451,72 +410,57 @@ def write_between(page: Path, marker: str, text: str) -> None:
     page.write_text(f"{before}{text}\n{after}")
 
 
-def picture(rows: dict[Rung, dict[str, Row]]) -> Figure:
+def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
-    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
-    settings, *sent = figure.subplots(1, 1 + len(BY_BYTES), width_ratios=(1.5, 1, 1, 1))
-    for panel in (settings, *sent):
-        panel.grid(alpha=0.25)
+    made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
+    made.set_figwidth(12.5)
     by_setting(settings, rows)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
+        wanted = ("iid", "adam", params, tokens, STEPS)
         methods = next(
-            m
-            for rung, m in rows.items()
-            if rung[1:6] == ("iid", "adam", params, tokens, STEPS) and rung.study not in CHECKS
+            m for rung, m in rows.items() if rung[1:6] == wanted and rung.study not in CHECKS
         )
         panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-        panel.axhline(0, color="#777777", lw=0.8)
-        for name in SHOWN:
-            if name in methods:
-                loss = methods[name].loss
-                draw_point(panel, name, methods[name].bytes, loss.mean, yerr=loss.reach)
-        panel.plot(1, 0, "D", color="#777777", ms=5)
+        panel.axhline(0, color=GREY, lw=0.8)
+        for name in filter(methods.__contains__, SHOWN):
+            draw_point(panel, name, methods[name].bytes, methods[name].loss)
+        panel.plot(1, 0, "D", color=GREY, ms=5)
         panel.annotate("Local", (1, 0), (0, 7), textcoords="offset points", ha="center", size=8)
-        panel.set_ylim(*LIMITS)
         panel.set_xscale("log", base=2)
-        panel.set_xlim(0.055, 1.4)
-        panel.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
-        panel.set_xlabel("bytes, Local = 1")
-        panel.set_title(f"{params:,} parameters,\n{tokens} tokens, IID", loc="left", fontsize=9)
+        ticks = {1 / 16: "1/16", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
+        panel.set_xticks(list(ticks), list(ticks.values()))
+        panel.set(ylim=LIMITS, xlim=(0.055, 1.4), xlabel="bytes, Local = 1")
+        style.title(panel, f"{params:,} parameters,\n{tokens} tokens, IID")
     sent[0].set_ylabel("loss above Local Adam's, %")
-    entries = {
-        label: handle
-        for panel in sent
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        entries.values(), entries, frameon=False, fontsize=8, loc="outside lower right", ncols=3
+    found = [panel.get_legend_handles_labels() for panel in sent]
+    named = {name: handle for both in found for handle, name in zip(*both, strict=True)}
+    named = {name: named[name] for name, *_ in SHOWN.values() if name in named}
+    made.legend(
+        named.values(), named, frameon=False, fontsize=8, loc="outside lower right", ncols=3
     )
-    return figure
+    made.savefig(DOCUMENT.with_suffix(".png"), dpi=130)
 
 
 def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw one line for every setting, with the gaps that have ``MIN_SEEDS``."""
-    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
-    panel.axvline(0, color="#777777", lw=0.8)
-    found = {
-        rung: shown
-        for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0]))
-        if rung.period == PERIOD
-        and rung.study not in OTHER_BETAS
-        and (
-            shown := {
-                name: methods[name].loss
-                for name in PRESETS_SHOWN
-                if name in methods and methods[name].loss.seeds >= MIN_SEEDS
-            }
-        )
-    }
-    for line, shown in enumerate(found.values()):
+    names = []
+    for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0])):
+        shown = {
+            name: methods[name].loss
+            for name in PRESETS_SHOWN
+            if name in methods and methods[name].loss.seeds >= MIN_SEEDS
+        }
+        if rung.period != PERIOD or rung.study in OTHER_BETAS or not shown:
+            continue
         for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:
-                gap = shown[name]
-                draw_point(panel, name, gap.mean, line - shift, xerr=gap.reach)
-    panel.set_yticks(range(len(found)), [setting(rung) for rung in found], fontsize=8)
-    panel.set_ylim(len(found) - 0.4, -0.6)
-    panel.set_xlim(*LIMITS)
-    panel.set_xlabel("loss above Local's with the same optimizer, %")
-    panel.set_title("By parameters, and tokens a worker and step", loc="left", fontsize=9)
+                draw_point(panel, name, len(names) - shift, shown[name], flat=True)
+        names.append(setting(rung))
+    style.rows_axis(panel, names)
+    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+    panel.axvline(0, color=GREY, lw=0.8)
+    panel.set(xlim=LIMITS, xlabel="loss above Local's with the same optimizer, %")
+    style.title(panel, "By setting", "parameters, and tokens a worker and step")
 
 
 def in_figure(rung: Rung) -> tuple[Any, ...]:
@@ -532,13 +476,16 @@ def setting(rung: Rung) -> str:
     words += [f"{rung.steps} steps"] if rung.steps != STEPS else []
     words += [NAMES[rung.optimizer]] if rung.optimizer != "adam" else []
     words += ["other text"] if rung.study in CHECKS else []
+    words += ["own rates"] if rung.study in (TUNED, CHECKS[1]) else []
     return ", ".join(words)
 
 
-def draw_point(panel: Any, method: str, x: float, y: float, **reach: float) -> None:
-    """Draw a method's point with its interval."""
-    label, colour, marker = SHOWN[method]
-    panel.errorbar(x, y, label=label, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2, **reach)
+def draw_point(panel: Any, method: str, at: float, gap: Estimate, *, flat: bool = False) -> None:
+    """Draw a method's point with its interval, which is horizontal if ``flat``."""
+    name, colour, marker = SHOWN[method]
+    reach = gap.reach if math.isfinite(gap.reach) else 0
+    where = (gap.mean, at, None, reach) if flat else (at, gap.mean, reach, None)
+    panel.errorbar(*where, label=name, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2)
 
 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
@@ -546,7 +493,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
 
     A gap with tuned rates replaces one at Local's rate. Averages at single steps are left out.
     """
-    found: dict[tuple[Any, ...], Gap] = {}
+    found: dict[tuple[Any, ...], Estimate] = {}
     for rung, methods in sorted(rows.items(), key=lambda item: item[0].study == TUNED):
         if rung.study in (*CHECKS, *OTHER_BETAS):
             continue
@@ -565,9 +512,16 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
         + f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
         for key, gap in found.items()
     ]
-    return "\n".join([*PACKAGE_HEAD, *lines, ")", ""])
+    return "\n".join([PACKAGE_HEAD, *lines, ")", ""])
 
 
+@app.command()
+def compare(reference: str) -> None:
+    """Print the tables with another method of them as the reference, for example DES-LOC."""
+    print("\n\n".join(tables(gaps(results(), reference))))
+
+
+@app.command()
 def draw() -> None:
     """Write the page's tables between its markers, the plan's gaps and the picture."""
     rows = gaps(results())
@@ -575,30 +529,9 @@ def draw() -> None:
     write_between(DOCUMENT, "tables", text)
     write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
     MEASURED.write_text(package_data(rows))
-    picture(rows).savefig(DOCUMENT.with_suffix(".png"), dpi=130)
+    picture(rows)
     print(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("collect").add_argument("folders", type=Path, nargs="+")
-    rest = commands.add_parser("missing")
-    rest.add_argument("study", type=Path)
-    rest.add_argument("--seed", type=int, required=True)
-    rest.add_argument("--only", action="append", default=[], help="words; joined by `;`")
-    commands.add_parser("draw")
-    commands.add_parser("compare").add_argument("reference", help="a method of the tables")
-    args = parser.parse_args()
-    if args.command == "collect":
-        collect(args.folders)
-    elif args.command == "missing":
-        missing(args.study, args.seed, args.only)
-    elif args.command == "compare":
-        print("\n\n".join(tables(gaps(results(), args.reference))))
-    else:
-        draw()
-
-
 if __name__ == "__main__":
-    main()
+    app()

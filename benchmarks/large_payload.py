@@ -48,6 +48,7 @@ ROLES = {  # part of a command line -> role of the process
     "raylet": RAYLET,
 }
 STORE = "Ray's store"
+ENGINES = "simulation,deployment"
 
 
 class Memory(threading.Thread):
@@ -132,22 +133,14 @@ def measure(name: str, values: int, tensors: int, *, bundles: bool = True) -> di
 
 
 def main(
-    gigabytes: float = 3.2,
-    tensors: int = 16,
-    engines: str = "simulation,deployment",
-    json: Path | None = None,
+    gigabytes: float = 3.2, tensors: int = 16, engines: str = ENGINES, json: Path | None = None
 ) -> None:
     """Memory of each process while a stream of several gigabytes is sent and returned."""
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")
     values = int(gigabytes * 1e9 / 4 / tensors)
-    result: dict[str, Any] = {
-        "glibc": os.environ["GLIBC_TUNABLES"],
-        "payload_bytes": 4 * values * tensors,
-        "tensors": tensors,
-    }
-    for name in engines.split(","):
-        result[name] = measure(name, values, tensors)
-    report(result, json)
+    about = {"glibc": os.environ["GLIBC_TUNABLES"], "payload_bytes": 4 * values * tensors}
+    found = {name: measure(name, values, tensors) for name in engines.split(",")}
+    report({**about, "tensors": tensors, **found}, json)
 
 
 if __name__ == "__main__":

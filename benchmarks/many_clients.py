@@ -24,18 +24,10 @@ from common import DESLOC, report, slope
 from flower_desloc.runs.folder import read_lines
 
 SETTINGS = [
-    "run.eval_every=0",
-    "sync.params=2",
-    "sync.exp_avg=6",
-    "sync.exp_avg_sq=12",
-    "model.hidden_size=64",
-    "model.intermediate_size=128",
-    "model.num_hidden_layers=2",
-    "data.partition=iid",
-    "data.seq_len=64",
-    "data.batch_size=4",
-    "evaluation.federated=false",
-    "evaluation.sequences=8",
+    *("run.eval_every=0", "sync.params=2", "sync.exp_avg=6", "sync.exp_avg_sq=12"),
+    *("model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2"),
+    *("data.partition=iid", "data.seq_len=64", "data.batch_size=4"),
+    *("evaluation.federated=false", "evaluation.sequences=8"),
 ]
 WARM_UP = 3  # windows in which processes start and the text is partitioned
 

@@ -14,18 +14,16 @@ upper end is infinite if |G|^2 can be 0. The points of a run are those of Local:
 takes sync.params steps, then parameters and optimizer states are averaged.
 """
 
-import argparse
 import copy
-import json
 import math
-import os
-import platform
 from dataclasses import asdict, dataclass
-from datetime import date
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from common import Overrides, about
 from safetensors.torch import load_file
 from scipy import stats
 from torch import Tensor, nn
@@ -91,15 +89,12 @@ def client_window(
     model = copy.deepcopy(start[0])
     optimizer = build_optimizer(config, model.parameters())  # a copy lacks an optimizer's own parts
     optimizer.load_state_dict(copy.deepcopy(start[1].state_dict()))
-    local_steps(
-        model,
-        optimizer,
-        lambda step: task.loss(model, shard.train_batch(step)),
-        start=at.start,
-        stop=at.stop,
-        lr_schedule=build_lr_schedule(config),
-        clipping=build_clipping(config),
-    )
+    how = {"lr_schedule": build_lr_schedule(config), "clipping": build_clipping(config)}
+
+    def loss(step: int) -> Tensor:
+        return task.loss(model, shard.train_batch(step))
+
+    local_steps(model, optimizer, loss, start=at.start, stop=at.stop, **how)
     return model, optimizer
 
 
@@ -116,50 +111,44 @@ def average(clients: list[tuple[nn.Module, Optimizer]]) -> tuple[nn.Module, Opti
     return clients[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
-    parser.add_argument("--steps", default="0", help="measure after these numbers of steps")
-    parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
-    parser.add_argument("--number", type=int, default=64, help="batches per client")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_intermixed_args()
+def main(
+    config: str,
+    overrides: Overrides = None,
+    steps: Annotated[str, typer.Option(help="measure after these numbers of steps")] = "0",
+    weights: Annotated[Path | None, typer.Option(help="folder with model.safetensors")] = None,
+    number: Annotated[int, typer.Option(help="batches per client")] = 64,
+    json: Path | None = None,
+) -> None:
+    """The gradient noise scale of a configuration, at a few points of a run or for weights."""
     torch.set_num_threads(1)
-    config = load(args.config, args.overrides)
-    task = build_task(config)
+    overrides = overrides or []
+    loaded = load(config, overrides)
+    task = build_task(loaded)
     model = task.build_model()
-    if args.weights:  # a tied output embedding is not in the file
-        model.load_state_dict(load_file(args.weights / "model.safetensors"), strict=False)
-    state = (model, build_optimizer(config, model.parameters()))
-    clients = config.federation.num_clients
+    if weights:  # a tied output embedding is not in the file
+        model.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
+    state = (model, build_optimizer(loaded, model.parameters()))
+    clients = loaded.federation.num_clients
     shards = [task.client_data(Site(index, clients)) for index in range(clients)]
-    tokens = config.data.batch_size * config.data.seq_len
+    tokens = loaded.data.batch_size * loaded.data.seq_len
     points: dict[str, Any] = {}
     step = 0
-    for point in sorted(int(text) for text in args.steps.split(",")):
+    for point in sorted(map(int, steps.split(","))):
         while step < point:
-            at = range(step, min(step + config.sync["params"], point))
-            state = average([client_window(task, state, config, shard, at) for shard in shards])
+            at = range(step, min(step + loaded.sync["params"], point))
+            state = average([client_window(task, state, loaded, shard, at) for shard in shards])
             step = at.stop
-        name = str(args.weights or point)
-        points[name] = measure(task, state[0], shards, args.number, tokens)
+        name = str(weights or point)
+        points[name] = measure(task, state[0], shards, number, tokens)
         for who, scale in points[name].items():
             interval = f"{scale['low']:.0f} to {scale['high']:.0f}"
             print(f"{name:>6} {who:12} {scale['value']:10.0f} tokens ({interval})", flush=True)
-    result = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__},
-        "config": args.config,
-        "overrides": [text for text in args.overrides if not text.startswith("data.source=")],
-        "batches_a_client": args.number,
-        "tokens_a_batch": tokens,
-        "points": points,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    if json:
+        own = [text for text in overrides if not text.startswith("data.source=")]
+        result = about() | {"config": config, "overrides": own, "batches_a_client": number}
+        text = dumps(result | {"tokens_a_batch": tokens, "points": points}, indent=2)
+        json.write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["sync.params=4", "sync.exp_avg=8", "sync.exp_avg_sq=16"]
 VARIANTS = {
-    "short_adopt": ["quickstart", *SHORT],
+    "short_adopt": ["desloc_adopt", *SHORT],
     "short_adam": ["desloc_adam", *SHORT],
     "short_lean": ["lean", *SHORT],
     "short_sgdm": ["desloc_sgdm", "sync.params=4", "sync.momentum_buffer=8"],
     "short_diloco": ["diloco", "sync.params=4"],
-    "short_coins": ["quickstart", *SHORT, "sync_mode=probabilistic"],
+    "short_coins": ["desloc_adopt", *SHORT, "sync_mode=probabilistic"],
     "short_examples": ["desloc_adam", *SHORT, "federation.weighting=examples"],
     "short_bf16": [
-        *("quickstart", *SHORT),
+        *("desloc_adopt", *SHORT),
         *("wire.params=bf16", "wire.exp_avg=int8", "wire.exp_avg_sq=bf16"),
     ],
 }

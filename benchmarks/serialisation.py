@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 from aggregation import shapes
-from common import ratios, report, spread, take_turns
+from common import ratios, report, spread, spreads, take_turns
 from flwr.app import ArrayRecord
 
 from flower_desloc.flower.records import from_record, to_record
@@ -63,19 +63,13 @@ def main(repeats: int = 21, threads: int = 1, json: Path | None = None) -> None:
             for way, back in {"both": "read", "both, installed,": "install"}.items():
                 ways = zip(times[f"write {who}"], times[f"{back} {who}"], strict=True)
                 times[f"{way} {who}"] = [sum(way) for way in ways]
-    result = {
-        "megabytes": sum(tensor.nbytes for tensor in stream.values()) / 1e6,
-        "repeats": repeats,
-        "seconds": {
-            clock: {name: spread(values) for name, values in times.items()}
-            for clock, times in seconds.items()
-        },
-        "speeds": {
-            clock: {what: spread(ratios(times[a], to=times[b])) for what, (a, b) in PAIRS.items()}
-            for clock, times in seconds.items()
-        },
+    megabytes = sum(tensor.nbytes for tensor in stream.values()) / 1e6
+    speeds = {
+        clock: {what: spread(ratios(times[a], to=times[b])) for what, (a, b) in PAIRS.items()}
+        for clock, times in seconds.items()
     }
-    report(result, json)
+    result = {"megabytes": megabytes, "repeats": repeats, "seconds": spreads(seconds)}
+    report(result | {"speeds": speeds}, json)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,31 @@
-"""Runs of a small language model on four domains of text, kept in a file and compared in pairs.
+"""Studies of small runs, compared in pairs: a language model on four domains of text.
 
-For the studies of docs/beyond.md: 41,120 parameters, four clients in one process, the final loss on
-held-out text in nats a byte. A run that is in the file is not repeated.
+For docs/beyond.md: 41,120 parameters, four clients in one process, the final loss on held-out text
+in nats a byte. A study declares its arms and their settings. A run that is in its file of results
+is not repeated.
 """
 
-import argparse
 import json
 import math
-import os
-import platform
 import shutil
-import statistics
-from collections.abc import Callable, Iterable, Mapping
-from datetime import date
-from importlib.metadata import version
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
-from scipy import stats
+import typer
+from common import about
+from paired import RESULTS, Estimate
 
 from flower_desloc.flower.engine import FederationError
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.tools.engines.in_process import run_in_process
 
-ROOT = Path(__file__).resolve().parents[1]
-CLIENTS = 4
+CLIENTS, STEPS = 4, 512
+SEEDS, SPARE = (0, 1, 2), 100
+"""Of the comparisons, and of the tuning."""
 COMMON = (
     "run.eval_every=0", "run.checkpoint_every=0",
     "model.hidden_size=32", "model.intermediate_size=128", "model.num_hidden_layers=2",
@@ -32,90 +33,120 @@ COMMON = (
     "data.max_bytes=4000000", "data.seq_len=32", "evaluation.sequences=512",
     "evaluation.federated=false",
 )  # fmt: skip
+Run = dict[str, Any]
+Arm = Any
+"""A cell of a study: a named tuple with the field ``partition``."""
+Cells = Iterable[tuple[Arm, int]]
 
 
-def run(preset: str, overrides: Iterable[str], data: Path, folder: Path) -> dict[str, Any]:
+def periods(k_x: int, k_u: int, k_v: int | str) -> str:
+    return f"sync.params={k_x} sync.exp_avg={k_u} sync.exp_avg_sq={k_v}"
+
+
+def final_loss(summary: Run) -> float:
+    return float(summary["evaluation"]["central"]["loss"]["final"])
+
+
+def run(preset: str, overrides: str, data: Path, folder: Path) -> Run:
     """Return the summary of one run, with its metrics as ``lines``; ``folder`` holds it meanwhile.
 
     A run whose weights are no longer finite returns an empty summary.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    config = {
-        "config": preset,
-        "overrides": " ".join((*COMMON, f"data.source={data}", *overrides)),
-        "output-dir": str(folder),
-    }
+    overrides = f"{' '.join(COMMON)} data.source={data} {overrides}"
     try:
-        run_in_process(config, CLIENTS)
+        run_in_process(
+            {"config": preset, "overrides": overrides, "output-dir": str(folder)}, CLIENTS
+        )
     except FederationError as error:
         if "diverged" not in str(error):
             raise
         return {}
     (path,) = folder.glob("*/summary.json")
-    summary: dict[str, Any] = json.loads(path.read_text())
+    summary: Run = json.loads(path.read_text())
     summary["lines"] = [*read_lines(path.with_name("metrics.jsonl"))]
     shutil.rmtree(folder)
     return summary
 
 
-def final_loss(summary: Mapping[str, Any]) -> float:
-    """Return a run's last held-out loss, or NaN for a run that diverged."""
-    if not summary:
-        return math.nan
-    loss: float = summary["evaluation"]["central"]["loss"]["final"]
-    return loss
+@dataclass
+class Study:
+    """The runs of benchmarks/results/NAME.json, by arm and seed."""
 
+    name: str
+    arm: Any
+    """Makes an arm of the fields of a run."""
+    settings: Callable[[Arm], str]
+    """An arm's overrides."""
+    preset: Callable[[Arm], str] = lambda _: "desloc_adam"
+    measures: dict[str, Callable[[Run], float]] = field(
+        default_factory=lambda: {"loss": final_loss}
+    )
+    """What is kept of a run, as functions of its summary; NaN for a run that diverged."""
+    around: Callable[[Arm], AbstractContextManager[Any]] = nullcontext
+    """A context in which an arm is run."""
 
-def kept(path: Path) -> list[dict[str, Any]]:
-    """Return the runs of a file of results, none if there is no such file."""
-    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
-    return runs
+    def __post_init__(self) -> None:
+        self.path = RESULTS / f"{self.name}.json"
+        self.runs: list[Run] = []
+        self.found: dict[Arm, dict[int, Run]] = defaultdict(dict)
+        for one in json.loads(self.path.read_text())["runs"] if self.path.exists() else []:
+            self._add(one)
 
+    def _add(self, one: Run) -> None:
+        self.runs.append(one)
+        fields = (one[key] for key in self.arm._fields)
+        arm = self.arm(*(tuple(value) if isinstance(value, list) else value for value in fields))
+        self.found[arm][one["seed"]] = one
 
-def keep(path: Path, runs: list[dict[str, Any]]) -> None:
-    """Write a file of results, a line for each run."""
-    about = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "flwr")},
-        "common": COMMON,
-    }
-    head = json.dumps(about, indent=1)[:-2]
-    lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
-    path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
+    def measure(self, cells: Cells, data: Path, work: Path) -> None:
+        """Make the runs that have no result yet."""
+        for arm, seed in cells:
+            if seed in self.found[arm]:
+                continue
+            overrides = f"run.steps={STEPS} data.partition={arm.partition} {self.settings(arm)}"
+            with self.around(arm):
+                summary = run(
+                    self.preset(arm), f"{overrides} run.seed={seed}", data, work / str(seed)
+                )
+            ended = {name: of(summary) if summary else None for name, of in self.measures.items()}
+            self._add({**arm._asdict(), "seed": seed, **ended})
+            print(json.dumps(self.runs[-1]), flush=True)
+            head = json.dumps(about() | {"common": COMMON}, indent=1)[:-2]
+            lines = ",\n".join(f"  {json.dumps(run)}" for run in self.runs)
+            self.path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
 
+    def done(self, arm: Arm) -> bool:
+        """Return whether an arm has all seeds of the comparison."""
+        return {*SEEDS} <= self.found[arm].keys()
 
-class Gap(NamedTuple):
-    """Paired differences of losses in per cent: their mean and the 95 % t-interval's reach."""
+    def values(self, arm: Arm, what: str = "loss") -> dict[int, float]:
+        """Return what an arm's runs ended with, by seed."""
+        found = {seed: one[what] for seed, one in self.found[arm].items()}
+        return {seed: math.nan if value is None else value for seed, value in found.items()}
 
-    mean: float
-    reach: float
+    def mean(self, arm: Arm, what: str = "loss") -> float:
+        values = self.values(arm, what).values()
+        return sum(values) / len(values)
 
-    @classmethod
-    def of(cls, losses: Mapping[int, float], place: Mapping[int, float]) -> "Gap":
-        """Compare losses by seed with those of the same seeds in ``place``."""
-        both = losses.keys() & place.keys()
-        ratios = [100 * (losses[seed] / place[seed] - 1) for seed in sorted(both)]
-        if len(ratios) < 2:
-            return cls(ratios[0] if ratios else math.nan, math.nan)
-        t = float(stats.t.ppf(0.975, len(ratios) - 1))
-        reach = t * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        return cls(statistics.fmean(ratios), reach)
+    def above(self, arm: Arm, place: Arm, what: str = "loss") -> Estimate:
+        """Compare an arm with another over the seeds of the comparison, in per cent."""
+        ours = {seed: value for seed, value in self.values(arm, what).items() if seed in SEEDS}
+        return Estimate.above(ours, self.values(place, what))
 
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.reach:.2f}"
+    def best(self, arms: Iterable[Arm]) -> Arm | None:
+        """Return the arm with the least loss on the spare seed; None if none has been run."""
+        losses = {arm: self.values(arm)[SPARE] for arm in arms if SPARE in self.found[arm]}
+        return min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]), default=None)
 
+    def main(self, doc: str, cells: Callable[[], Cells], draw: Callable[[], None]) -> None:
+        """Run the command line; ``cells`` yields what is measured, in order."""
+        app = typer.Typer(help=doc, add_completion=False)
+        texts = typer.Option(help="folder with a text file for each of wiki, python, math, french")
 
-def command_line(doc: str, measure: Callable[[Path, Path], None], draw: Callable[[], None]) -> None:
-    """Run a study's ``measure(data, work)`` or ``draw()``, as the command line says."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    parser.add_argument("--data", type=Path, help="folder of texts by domain")
-    parser.add_argument("--work", type=Path, default=Path("runs/small"), help="for runs under way")
-    arguments = parser.parse_args()
-    if arguments.command == "draw":
-        draw()
-    elif arguments.data is None:
-        parser.error("measure needs --data FOLDER")
-    else:
-        measure(arguments.data.resolve(), arguments.work)
+        @app.command(help="Make the runs that have no result yet.")
+        def measure(data: Annotated[Path, texts], work: Path = Path("runs/small")) -> None:
+            self.measure(cells(), data.resolve(), work)
+
+        app.command("draw", help="Print the tables and draw the figure.")(draw)
+        app()

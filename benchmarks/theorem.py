@@ -14,39 +14,33 @@ step with each outcome of the coins are read off the package's own steps and ave
 growth of second moments follows from them exactly.
 """
 
-import argparse
 import json
 import math
-import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import typer
+from common import about
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from scipy import stats
+from paired import BLUE, DOCS, GREEN, GREY, PINK, RED, RESULTS, Estimate, draw_lines, label, table
 from scipy.optimize import minimize
 from scipy.special import expit
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 
 from flower_desloc import Clipping, Mean, local_steps, prime, put, take
 from flower_desloc.core.lr_schedule import constant
 from flower_desloc.optim import SGDM
 from flower_desloc.plan.theory import psi, step_size_bound
+from flower_desloc.runs.figures import style
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "theorem.json"
-PICTURE = ROOT / "docs" / "paper_theorem.png"
-
+FILE = RESULTS / "theorem.json"
 BETA, L, SEEDS = 0.9, 1 / 4, 16
 STEPS = tuple(4**n for n in range(4, 9))
 EVALUATIONS = 64
@@ -161,14 +155,8 @@ class Logistic:
         weights = np.concatenate([np.full(len(X), 1 / len(X) / 5) for X in self.X])
         self.all = np.concatenate(self.X), np.concatenate(self.y), weights
         self.dim = images.shape[1]
-        found = minimize(
-            self.value,
-            np.zeros(self.dim),
-            jac=self.full_gradient,
-            method="BFGS",
-            options={"gtol": 1e-9},
-        )
-        self.minimum = found.x
+        search = {"jac": self.full_gradient, "method": "BFGS", "options": {"gtol": 1e-9}}
+        self.minimum = minimize(self.value, np.zeros(self.dim), **search).x
 
     @property
     def start(self) -> Array:
@@ -305,15 +293,12 @@ def step_maps(curvatures: Sequence[float], eta: float) -> dict[tuple[bool, bool]
             optimizer = SGDM(module.parameters(), lr=eta, momentum=BETA)
             prime(optimizer)
             put(module, optimizer, {"momentum_buffer": {"x": unit[:, workers + m]}})
-            local_steps(
-                module,
-                optimizer,
-                lambda _, x=module["x"], c=c: c / 2 * x.square().sum(),
-                start=0,
-                stop=1,
-                lr_schedule=constant(),
-                clipping=Clipping(),
-            )
+
+            def loss(_: int, x: Tensor = module["x"], c: float = c) -> Tensor:
+                return c / 2 * x.square().sum()
+
+            how = {"lr_schedule": constant(), "clipping": Clipping()}
+            local_steps(module, optimizer, loss, start=0, stop=1, **how)
             mean.add(take(module, optimizer, streams))
             team.append((module, optimizer))
         for worker in team:
@@ -366,29 +351,22 @@ STABILITY = (
 
 
 def measure() -> None:
+    """Measure everything: two minutes on one core."""
     began = time.process_time()
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "beta": BETA,
-        "L": L,
-        "seeds": SEEDS,
-    }
+    result: dict[str, Any] = about() | {"beta": BETA, "L": L, "seeds": SEEDS}
     for name, make in PROBLEMS.items():
         problem = make()
-        cells = []
+        G2, B2 = problem.heterogeneity
+        result[name] = {"gap": problem.gap, "G2": G2, "B2": B2, "sigma2": problem.variance}
+        result[name]["cells"] = []
         for num_steps in STEPS:
             settings = [(c, *r) for c in COINS for r in rates(problem, c, num_steps).items()]
-            cells += _cells(problem, settings, num_steps)
-        by_workers = []
+            result[name]["cells"] += _cells(problem, settings, num_steps)
+        result[name]["by_workers"] = []
         for blocks in (1, 2, 4, 8):
             many = make(num_workers=blocks * problem.num_workers, at_minimum=True)
-            root = 1 / math.sqrt(STEPS[-2])
-            settings = [(coins, "1/sqrt(T)", root) for coins in (MINIBATCH, BASE)]
-            by_workers += _cells(many, settings, STEPS[-2])
-        G2, B2 = problem.heterogeneity
-        constants = {"gap": problem.gap, "G2": G2, "B2": B2, "sigma2": problem.variance}
-        result[name] = constants | {"cells": cells, "by_workers": by_workers}
+            settings = [(c, "1/sqrt(T)", 1 / math.sqrt(STEPS[-2])) for c in (MINIBATCH, BASE)]
+            result[name]["by_workers"] += _cells(many, settings, STEPS[-2])
     result["stability"] = {
         name: [
             {**coins._asdict(), "psi": coins.psi, "rate": largest_stable_rate(team, coins)}
@@ -397,9 +375,10 @@ def measure() -> None:
         for name, team in TEAMS.items()
     }
     result["cpu_seconds"] = round(time.process_time() - began)
-    lines = json.dumps(result, indent=1)
-    RESULTS.write_text(re.sub(r"\[\s+([^][{}]+?)\s+\]", _one_line, lines) + "\n")
-    print(f"{RESULTS}: {result['cpu_seconds']} CPU seconds")
+    text = json.dumps(result, indent=1)  # with the innermost lists on one line
+    line = re.compile(r"\[\s+([^][{}]+?)\s+\]")
+    FILE.write_text(line.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n")
+    print(f"{FILE}: {result['cpu_seconds']} CPU seconds")
 
 
 def _cells(
@@ -416,46 +395,24 @@ def _cells(
             "rate": name,
             "eta": eta,
             "bound": bound(problem, coins, num_steps, eta),
-            **{key: list(map(_rounded, values[at])) for key, values in means._asdict().items()},
+            **{
+                key: [float(f"{value:.6g}") for value in values[at]]
+                for key, values in means._asdict().items()
+            },
         }
         for at, (coins, name, eta) in enumerate(settings)
     ]
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
-def _one_line(found: re.Match[str]) -> str:
-    return "[" + re.sub(r"\s+", " ", found[1]) + "]"
-
-
 # ----------------------------------------------------------------------------- Tables and picture
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds and half of its 95 % t-interval."""
-
-    mean: float
-    reach: float
-
-    @classmethod
-    def of(cls, values: Array) -> "Estimate":
-        spread = values.std(ddof=1) / math.sqrt(len(values))
-        return cls(float(values.mean()), float(stats.t.ppf(0.975, len(values) - 1) * spread))
-
-    def text(self, digits: int = 2) -> str:
-        return f"{self.mean:.{digits}f} ± {self.reach:.{digits}f}".replace("-", "\u2212")
-
 
 Cell = dict[str, Any]
 
 
 def chosen(cells: list[Cell], **wanted: Any) -> list[Cell]:
     """Return the cells with these values, and the seeds' results as arrays."""
-    measured = ("squared_gradient", "spread", "gradient_spread")
     return [
-        cell | {key: np.array(cell[key]) for key in measured}
+        cell | {key: np.array(cell[key]) for key in Means._fields}
         for cell in cells
         if all(cell[key] == value for key, value in wanted.items())
     ]
@@ -480,170 +437,120 @@ def relative_spread(cell: Cell) -> float:
     return float(cell["spread"].mean() / cell["gradient_spread"].mean() / cell["eta"] ** 2)
 
 
-def _figures(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def text(one: Estimate, digits: int = 2) -> str:
+    return f"{one.mean:.{digits}f} ± {one.reach:.{digits}f}".replace("-", "\u2212")
 
 
 def period(p: float) -> str:
     return "never" if p == 0 else f"{1 / p:.0f}"
 
 
-def table(rows: list[list[str]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
-
-
 def tables(results: dict[str, Any]) -> list[str]:
     """Return the tables of docs/paper.md."""
-    return [
-        *(_by_coins(name, results[name]["cells"]) for name in PROBLEMS),
-        _by_workers(results),
-        _by_stability(results["stability"]),
-    ]
+    by_coins = [_by_coins(name, results[name]["cells"]) for name in PROBLEMS]
+    return [*by_coins, _by_workers(results), _by_stability(results["stability"])]
 
 
 def _by_coins(name: str, cells: list[Cell]) -> str:
-    rows = [[name, "1/p_u", "ψ", "power of T", "above minibatch, %", "bound / measured", "spread"]]
+    rows = []
     for coins in COINS:
         some = chosen(cells, **coins._asdict())
-        last = {cell["rate"]: cell for cell in some if cell["steps"] == STEPS[-1]}
-        root = last["1/sqrt(T)"]
+        (root,) = (c for c in some if (c["rate"], c["steps"]) == ("1/sqrt(T)", STEPS[-1]))
         below = [c["bound"] / c["squared_gradient"].mean() for c in some if c["rate"] == "theorem"]
-        rows.append(
-            [
-                f"1/p_x = {period(coins.p_x)}",
-                period(coins.p_u),
-                f"{coins.psi:,.0f}",
-                exponent(cells, root).text(3),
-                excess(cells, root).text() if coins.p_x < 1 else "0",
-                f"{min(below):.0f} to {max(below):.0f}",
-                _figures(relative_spread(root)),
-            ]
-        )
-    return table(rows)
+        row = [f"1/p_x = {period(coins.p_x)}", period(coins.p_u), f"{coins.psi:,.0f}"]
+        row += [text(exponent(cells, root), 3), text(excess(cells, root)) if coins.p_x < 1 else "0"]
+        spread = relative_spread(root)
+        row += [f"{min(below):.0f} to {max(below):.0f}"]
+        rows.append([*row, f"{spread:,.0f}" if spread >= 100 else f"{spread:.3g}"])
+    heads = [name, "1/p_u", "ψ", "power of T", "above minibatch, %", "bound / measured", "spread"]
+    return table(heads, rows)
 
 
 def _by_workers(results: dict[str, Any]) -> str:
-    rows = [["workers M", "M · 10⁴ · mean, minibatch", "1/p_x = 16, 1/p_u = 48", "above, %"]]
+    rows = []
     for name in PROBLEMS:
         cells = results[name]["by_workers"]
-        for plain, ours in zip(chosen(cells, p_x=1), chosen(cells, p_x=1 / 16), strict=True):
-            scaled = (
-                Estimate.of(1e4 * cell["workers"] * cell["squared_gradient"])
-                for cell in (plain, ours)
-            )
-            count = f"{plain['workers']}, {name}"
-            rows.append([count, *(one.text() for one in scaled), excess(cells, ours).text(1)])
-    return table(rows)
+        for both in zip(chosen(cells, p_x=1), chosen(cells, p_x=1 / 16), strict=True):
+            scaled = (1e4 * cell["workers"] * cell["squared_gradient"] for cell in both)
+            means = (text(Estimate.of(values)) for values in scaled)
+            count = f"{both[0]['workers']}, {name}"
+            rows.append([count, *means, text(excess(cells, both[1]), 1)])
+    heads = ["workers M", "M · 10⁴ · mean, minibatch", "1/p_x = 16, 1/p_u = 48", "above, %"]
+    return table(heads, rows)
 
 
 def _by_stability(stability: dict[str, list[Cell]]) -> str:
-    signed, positive = stability.values()
-    rows = [["1/p_x", "1/p_u", "ψ", "one curvature negative", "times √ψ", "all positive"]]
-    for ours, convex in zip(signed, positive, strict=True):
-        rows.append(
-            [
-                period(ours["p_x"]),
-                period(ours["p_u"]),
-                f"{ours['psi']:,.0f}",
-                f"{ours['rate']:.3g}",
-                f"{ours['rate'] * math.sqrt(ours['psi']):.2f}",
-                f"{convex['rate']:.3g}",
-            ]
-        )
-    return table(rows)
+    rows = []
+    for ours, convex in zip(*stability.values(), strict=True):
+        row = [period(ours["p_x"]), period(ours["p_u"]), f"{ours['psi']:,.0f}"]
+        row += [f"{ours['rate']:.3g}", f"{ours['rate'] * math.sqrt(ours['psi']):.2f}"]
+        rows.append([*row, f"{convex['rate']:.3g}"])
+    return table(
+        ["1/p_x", "1/p_u", "ψ", "one curvature negative", "times √ψ", "all positive"], rows
+    )
 
 
-COLOURS = ("#000000", "#009E73", "#0072B2", "#D55E00")
+COLOURS = ("#000000", GREEN, BLUE, RED, PINK, "#E69F00", "#56B4E9", "#882255")
 
 
-def picture(results: dict[str, Any]) -> Figure:
-    made = Figure(figsize=(12.5, 7), layout="constrained")
-    panels = made.subplots(2, 3)
-    shown = dict(zip(COINS, COLOURS, strict=False))
-    for (left, middle, _), name in zip(panels, PROBLEMS, strict=True):
+def picture(results: dict[str, Any]) -> None:
+    made, panels = style.figure(2, 3, 7)
+    for row, (name, colour) in enumerate(zip(PROBLEMS, (BLUE, RED), strict=True)):
+        left, middle = panels[3 * row : 3 * row + 2]
         cells = results[name]["cells"]
-        for coins, colour in shown.items():
+        lines = []
+        for coins, dark in list(zip(COINS, COLOURS, strict=True))[:4]:
             some = chosen(cells, **coins._asdict())
-            label = "minibatch SGDM" if coins.p_x == 1 else f"1/p_x = {period(coins.p_x)}, p_u = 0"
-            for rate, dashes in (("1/sqrt(T)", "o-"), ("theorem", "s--")):
-                line = [cell for cell in some if cell["rate"] == rate]
-                points = [Estimate.of(cell["squared_gradient"]) for cell in line]
-                means, reaches = zip(*points, strict=True)
-                left.errorbar(
-                    STEPS, means, reaches, fmt=dashes, ms=4, lw=1.2, capsize=2, color=colour,
-                    label=label if dashes == "o-" else None,
-                )  # fmt: skip
-            bounds = [cell["bound"] for cell in some if cell["rate"] == "theorem"]
-            left.plot(STEPS, bounds, ":", color=colour, lw=1)
-        left.set_title(f"{name}: mean |∇f|²", loc="left", fontsize=10)
-        left.legend(frameon=False, fontsize=7, title_fontsize=7, loc="lower left",
-                    title="solid: 1/√T; dashed: theorem's step; dotted: its bound")  # fmt: skip
-        for coins in COINS[1:]:
+            words = "minibatch SGDM" if coins.p_x == 1 else f"1/p_x = {period(coins.p_x)}, p_u = 0"
+            for rate, form in (("1/sqrt(T)", "o-"), ("theorem", "s--")):
+                of_rate = [cell for cell in some if cell["rate"] == rate]
+                points = [(c["steps"], Estimate.of(c["squared_gradient"])) for c in of_rate]
+                lines.append((words if form == "o-" else "", dark, form, points))
+            left.plot(STEPS, [cell["bound"] for cell in of_rate], ":", color=dark, lw=1)
+        how = {"x": "steps T", "ticks": STEPS, "yscale": "log"}
+        draw_lines(left, lines, f"{name}: mean |∇f|²", **how)
+        left.set_ylim(left.get_ylim()[0] / 30)
+        words = "solid: step 1/√T; dashed: the\ntheorem's; dotted: its bound"
+        left.legend(frameon=False, fontsize=7, title_fontsize=7, loc="lower left", title=words)
+        lines = []
+        for coins, dark in zip(COINS[1:], COLOURS[1:], strict=True):
             line = chosen(cells, rate="1/sqrt(T)", **coins._asdict())
-            means, reaches = zip(*(excess(cells, cell) for cell in line), strict=True)
-            middle.errorbar(
-                STEPS, means, reaches, fmt="o-", ms=4, lw=1.2, capsize=2,
-                label=f"{period(coins.p_x)}, {period(coins.p_u)}",
-            )  # fmt: skip
-        middle.set_title(
-            f"{name}: |∇f|² above minibatch SGDM, %, step 1/√T", loc="left", fontsize=10
-        )
-        middle.legend(
-            frameon=False,
-            fontsize=7,
-            ncols=2,
-            title="1/p_x, 1/p_u",
-            title_fontsize=7,
-            loc="lower left",
-        )
-        for panel in (left, middle):
-            panel.set(xscale="log", yscale="log", xlabel="steps T", xticks=STEPS)
-            panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.minorticks_off()
-    for left, middle, _ in panels:
-        low, high = left.get_ylim()
-        left.set_ylim(low / 30, high)
-        middle.set_ylim(0.02, 200)
-    _draw_spread(panels[0, 2], results)
-    _draw_stability(panels[1, 2], results)
-    return made
+            points = [(cell["steps"], excess(cells, cell)) for cell in line]
+            lines.append((f"{period(coins.p_x)}, {period(coins.p_u)}", dark, "o-", points))
+        draw_lines(middle, lines, f"{name}: above minibatch, %", ylim=(0.02, 200), **how)
+        small = {"frameon": False, "fontsize": 7, "title_fontsize": 7, "loc": "lower left"}
+        middle.legend(ncols=2, title="1/p_x, 1/p_u", **small)
+        some = chosen(cells, steps=STEPS[-1], rate="1/sqrt(T)", p_x=1 / 16)
+        some.sort(key=lambda cell: cell["p_u"])
+        x = [max(cell["p_u"], 1 / 128) for cell in some]
+        panels[2].plot(x, list(map(relative_spread, some)), "o-", ms=4, color=colour, label=name)
+    _psi(panels[2])
+    _stability(panels[5], results["stability"])
+    made.savefig(DOCS / "paper_theorem.png", dpi=110)
 
 
-def _draw_spread(panel: Axes, results: dict[str, Any]) -> None:
-    for name, colour in zip(PROBLEMS, COLOURS[2:], strict=True):
-        cells = chosen(results[name]["cells"], steps=STEPS[-1], rate="1/sqrt(T)", p_x=1 / 16)
-        cells.sort(key=lambda cell: cell["p_u"])
-        x = [max(cell["p_u"], 1 / 128) for cell in cells]
-        panel.plot(x, list(map(relative_spread, cells)), "o-", color=colour, label=name)
+def _psi(panel: Axes) -> None:
     p = np.geomspace(1 / 128, 1, 200)
     here = [psi(1 / 16, p_u, BETA) for p_u in p]
-    panel.plot(p, here, color="#777777", label="psi of the order that is run")
-    panel.plot(
-        p[:-1], ((1 - p) * here)[:-1], ":", color="#777777", label="the paper's, 0 at p_u = 1"
-    )
-    panel.set(xscale="log", yscale="log", ylim=(0.1, 3000), xlabel="p_u; p_x = 1/16")
-    panel.set_xticks([1 / 128, 1 / 64, 1 / 16, 1 / 4, 1], ["0", "1/64", "1/16", "1/4", "1"])
-    panel.minorticks_off()
-    panel.set_title("spread of the workers / (η² spread of the gradients)", loc="left", fontsize=10)
-    panel.legend(frameon=False, fontsize=7, loc="lower left")
+    panel.plot(p, here, color=GREY, label="psi of the order that is run")
+    panel.plot(p[:-1], ((1 - p) * here)[:-1], ":", color=GREY, label="the paper's, 0 at p_u = 1")
+    panel.set(yscale="log", ylim=(0.1, 3000))
+    ticks = {1 / 128: "0", 1 / 64: "1/64", 1 / 16: "1/16", 1 / 4: "1/4", 1: "1"}
+    label(panel, "spread / (η² spread of gradients)", "p_u; p_x = 1/16", ticks)
 
 
-def _draw_stability(panel: Axes, results: dict[str, Any]) -> None:
-    for (name, cells), mark in zip(results["stability"].items(), ("o", "s"), strict=True):
-        for p_u, colour in ((0, COLOURS[2]), (1, COLOURS[3])):
-            line = [cell for cell in cells if cell["p_u"] == p_u]
-            panel.plot(
-                [cell["psi"] for cell in line], [cell["rate"] for cell in line], f"{mark}-",
-                ms=4, color=colour, label=f"{name}, p_u = {p_u}",
-            )  # fmt: skip
+def _stability(panel: Axes, stability: dict[str, list[Cell]]) -> None:
+    for (name, cells), mark in zip(stability.items(), ("o", "s"), strict=True):
+        for p_u, colour in ((0, BLUE), (1, RED)):
+            line = [(cell["psi"], cell["rate"]) for cell in cells if cell["p_u"] == p_u]
+            words = f"{name}, p_u = {p_u}"
+            panel.plot(*zip(*line, strict=True), f"{mark}-", ms=4, color=colour, label=words)
     span = np.geomspace(5, 1e6, 50)
     B = math.sqrt(curvature_dissimilarity(TEAMS["one of four curvatures negative"]))
     theirs = [step_size_bound(value, BETA, dissimilarity=B) for value in span]
-    panel.plot(span, theirs, ":", color="#777777", label="eta_0 of the theorem")
-    panel.set(xscale="log", yscale="log", ylim=(1e-7, 100), xlabel="psi")
-    panel.set_title("largest stable step size, in units of 1/L", loc="left", fontsize=10)
-    panel.legend(frameon=False, fontsize=7, loc="lower left")
+    panel.plot(span, theirs, ":", color=GREY, label="eta_0 of the theorem")
+    panel.set(xscale="log", yscale="log", ylim=(1e-9, 100))
+    label(panel, "largest stable step, in units of 1/L", "psi")
 
 
 def curvature_dissimilarity(curvatures: Sequence[float]) -> float:
@@ -653,19 +560,14 @@ def curvature_dissimilarity(curvatures: Sequence[float]) -> float:
 
 
 def draw() -> None:
-    results = json.loads(RESULTS.read_text())
-    picture(results).savefig(PICTURE, dpi=100)
+    """Print the tables and draw the figure."""
+    results = json.loads(FILE.read_text())
+    picture(results)
     print("\n\n".join(tables(results)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("measure", "draw"))
-    if parser.parse_args().command == "measure":
-        measure()
-    else:
-        draw()
-
-
 if __name__ == "__main__":
-    main()
+    app = typer.Typer(help=__doc__, add_completion=False)
+    app.command()(measure)
+    app.command()(draw)
+    app()

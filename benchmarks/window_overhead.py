@@ -27,6 +27,7 @@ import statistics
 import tempfile
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from flower_desloc.flower.worker import Worker
 from flower_desloc.optim import ADOPT
 
 SHAPE = "BENCHMARK_SHAPE"  # Ray's processes inherit the environment
-ARMS = ("desloc", "echo", "fedavg")
+PEERS = ("fedavg", "echo")
+ARMS = ("desloc", *PEERS)
 
 
 class Many(torch.nn.Module):
@@ -141,10 +143,7 @@ def slowest(writes: list[float], clients: int) -> list[float]:
 
 
 def main(
-    large: bool = False,
-    parameters: int | None = None,
-    windows: int | None = None,
-    json: Path | None = None,
+    large: bool = False, parameters: int = 0, windows: int = 0, json: Path | None = None
 ) -> None:
     """Overhead of a window in simulation, beyond the clients' own work."""
     clients, tensors, turns, warm_up = (2, 16, 4, 2) if large else (4, 2, 1, 5)
@@ -169,15 +168,13 @@ def main(
     pairs = zip(found["desloc"], found["its file"], strict=True)
     found["desloc without"] = [total - file for total, file in pairs]
     median = {name: statistics.median(times) for name, times in found.items()}
+    pairs = product({"desloc": "desloc", "desloc_without_file": "desloc without"}.items(), PEERS)
     result = {
         "parameters": parameters,
         "clients": clients,
         "windows": len(found["desloc"]),
         "overhead_seconds": {name: spread(times) for name, times in found.items()},
-        "desloc_to_fedavg": median["desloc"] / median["fedavg"],
-        "desloc_to_echo": median["desloc"] / median["echo"],
-        "desloc_without_file_to_fedavg": median["desloc without"] / median["fedavg"],
-        "desloc_without_file_to_echo": median["desloc without"] / median["echo"],
+        **{f"{ours}_to_{peer}": median[arm] / median[peer] for (ours, arm), peer in pairs},
     }
     report(result, json)
 

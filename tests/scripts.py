@@ -1,10 +1,12 @@
 """Scripts of the repository that are no package, loaded as modules."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # they import each other
 
 
 def load_benchmark(name: str) -> Any:

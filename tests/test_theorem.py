@@ -174,7 +174,7 @@ def test_the_papers_psi_allows_a_rate_at_which_workers_diverge_here():
 
 
 def test_the_page_has_the_tables_of_the_results():
-    results = json.loads(theorem.RESULTS.read_text())
+    results = json.loads(theorem.FILE.read_text())
     page = (ROOT / "docs" / "paper.md").read_text()
     assert re.findall(r"<!-- theorem -->\n(.*?)\n<!-- /theorem -->", page, re.DOTALL) == (
         theorem.tables(results)
