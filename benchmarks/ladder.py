@@ -50,7 +50,7 @@ PERIOD = 16
 NAMES = {"adam": "Adam", "adopt": "ADOPT"}
 BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
 """Parameters and tokens of the panels by bytes."""
-LIMITS = (-1.6, 3.6)  # per cent, of the figure
+LIMITS = (-2.6, 4.3)  # per cent, of the figure
 OTHER_PERIODS = {
     "DES-LOC, half the periods": (8, 24, 48),
     "Local, twice the period": (32, 32, 32),
