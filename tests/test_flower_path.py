@@ -1,7 +1,6 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,39 +151,7 @@ def test_a_finished_run_leaves_no_files_on_the_clients(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------- Joiners and lost state
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
-    """It continues with the last averages of every stream and the federation's step."""
-    case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(2, 4, 6))
-    run = Run(Quadratic(), case, schedule, tmp_path / "a", num_clients=3, num_steps=14)
-    after = run.watch.after
-
-    def lose(record: WindowRecord) -> None:
-        after(record)
-        if record.step == 8:
-            run.files(1).delete()
-
-    run.watch.after = lose
-    got = run.start()
-
-    late = Run(Quadratic(), case, schedule, tmp_path / "b", num_clients=3, num_steps=14)
-    averages = {}
-
-    def remember(record: WindowRecord) -> None:
-        Run._after(late, record)
-        if record.step == 8:
-            averages.update(late.strategy.state.averages)
-            # What the joiner is given, written into its file by hand.
-            held = late.files(1).held()
-            given = {name: from_record(average) for name, average in averages.items()}
-            late.files(1).write(replace(held, streams=list(given)), given)
-
-    late.watch.after = remember
-    assert_same(got, late.start())
+# --------------------------------------------------------------------------------------- Joiners
 
 
 def test_a_joiner_takes_the_servers_step_for_bias_correction_and_clip(tmp_path):

@@ -322,7 +322,7 @@ def test_data_parallelism_has_a_report(
 ) -> None:
     skip_pages(monkeypatch)
     words = " ".join(word for word in TINY.split() if not word.startswith("sync."))
-    train(tmp_path, f"{words} run.steps=3", "ddp")
+    train(tmp_path, f"{words} run.steps=3", config="ddp")
     loaded = load(tmp_path / "ddp")
     there = set(keys([loaded]))
     assert {"held-out", "time", "bytes", "timeline", "losses", "norms"} <= there
