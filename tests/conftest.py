@@ -1,6 +1,7 @@
 """One thread and one Hypothesis profile: every run of the tests is the same run."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,14 +22,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in _LONGEST, item.path not in slow))
 
 
-@pytest.fixture(autouse=True)
-def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the page at the end of a run, seconds each, where it is not what is tested."""
-    if request.path.name in (
-        "test_outputs.py",
-        "test_flower_strategies.py",
-        "test_images.py",
-        "test_study.py",
-        "test_resume_run.py",
-    ):
-        monkeypatch.setattr("flower_desloc.runs.report.write_page", lambda *_, **__: None)
+_PAGE = "runs.report.write_page"
+_PICTURES = (_PAGE, "runs.figures.overview.draw", "runs.figures.partition.draw_partition")
+_NOT_DRAWN: dict[str, tuple[str, ...]] = {
+    "test_cluster.py": _PICTURES,
+    "test_examples.py": _PICTURES,
+    "test_flower_strategies.py": (_PAGE,),
+    "test_images.py": (_PAGE, "runs.figures.overview.draw"),
+    "test_outputs.py": (_PAGE,),
+    "test_preflight.py": _PICTURES,
+    "test_resume_run.py": _PICTURES,
+    "test_study.py": _PICTURES,
+    "test_trained.py": _PICTURES,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out what a run draws at its end, seconds each, where it is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _NOT_DRAWN.get(request.path.name, ()):
+            patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
+        yield

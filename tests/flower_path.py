@@ -35,6 +35,8 @@ class Grid(InProcessGrid):
         super().__init__(app, nodes)
         self.away: set[int] = set()
         self.meddle: Callable[[Message, Message], Message | None] = lambda asked, reply: reply
+        self.instead: Callable[[Message], Message | None] = lambda asked: None
+        """The reply of a client that is not asked at all."""
         self.sent: list[Message] = []
 
     def get_node_ids(self) -> Iterable[int]:
@@ -46,7 +48,7 @@ class Grid(InProcessGrid):
         return super().push_messages(messages)
 
     def _answer(self, message: Message) -> Message:
-        return self.meddle(message, super()._answer(message))
+        return self.meddle(message, self.instead(message) or super()._answer(message))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [reply for reply in super().pull_messages(message_ids) if reply is not None]
@@ -128,7 +130,7 @@ class Run:
 
     def start(self) -> list[State]:
         """Run to the end; return what every client then holds, including the averages."""
-        self._leave(0)
+        self.leave(0)
         self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
         return self.states
 
@@ -136,13 +138,13 @@ class Run:
         return StateFiles(self.folder, RUN, f"client-{m}")
 
     def _after(self, record: WindowRecord) -> None:
-        self._leave(record.step)
+        self.leave(record.step)
         # With reset states or gradients the parameters are all there is to compare.
         kept = GRADIENTS not in self.schedule.periods and not self.schedule.resets
         if record.step == self.num_steps and kept:
             self.states = [self._state(m) for m in range(self.num_clients)]
 
-    def _leave(self, step: int) -> None:
+    def leave(self, step: int) -> None:
         self.grid.away = {m for m in range(self.num_clients) if not self.present(m, step)}
 
     def _state(self, m: int) -> State:

@@ -1,8 +1,10 @@
-"""Processes in tests: default signals, waiting for events, and finding what is left."""
+"""Processes in tests: their output, default signals, waiting for events, finding what is left."""
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -13,6 +15,14 @@ DEFAULT_SIGNALS = (
 )
 """First lines of a program that a test sends signals to: a shell that starts a job in the
 background, or nohup, makes every process below ignore them."""
+
+
+def output_of(command: Sequence[object], **options: Any) -> str:
+    """Return what a command prints; if it fails, show that and its errors."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def wait_until(

@@ -63,6 +63,7 @@ def run(
     delay: int = 0,
     takes: Callable[[int, int], bool] | None = None,
     bound: float | None = None,
+    codes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
 
@@ -79,7 +80,24 @@ def run(
     has the weight k in the mean of params and 1 - beta^k in that of a state.
 
     With a ``bound`` a worker that goes on from an average of u has |u| <= bound sqrt(v), v its own.
+
+    With ``codes`` a stream that is sent, to the server and back, arrives as its code has it; of
+    params the difference from those that everybody has is sent. The sender adds what the code lost
+    to what it sends next, except of v.
     """
+    everybody, lost = dict(x0), {}
+
+    def received(sender: int, stream: str, s: Tree) -> Tree:
+        if stream not in (codes or {}):
+            return s
+        zeros = each(torch.zeros_like, s)
+        base = everybody if stream == "params" else zeros
+        meant = each(lambda s, b, e: s - b + e, s, base, lost.get((sender, stream), zeros))
+        sent = each(codes[stream], meant)
+        if stream != "exp_avg_sq":
+            lost[sender, stream] = each(torch.sub, meant, sent)
+        return each(torch.add, base, sent)
+
     streams = ("params", *optimizer.states)
     workers = [start(optimizer, x0) for _ in range(num_workers)]
     in_time: list[State] = [{} for _ in workers]
@@ -116,7 +134,10 @@ def run(
                     beta = optimizer.decays.get(stream, 1.0)
                     for m, k in ((m, taken[m][stream]) for m in at_work):
                         w[m] *= k if stream == "params" else 1 - beta**k
-                mean = E([workers[m][stream] for m in at_work], [w[m] for m in at_work])
+                sent = [received(m, stream, workers[m][stream]) for m in at_work]
+                mean = received(-1, stream, E(sent, [w[m] for m in at_work]))
+                if stream == "params":
+                    everybody = mean
                 for m in range(num_workers):
                     goes_on = m in at_work and t + 1 < num_steps and present(m, t + 1)
                     to = in_time[m] if delay and goes_on else workers[m]

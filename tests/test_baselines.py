@@ -217,7 +217,7 @@ class Still:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
+def test_the_outer_step_of_a_configuration_is_diloco_in_closed_form(nesterov, tmp_path):
     """x_m = m + (1 - eta)^K (x - m) after K inner steps; then Nesterov's step along x - E[x_m]."""
     eta, k, lr, momentum, rounds, clients = 0.1, 5, 0.7, 0.9, 6, 3
     case = OPTIMIZERS["sgdm"]
@@ -229,8 +229,12 @@ def test_the_outer_step_is_diloco_in_closed_form(nesterov, tmp_path):
         tmp_path,
         num_clients=clients,
         num_steps=rounds * k,
-        outer=OuterOptimizer(
-            lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum, nesterov=nesterov)
+        outer=build_outer(
+            load(
+                "quickstart",
+                f"outer.name=sgd outer.lr={lr} outer.momentum={momentum} "
+                f"outer.nesterov={str(nesterov).lower()}",
+            )
         ),
     )
     run.strategy.start(run.grid, run.initial)

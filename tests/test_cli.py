@@ -74,7 +74,7 @@ def nothing_starts(monkeypatch):
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, arguments, said):
     result = desloc(*arguments)
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
@@ -83,7 +83,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, argum
 
 def test_without_a_preset_the_presets_are_listed(nothing_starts):
     result = desloc()
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     for preset in (ROOT / "configs").glob("*.yaml"):
         assert re.search(rf"^  {preset.stem} +\w", result.stderr, re.MULTILINE)
 
@@ -97,7 +97,7 @@ def test_the_version_is_ours_and_flowers():
 
 def test_a_dry_run_prints_the_configuration_and_the_command_and_starts_nothing(nothing_starts):
     result = desloc("quickstart", "run.steps=7", "--output-dir", "/o", "--dry-run")
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("flwr run")]
     yaml, command = lines[:at], lines[at]
@@ -262,25 +262,22 @@ def test_a_long_temporary_folder_is_not_used_because_rays_sockets_would_not_fit(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    home = flower._private_folder()
-    home.rmdir()
-    assert len(str(home)) < 40
+    with flower.private_home() as home:
+        assert len(str(home)) < 40
 
 
 # --- The supervisor -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def home(monkeypatch):
-    """Return the private folder that the next SuperLink gets."""
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder) / "home"
-        home.mkdir()
-        monkeypatch.setattr(flower, "_private_folder", lambda: home)
-        yield home
+def temp(monkeypatch):
+    """Return the folder that temporary folders are made in."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
-def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkeypatch):
+def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(temp, monkeypatch):
     broken = ["sh", "-c", "echo the port is taken; exit 3"]
     monkeypatch.setattr(superlink, "superlink_command", lambda *_: broken)
     with (
@@ -288,10 +285,10 @@ def test_a_superlink_that_does_not_start_says_why_and_is_cleaned_up(home, monkey
         superlink.private_superlink(),
     ):
         pass
-    assert not home.exists()
+    assert not any(temp.iterdir())
 
 
-def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(home, monkeypatch):
+def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(temp, monkeypatch):
     deaf = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
     parent = (
         "import subprocess, time\n"
@@ -303,13 +300,13 @@ def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(home, mo
     monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
 
     def started():
-        return processes_with("FLWR_HOME", str(home))
+        return processes_with("FLWR_HOME", str(link.home))
 
-    with superlink.private_superlink():
+    with superlink.private_superlink() as link:
         wait_until(lambda: any(name.startswith("sh -c trap") for name in started()), started)
         assert len(started()) >= 3  # the supervisor, the parent, the child
     assert started() == []
-    assert not home.exists()
+    assert not any(temp.iterdir())
 
 
 # --- What is shown ------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ def in_process(monkeypatch):
 
 def test_the_inprocess_engine_gets_what_flower_would(in_process):
     result = desloc("quickstart", "federation.num_clients=3", "--engine", "inprocess")
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     meant = {
         **app_run_config(),
         "config": "quickstart",
@@ -407,7 +404,7 @@ def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(monkeypatc
 
     monkeypatch.setattr(run, "run_in_process", fail)
     result = desloc("quickstart", "--engine", "inprocess", *flags)
-    assert result.exit_code == 1
+    assert result.exit_code == 1, result.output
     assert ("Traceback" in result.stderr) == bool(flags)
     assert result.stderr.endswith("error: the run failed: RuntimeError: the quorum is gone\n")
     assert flags or len(result.stderr.splitlines()) == 1
@@ -571,7 +568,9 @@ def place(tmp_path) -> Iterator[Place]:
 
 @slow
 def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, place):
-    code, output, errors = place.run(tiny, "federation.num_clients=2", "--output-dir", "my runs")
+    code, output, errors = place.run(
+        tiny, "federation.num_clients=2", "--workers", "1", "--output-dir", "my runs"
+    )
     assert (code, errors) == (0, ""), output
     _takes, command, _submitted, *said = output.splitlines()
     config = shlex.split(command)[shlex.split(command).index("--run-config") + 1]
@@ -600,8 +599,8 @@ def test_a_run_that_fails_exits_with_1_and_prints_the_error(tiny, place):
 @slow
 def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, place):
     (tiny / "LICENSE").unlink()
-    code, _output, errors = place.run(tiny)
-    assert code == 1
+    code, output, errors = place.run(tiny)
+    assert code == 1, output + errors
     assert errors.startswith("error: ")
     assert "LICENSE" in errors
 
@@ -615,15 +614,19 @@ def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, pla
     ],
 )
 def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
-    with place.start(tiny, "run.name=waits", "federation.num_clients=2") as process, ended(process):
-        assert any(line.startswith(said) for line in process.stdout), process.stderr.read()
+    words = ["run.name=waits", "federation.num_clients=2", "--workers", "1"]
+    with place.start(tiny, *words) as process, ended(process):
+        lines = []
+        while not (lines and lines[-1].startswith(said)):
+            lines.append(process.stdout.readline())
+            assert lines[-1], ["".join(lines), process.stderr.read()]
         assert place.left() != []
         process.send_signal(number)
         _, errors = process.communicate(timeout=600)
     if number == signal.SIGKILL:  # then nobody waits for the supervisor
-        assert process.returncode == -number
+        assert process.returncode == -number, errors
         wait_until(lambda: place.left() == [], place.left)
     else:
-        assert process.returncode == 128 + number
+        assert process.returncode == 128 + number, errors
         assert f"stopped by {signal.Signals(number).name}" in errors
     assert place.left() == []

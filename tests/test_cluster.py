@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
+from processes import output_of
 from tiny import TINY
 from typer.testing import CliRunner
 
@@ -57,16 +57,14 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     try:
         for node, own in arguments.items():
-            subprocess.run(
-                [str(BIN / "ray"), "start", *own, *common],
+            output_of(
+                [BIN / "ray", "start", *own, *common],
                 env={
                     **environment,
                     "DESLOC_TEST_NODE": node,
                     "PYTHONPATH": "",
                     "FLWR_HOME": str(short),  # by which they are found again
                 },
-                capture_output=True,
-                check=True,
                 timeout=120,
             )
         yield address

@@ -1,7 +1,6 @@
 """Models, data and optimizers of one's own: the examples run, and only what is trained travels."""
 
 import importlib
-import json
 import re
 import shutil
 import sys
@@ -15,6 +14,7 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import summary
 from torch import nn
 from typer.testing import CliRunner
 
@@ -48,14 +48,11 @@ SMALL = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_the_examples() -> Iterator[None]:
-    """Be where a user is who types the commands of the page; leave out pictures and report."""
+    """Be where a user is who types the commands of the page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(EXAMPLES)
         patch.setenv(IMPORT_FROM, str(EXAMPLES))
         patch.setattr(sys, "path", [*sys.path])
-        pictures = ("runs.figures.overview.draw", "runs.figures.partition.draw_partition")
-        for name in ("runs.report.write_page", *pictures):
-            patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
         yield
 
 
@@ -96,11 +93,6 @@ def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return folder / name
 
     return whole
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
 
 
 def cut_off(run: Run, name: str, folder: Path) -> None:

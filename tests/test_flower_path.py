@@ -1,8 +1,8 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reference
@@ -24,20 +24,37 @@ from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
 
+NAMES = ["adam", "adopt"]
+"""The core's laws are those of every optimizer; here two stand for all."""
 
-@pytest.mark.parametrize(
-    ("some", "num_clients"), [((5, 7, 11), 3), ((4, 12, 24), 1), ((3, "never", 6), 7)], ids=str
-)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_federated_path_equals_the_oracle(name, some, num_clients, tmp_path):
-    case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(*some))
-    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=num_clients, num_steps=26)
-    assert_close(run.start(), oracle(run))
+# Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "periods without a common divisor": {"periods": (5, 7, 11)},
+    "one client": {"periods": (4, 12, 24), "num_clients": 1},
+    "a state that is never averaged": {"periods": (3, "never", 6), "num_clients": 7},
+    "coins": {"periods": (3, 5, 7), "coin_seed": 4},
+    "away for two windows": {
+        "periods": (4, 12, 24),
+        "present": lambda m, t: not (m == 1 and 4 <= t < 12),
+    },
+    "away while params are not due": {
+        "periods": (10, 2, 5),
+        "present": lambda m, t: not (m == 2 and 2 <= t < 4),
+    },
+}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_federated_path_equals_the_oracle_on_tied_weights_with_clipping(name, tmp_path):
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
+    case, options = OPTIMIZERS[name], {"num_clients": 3, **SITUATIONS[situation]}
+    schedule = SyncSchedule(case.periods(*options.pop("periods")), options.pop("coin_seed", None))
+    run = Run(Quadratic(), case, schedule, tmp_path, num_steps=26, **options)
+    assert_close(run.start(), oracle(run, present=run.present))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_federated_path_is_algorithm_1_on_tied_weights_with_clipping(name, tmp_path):
     case = OPTIMIZERS[name]
     run = Run(
         Regression(),
@@ -51,47 +68,6 @@ def test_the_federated_path_equals_the_oracle_on_tied_weights_with_clipping(name
     )
     expected = oracle(run, lr=lambda t: case.lr / (1 + t), clip=reference.clip_norm(0.5))
     assert_close(run.start(), expected)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_federated_path_equals_the_oracle_with_coins(name, tmp_path):
-    case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(3, 5, 7), coin_seed=4)
-    run = Run(Quadratic(), case, schedule, tmp_path, num_clients=3, num_steps=25)
-    assert_close(run.start(), oracle(run))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_client_absent_for_two_windows_keeps_its_work_and_gets_the_averages(name, tmp_path):
-    case = OPTIMIZERS[name]
-    # Windows begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
-    schedule = SyncSchedule(case.periods(4, 12, 24))
-    run = Run(
-        Quadratic(),
-        case,
-        schedule,
-        tmp_path,
-        num_clients=3,
-        num_steps=24,
-        present=lambda m, t: not (m == 1 and 4 <= t < 12),
-    )
-    assert_close(run.start(), oracle(run, present=run.present))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_client_absent_while_params_are_not_due_is_merged_at_the_next_sync(name, tmp_path):
-    case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(10, 2, 5))
-    run = Run(
-        Quadratic(),
-        case,
-        schedule,
-        tmp_path,
-        num_clients=3,
-        num_steps=20,
-        present=lambda m, t: not (m == 2 and 2 <= t < 4),
-    )
-    assert_close(run.start(), oracle(run, present=run.present))
 
 
 def test_the_order_of_the_nodes_changes_no_bit(tmp_path):
@@ -175,39 +151,7 @@ def test_a_finished_run_leaves_no_files_on_the_clients(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------- Joiners and lost state
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_client_that_lost_its_state_is_a_joiner(name, tmp_path):
-    """It continues with the last averages of every stream and the federation's step."""
-    case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(2, 4, 6))
-    run = Run(Quadratic(), case, schedule, tmp_path / "a", num_clients=3, num_steps=14)
-    after = run.watch.after
-
-    def lose(record: WindowRecord) -> None:
-        after(record)
-        if record.step == 8:
-            run.files(1).delete()
-
-    run.watch.after = lose
-    got = run.start()
-
-    late = Run(Quadratic(), case, schedule, tmp_path / "b", num_clients=3, num_steps=14)
-    averages = {}
-
-    def remember(record: WindowRecord) -> None:
-        Run._after(late, record)
-        if record.step == 8:
-            averages.update(late.strategy.state.averages)
-            # What the joiner is given, written into its file by hand.
-            held = late.files(1).held()
-            given = {name: from_record(average) for name, average in averages.items()}
-            late.files(1).write(replace(held, streams=list(given)), given)
-
-    late.watch.after = remember
-    assert_same(got, late.start())
+# --------------------------------------------------------------------------------------- Joiners
 
 
 def test_a_joiner_takes_the_servers_step_for_bias_correction_and_clip(tmp_path):

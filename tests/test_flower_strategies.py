@@ -13,6 +13,7 @@ from federation import OPTIMIZERS, OptimizerCase, Problem, Quadratic, assert_clo
 from flwr.app import Context
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from reference import Tree
+from tiny import summary, train
 from torch import nn
 
 from flower_desloc import DesLoc, SyncSchedule, prime, stream_names, take
@@ -27,7 +28,6 @@ from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.worker import Worker
 from flower_desloc.setup.build import check_streams
-from flower_desloc.tools.engines.in_process import run_in_process
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAM, SGDM = OPTIMIZERS["adam"], OPTIMIZERS["sgdm"]
@@ -277,14 +277,7 @@ SMALL = (
 
 
 def run(preset: str, folder: Path, more: str = "") -> dict[str, Any]:
-    run_config = {"config": preset, "overrides": f"{SMALL} {more}", "output-dir": str(folder)}
-    run_in_process(run_config, 3)
-    return summary(folder / preset)
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    return summary(train(folder, SMALL, more, config=preset, clients=3))
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])

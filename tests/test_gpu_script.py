@@ -34,5 +34,5 @@ def test_a_piece_is_rehearsed_and_not_repeated(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so(tmp_path):
     done = gpu_sh(tmp_path, "favg_opt")
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stdout + done.stderr
     assert "--rehearse" in done.stderr

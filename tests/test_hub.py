@@ -3,7 +3,6 @@
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from processes import output_of
 
 from flower_desloc.flower.inprocess import InProcessGrid
 
@@ -52,7 +52,7 @@ def test_it_learns_in_a_simulation(app, tmp_path, capsys):
 
 def test_it_learns_at_sites_with_data_of_their_own(app, tmp_path, capsys):
     command = [sys.executable, "-m", "desloc_quickstart.task", str(tmp_path / "data"), "2"]
-    subprocess.run(command, cwd=HUB, check=True, capture_output=True)
+    output_of(command, cwd=HUB)
     sites = [{"data-path": str(tmp_path / "data" / f"site-{i}"), "name": f"s{i}"} for i in (0, 1)]
     app(sites, **{"num-steps": 96})
     assert accuracies(capsys.readouterr().out)[-1] > 0.7
@@ -64,7 +64,7 @@ def test_it_is_built_within_the_hubs_limits(tmp_path):
     shutil.copytree(HUB, copy, ignore=shutil.ignore_patterns("__pycache__", "*.fab"))
     build = [str(Path(sys.executable).with_name("flwr")), "build"]
     environment = {**os.environ, "FLWR_HOME": str(tmp_path / "home")}
-    subprocess.run(build, cwd=copy, env=environment, check=True, capture_output=True)
+    output_of(build, cwd=copy, env=environment)
     (fab,) = copy.glob("*.fab")
     files = {info.filename: info.file_size for info in zipfile.ZipFile(fab).infolist()}
     assert {"README.md", "LICENSE", "pyproject.toml"} <= files.keys()

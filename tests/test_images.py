@@ -591,6 +591,6 @@ def test_desloc_partition_shows_and_draws_what_a_run_would_deal(tmp_path):
 def test_desloc_partition_fails_with_one_line(words, code, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["partition", *words])
-    assert done.exit_code == code
+    assert done.exit_code == code, done.output
     assert done.stderr.count("\n") == 1
     assert told in done.stderr

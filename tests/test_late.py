@@ -62,17 +62,26 @@ def test_late_averages_with_coins_and_absences_equal_the_oracle(name, seed, tmp_
 @pytest.mark.parametrize("name", ["adam", "adopt"])
 def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
     """Each client with a worker of its own, which outlives its messages."""
-    expected = late(tmp_path / "a", name, num_clients=1, evaluate_clients=True, eval_every=4)
-    ahead = late(tmp_path / "b", name, num_clients=1, evaluate_clients=True, eval_every=4)
-    reply_to, taken = ahead.grid._answer, []
 
-    def answer(message: Any) -> Any:
-        reply = reply_to(message)
+    class Counting(Quadratic):
+        def loss(self, module: torch.nn.Module, m: int, t: int) -> Tensor:
+            steps.append(t)
+            return super().loss(module, m, t)
+
+    steps: list[int] = []
+    expected = late(tmp_path / "a", name, num_clients=1, evaluate_clients=True, eval_every=4)
+    ahead = late(
+        tmp_path / "b", name, num_clients=1, problem=Counting(), evaluate_clients=True, eval_every=4
+    )
+    taken = []
+
+    def take_steps(_: Any, reply: Any) -> Any:
+        before = len(steps)
         STEPS_AHEAD.take()
-        taken.append(STEPS_AHEAD._taken is not None)
+        taken.append(len(steps) > before)
         return reply
 
-    ahead.grid._answer = answer  # type: ignore[method-assign]
+    ahead.grid.meddle = take_steps
     ahead.keep_workers = True
     assert_same(ahead.start(), expected.start())
     assert sum(taken) > len(ahead.watch.records) / 2

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import resource
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import output_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flower_desloc.config import Config, ConfigError, parse
@@ -672,5 +672,4 @@ def test_importing_the_recorder_imports_neither_matplotlib_nor_tensorboard() -> 
         "import sys, flower_desloc.runs;"
         "print([m for m in ('matplotlib', 'tensorboard') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    assert output_of([sys.executable, "-c", code]) == "[]\n"

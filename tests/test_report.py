@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from test_outputs import PERIODS, record
+from tiny import summary, train
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
@@ -36,7 +37,6 @@ from flower_desloc.runs.report.tables import (
     tiles,
 )
 from flower_desloc.runs.time_model import DEFAULT_LINK, modelled, seconds_per_step
-from flower_desloc.tools.engines.in_process import run_in_process
 
 VOID = {"meta", "img", "br", "link"}
 TINY = (
@@ -99,11 +99,11 @@ class Page(HTMLParser):
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny runs: two seeds of DES-LOC, one of Local Adam."""
     folder = tmp_path_factory.mktemp("runs")
-    tiny_run(folder, f"{TINY} run.name=desloc run.seed=0")
+    train(folder, f"{TINY} run.name=desloc run.seed=0")
     with pytest.MonkeyPatch.context() as patch:
         skip_pages(patch)
-        tiny_run(folder, f"{TINY} run.name=desloc run.seed=1")
-        tiny_run(folder, f"{TINY} run.name=local sync.exp_avg=2 sync.exp_avg_sq=2")
+        train(folder, f"{TINY} run.name=desloc run.seed=1")
+        train(folder, f"{TINY} run.name=local sync.exp_avg=2 sync.exp_avg_sq=2")
     return folder
 
 
@@ -111,11 +111,6 @@ def skip_pages(patch: pytest.MonkeyPatch) -> None:
     """Skip the slow steps at the end of a run."""
     patch.setattr("flower_desloc.runs.report.write_page", lambda *_: None)
     patch.setattr("flower_desloc.runs.figures.overview.draw", lambda *_: None)
-
-
-def tiny_run(folder: Path, overrides: str, config: str = "quickstart") -> None:
-    run_config = {"config": config, "overrides": overrides, "output-dir": str(folder)}
-    run_in_process(run_config, 2)
 
 
 @pytest.fixture
@@ -134,11 +129,6 @@ def change_lines(folder: Path, change: Callable[[dict[str, Any]], None]) -> None
     for line in lines:
         change(line)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
 
 
 def keys(runs: list[RunRecord]) -> list[str]:
@@ -172,22 +162,22 @@ def test_a_run_writes_its_report_as_a_self_contained_page(real: Path) -> None:
 
 def test_the_headline_has_the_numbers_of_the_summary(real: Path) -> None:
     page = Page((real / "desloc" / "report.html").read_text(encoding="utf-8"))
-    summary = summary_of(real / "desloc")
-    central, measured = summary["evaluation"]["central"], summary["bytes"]["measured"]
+    found = summary(real / "desloc")
+    central, measured = found["evaluation"]["central"], found["bytes"]["measured"]
     for told in (
         loss_text(central["loss"]["final"]),
         figures(central["perplexity"]["final"]),
         bytes_text(measured["up"]["total"]),
         f"{bytes_text(measured['down']['total'])} down",
-        f"{figures(summary['ratio']['local_adam'])} {TIMES}",
-        f"{figures(summary['ratio']['ddp'])} {TIMES}",
+        f"{figures(found['ratio']['local_adam'])} {TIMES}",
+        f"{figures(found['ratio']['ddp'])} {TIMES}",
         "completed",
     ):
         assert told in page.text, told
     cells = [cell for table in page.tables for row in table for cell in row]
-    assert summary["weights_sha256"] in cells
-    assert summary["versions"]["torch"] in cells
-    assert summary["versions"].keys() >= {"python", "torch", "flwr", "flower-desloc"}
+    assert found["weights_sha256"] in cells
+    assert found["versions"]["torch"] in cells
+    assert found["versions"].keys() >= {"python", "torch", "flwr", "flower-desloc"}
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
@@ -241,7 +231,7 @@ def test_text_from_clients_is_escaped(copy: Path, tmp_path: Path) -> None:
 def test_the_summary_of_an_unfinished_run_is_computed_from_its_complete_lines(
     copy: Path, tmp_path: Path
 ) -> None:
-    whole = summary_of(copy)
+    whole = summary(copy)
     (copy / "summary.json").unlink()
     run = load(copy)
     assert run.status == "unfinished"
@@ -337,7 +327,7 @@ def test_data_parallelism_has_a_report(
 ) -> None:
     skip_pages(monkeypatch)
     words = " ".join(word for word in TINY.split() if not word.startswith("sync."))
-    tiny_run(tmp_path, f"{words} run.steps=3", "ddp")
+    train(tmp_path, f"{words} run.steps=3", config="ddp")
     loaded = load(tmp_path / "ddp")
     there = set(keys([loaded]))
     assert {"held-out", "time", "bytes", "timeline", "losses", "norms"} <= there
@@ -467,7 +457,7 @@ def test_seeds_are_one_row_with_mean_and_sample_standard_deviation(real: Path) -
         "desloc": [real / "desloc", real / "desloc-2"],
         "local": [real / "local"],
     }.items():
-        summaries = [summary_of(folder) for folder in folders]
+        summaries = [summary(folder) for folder in folders]
         for metric, column, digits in (("loss", 3, 3), ("perplexity", 4, 2)):
             values = [s["evaluation"]["central"][metric]["final"] for s in summaries]
             assert len(set(values)) == len(folders)
@@ -485,7 +475,7 @@ def test_the_band_over_seeds_is_one_sample_standard_deviation(real: Path) -> Non
     figure = draw_heldout([load(path) for path in find([real])])
     assert figure is not None
     finals = [
-        summary_of(real / name)["evaluation"]["central"]["loss"]["final"]
+        summary(real / name)["evaluation"]["central"]["loss"]["final"]
         for name in ("desloc", "desloc-2")
     ]
     loss_by_step = figure.axes[3]
@@ -513,9 +503,9 @@ def test_a_comparison_lists_the_settings_that_differ(real: Path, tmp_path: Path)
 def test_a_failed_run_does_not_count_among_completed_ones(real: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(real, folder)
-    summary = summary_of(folder / "desloc-2")
+    found = summary(folder / "desloc-2")
     (folder / "desloc-2" / "summary.json").write_text(
-        json.dumps({**summary, "status": "failed", "error": "cut off"})
+        json.dumps({**found, "status": "failed", "error": "cut off"})
     )
     runs = [load(path) for path in find([folder])]
     group = grouped(runs)[0]
@@ -546,7 +536,7 @@ def desloc(*arguments: object) -> Any:
 def test_the_command_writes_the_page_and_its_figures_as_png(copy: Path) -> None:
     (copy / "report.html").unlink()
     result = desloc(copy, "--bandwidth", 10, "--latency", 200)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert result.stdout == f"report: {copy / 'report.html'}\n"
     page = Page((copy / "report.html").read_text())
     assert "10 Mbit/s and 200 ms" in " ".join(page.text)
@@ -589,7 +579,7 @@ def test_a_path_without_a_readable_run_is_one_line_of_error(
     with pytest.raises(NoRunError, match=said):
         [load(path) for path in find([no_runs / name])]
     result = desloc(no_runs / name)
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert re.search(said, result.stderr)
     assert len(result.stderr.splitlines()) == 1
@@ -597,7 +587,7 @@ def test_a_path_without_a_readable_run_is_one_line_of_error(
 
 def test_a_link_without_bandwidth_is_refused(copy: Path) -> None:
     result = desloc(copy, "--bandwidth", 0)
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     assert result.stderr == "error: --bandwidth=0: must be above 0\n"
 
 

@@ -1,6 +1,5 @@
 """A whole run that is killed and resumed, through the app and the command."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 from test_simulation import BIN, SMALL
+from tiny import summary, train
 
 from flower_desloc.config import ConfigError, load
 from flower_desloc.runs import RunFolder
@@ -19,18 +19,10 @@ from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.record import load as read_run
 from flower_desloc.runs.report.tables import events
 from flower_desloc.runs.resume import begun_in, resumable
-from flower_desloc.tools.engines.in_process import run_in_process
 
 
 def run(output_dir: Path, *overrides: str) -> Path:
-    words = " ".join([*SMALL, *overrides])
-    run_in_process({"config": "quickstart", "overrides": words, "output-dir": str(output_dir)}, 3)
-    return sorted(output_dir.glob("quickstart*"))[-1]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    return train(output_dir, *SMALL, *overrides, clients=3)
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +31,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.fixture
-def cut_off(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same run, whose server could not write its fifth window's record."""
-    append = RunFolder.append_metrics
+@pytest.fixture(scope="module")
+def failed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of the same run, whose server could not write its fifth window's record."""
+    append, output_dir = RunFolder.append_metrics, tmp_path_factory.mktemp("failed")
 
     def until_full(self: RunFolder, line: dict[str, Any]) -> None:
         if line["round"] == 5:
             raise OSError(28, "No space left on device")
         append(self, line)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "append_metrics", until_full)
         with pytest.raises(OSError, match="No space"):
-            run(tmp_path)
-    assert summary(tmp_path / "quickstart")["status"] == "failed"
-    return tmp_path / "quickstart"
+            run(output_dir)
+    assert summary(output_dir / "quickstart")["status"] == "failed"
+    return output_dir
+
+
+@pytest.fixture
+def cut_off(failed: Path, tmp_path: Path) -> Path:
+    """A copy of the failed run, with the files of its clients."""
+    return Path(shutil.copytree(failed, tmp_path / "runs")) / "quickstart"
 
 
 def same(here: Path, there: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
 @pytest.mark.timeout(900)  # two runs in Flower's simulation, on a busy machine
 def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     """In Flower's simulation, with the same bits as an uninterrupted run in one process."""
-    command = [str(BIN / "desloc"), "run", "quickstart", *SMALL]
+    command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--workers", "1"]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
     log = tmp_path / "log"

@@ -1,6 +1,8 @@
 """Laws of the text: what is read, what is held out, and who gets which documents."""
 
+import argparse
 import ast
+import configparser
 import gzip
 import hashlib
 import inspect
@@ -9,12 +11,12 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tokenize
 from collections import Counter
 from dataclasses import replace
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -23,9 +25,10 @@ import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import output_of
 
-from flower_desloc.tasks.causal_lm import builtin
 from flower_desloc.tasks.causal_lm import corpus as corpora
+from flower_desloc.tasks.causal_lm.builtin import BUILTIN
 from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.document_streams import open_domain
 from flower_desloc.tasks.causal_lm.documents import cut, split
@@ -135,7 +138,7 @@ def test_the_builtin_text_has_four_domains_in_a_fixed_order():
 
 
 def test_the_builtin_descriptions_are_what_is_installed_without_this_package(tmp_path, monkeypatch):
-    before = list(builtin._descriptions())
+    before = list(BUILTIN["docs"]())
     inside = tmp_path / "site-packages" / "ray" / "thirdparty_files"
     (inside / "brought-1.0.dist-info").mkdir(parents=True)
     (inside / "brought-1.0.dist-info" / "METADATA").write_text(
@@ -143,40 +146,40 @@ def test_the_builtin_descriptions_are_what_is_installed_without_this_package(tmp
     )
     monkeypatch.syspath_prepend(inside)  # as Ray does
     assert metadata.version("brought")
-    assert list(builtin._descriptions()) == before
+    assert list(BUILTIN["docs"]()) == before
     assert len(before) > 20
     own = metadata.metadata("flower-desloc").get_payload()
     assert not any(own.strip()[:200] in text for text in before)
 
 
-def test_the_builtin_code_is_code_alone(tmp_path):
-    module = tmp_path / "module.py"
-    module.write_text(
-        '"""Module."""\nx = "# no comment"  # comment\n\n\ndef f():\n'
-        "    '''Function\n\n    of # two'''\n    # comment\n    return '''#'''\n"
-    )
-    code, docstrings = builtin._code_and_docstrings(module)
-    assert code == "x = \"# no comment\"\n\ndef f():\n\n    return '''#'''"
-    assert docstrings == "Module.\n\nFunction\n\nof # two"
+def words_of(code: str) -> list[str]:
+    """Return the tokens of code without layout, comments and strings that are statements."""
+    words, begins = [], True
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            continue
+        if token.type == tokenize.NEWLINE or (begins and token.type == tokenize.STRING):
+            begins = True
+            continue
+        begins = False
+        words.append(token.string)
+    return words
 
 
-def test_the_builtin_code_of_real_modules_has_no_comments_or_docstrings():
-    for module in (ast, json, random, subprocess):
-        code, docstrings = builtin._code_and_docstrings(Path(module.__file__))
-        tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-        assert not any(token.type == tokenize.COMMENT for token in tokens)
-        assert inspect.cleandoc(module.__doc__) in docstrings
-        assert module.__doc__ not in code
-
-
-def test_no_more_of_the_library_is_parsed_than_is_needed():
-    builtin._code_and_docstrings.cache_clear()
-    corpora.read.__wrapped__(Source("builtin", ("code",), max_bytes=100_000))
-    assert 0 < builtin._code_and_docstrings.cache_info().misses < 40
+def test_the_builtin_code_is_the_librarys_without_comments_and_docstrings():
+    codes = list(islice(BUILTIN["code"](), 120))
+    docstrings = list(islice(BUILTIN["docstrings"](), 120))
+    for module in (ast, argparse, configparser):  # the last has "#" in a string
+        source = inspect.getsource(module)
+        [code] = [code for code in codes if words_of(code) == words_of(source)]
+        comments = tokenize.generate_tokens(io.StringIO(code).readline)
+        assert not any(token.type == tokenize.COMMENT for token in comments)
+        assert inspect.cleandoc(module.__doc__) not in code
+        assert any(inspect.cleandoc(module.__doc__) in text for text in docstrings)
 
 
 def test_an_installation_without_the_text_is_told_so(monkeypatch):
-    monkeypatch.setattr(builtin, "_library_files", list)
+    monkeypatch.setitem(BUILTIN, "code", lambda: iter(()))
     with pytest.raises(
         ValueError, match=r"data.source=builtin: its domain 'code' holds too little"
     ):
@@ -310,12 +313,13 @@ def test_a_column_makes_the_domains(tmp_path):
 
 
 @pytest.mark.parametrize("max_bytes", [2, 101, 1000, 1800, 5000])
-def test_max_bytes_is_the_most_read_of_a_domain(max_bytes):
-    rows = (("a", {"text": "é" * 100}) for _ in range(9))
-    found = corpora._collect(Source("x", max_bytes=max_bytes), rows, {"a"})
-    size = sum(len(document.encode()) for document in found["a"])
+def test_max_bytes_is_the_most_read_of_a_domain(max_bytes, monkeypatch):
+    texts = (f"{n} {'é' * 99}" for n in range(9))  # 200 bytes each
+    monkeypatch.setitem(BUILTIN, "code", lambda: texts)
+    corpus = corpora.read.__wrapped__(Source("builtin", ("code",), max_bytes=max_bytes))
+    size = sum(len(t.encode()) for part in (corpus.train, corpus.heldout) for t in part["text"])
     assert min(max_bytes, 1800) - 1 <= size <= max_bytes
-    assert sum(1 for _ in rows) == max(0, 9 - math.ceil(max_bytes / 200))  # What was not read.
+    assert sum(1 for _ in texts) == max(0, 9 - math.ceil(max_bytes / 200))  # What was not read.
 
 
 def test_requested_domains_come_in_their_order(three):
@@ -481,10 +485,7 @@ def test_another_process_deals_the_same_documents(three):
     code = f"import test_text; print(test_text.digest(test_text.Source({three.source!r})))"
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     environment = os.environ | {"PYTHONHASHSEED": "3", "PYTHONPATH": os.pathsep.join(path)}
-    output = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert output.strip() == digest(three)
+    assert output_of([sys.executable, "-c", code], env=environment).strip() == digest(three)
 
 
 def mixture(source: Source, name: str, num_clients: int, alpha: float = 0.5) -> list[Counter]:

@@ -59,15 +59,21 @@ def test_the_relay_delays_both_directions_and_changes_no_byte():
             here.sendall(data)
             here.shutdown(socket.SHUT_WR)
             assert received.read() == data
-    with (
-        network.tool((), "serve", "127.0.0.2", port),
-        network.tool((), "relay", "127.0.0.2", 0.05, port),
-        network.tool((), "measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
-    ):
-        assert process.stdout is not None
-        found = json.loads(process.stdout.readline())
-    assert 0.1 <= found["round_trip"] < 0.2
-    assert found["ended"] - found["began"] < 2
+    found: dict[str, float] = {}
+
+    def measured_as_fast_as_the_delay_allows() -> bool:
+        with (
+            network.tool((), "serve", "127.0.0.2", port),
+            network.tool((), "relay", "127.0.0.2", 0.05, port),
+            network.tool((), "measure", "127.0.0.1", port, 3 << 20, 3 << 20, 0) as process,
+        ):
+            assert process.stdout is not None
+            found.update(json.loads(process.stdout.readline()))
+        assert found["round_trip"] >= 0.1
+        return found["round_trip"] < 0.2 and found["ended"] - found["began"] < 2
+
+    # A machine that is busy with something else is slower now and then, a relay always.
+    wait_until(measured_as_fast_as_the_delay_allows, lambda: found, 200)
 
 
 def start(*words: object, before: str = "") -> "subprocess.Popen[str]":
@@ -141,7 +147,7 @@ def test_nothing_is_left_after_a_signal(cells, tmp_path, number):
         process.send_signal(number)
         process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-    wait_until(lambda: not any(p.is_running() for p in below), lambda: below, 20)
+    wait_until(lambda: not any(p.is_running() for p in below), lambda: below)
     if number == signal.SIGKILL:
         with start("--clean") as cleaning:
             assert f"thin-links-{process.pid}-server" in cleaning.communicate()[0]
@@ -153,4 +159,4 @@ def test_without_root_it_says_so_and_exits_with_2(tmp_path):
     with start("calibrate", "--results", tmp_path, before=before) as process:
         output, _ = process.communicate()
     assert output == "thin_links cannot run here: it needs Linux and root\n"
-    assert process.returncode == 2
+    assert process.returncode == 2, output

@@ -197,7 +197,7 @@ def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
         "examples.toy.__main__.SearchGrid",
         lambda workers: SearchGrid(**small, workers=3, rounds=2, seeds=2),
     )
-    result = desloc_toy("--search", "--output-dir", tmp_path, "--jobs", 2)
+    result = desloc_toy("--search", "--output-dir", tmp_path, "--jobs", 1)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "map.png").exists()
     with (tmp_path / "search.csv").open(newline="") as file:
@@ -210,7 +210,7 @@ def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong", [("--beta1", 1), ("--beta2", 1.5)])
 def test_desloc_toy_refuses_betas_of_1_and_more(wrong, tmp_path):
     result = desloc_toy("--output-dir", tmp_path / "toy", *wrong)
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     assert "--beta" in result.output
     assert not (tmp_path / "toy").exists()
 
@@ -218,7 +218,7 @@ def test_desloc_toy_refuses_betas_of_1_and_more(wrong, tmp_path):
 def test_desloc_toy_reports_divergence(tmp_path, capfd):
     small = ("--workers", 2, "--rounds", 1, "--transcribed", 1, "--seeds", 1, "--jobs", 1)
     result = desloc_toy("--output-dir", tmp_path, "--lr", 1e200, "--clip", 0, *small)
-    assert result.exit_code == 1
+    assert result.exit_code == 1, result.output
     assert "training diverged" in result.output
     assert "--lr" in result.output
     assert "Traceback" not in result.output

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from tiny import summary
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -24,7 +26,6 @@ from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.setup.initial import initial, is_pretrained, with_init_from
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.tokens import ByteTokenizer
-from flower_desloc.tools.engines.in_process import run_in_process
 from flower_desloc.tools.models.card import card
 from flower_desloc.tools.models.export import export
 
@@ -36,24 +37,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _neither_report_nor_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flower_desloc.runs.report.write_page", lambda *_, **__: None)
-        patch.setattr("flower_desloc.runs.figures.overview.draw", lambda *_, **__: None)
-        patch.setattr("flower_desloc.runs.figures.partition.draw_partition", lambda *_, **__: None)
-        yield
-
-
 def train(output_dir: Path, *overrides: str) -> Path:
-    words = " ".join([*SMALL, *overrides])
-    run_in_process({"config": "quickstart", "overrides": words, "output-dir": str(output_dir)}, 2)
-    return sorted(output_dir.glob("quickstart*"))[-1]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    return tiny.train(output_dir, *SMALL, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +144,7 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
 def test_an_export_that_fails_leaves_nothing_behind(copy, tmp_path):
     (copy / "config.yaml").write_text("run: 3")
     result = desloc("export", copy, tmp_path / "model")
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
 
 
@@ -193,7 +178,7 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
 
 def test_a_model_goes_on_with_a_prompt(run, model):
     said = desloc("generate", model, "def ", "--tokens", 20, "--temperature", 0)
-    assert said.exit_code == 0
+    assert said.exit_code == 0, said.output
     loaded = AutoModelForCausalLM.from_pretrained(model)
     start = torch.tensor([list(b"def ")])
     expected = loaded.generate(start, max_new_tokens=20, do_sample=False)[0]
@@ -249,7 +234,7 @@ def test_a_model_that_is_not_whole_is_neither_asked_nor_scored(model, questions,
 
 def test_generation_ends_with_the_models_window(model, tmp_path):
     result = desloc("generate", model, "x" * 60, "--tokens", 20)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     assert "4 tokens: end of the text or of the model's length" in result.stderr
     for prompt, said in (("", "the prompt is empty"), ("x" * 64, "the model takes 64 at most")):
         result = desloc("generate", model, prompt)
@@ -302,7 +287,7 @@ def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tm
     names = ",".join(QUESTIONS)
     file = tmp_path / "scores.json"
     result = desloc("evaluate", model, "--data", questions, "--tasks", names, "--json", file)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.output
     scores = json.loads(file.read_text())["tasks"]
     loaded = AutoModelForCausalLM.from_pretrained(model)
 
@@ -343,7 +328,7 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
 
     def said(*arguments: object) -> str:
         result = desloc("evaluate", model, *arguments)
-        assert result.exit_code == 2
+        assert result.exit_code == 2, result.output
         return " ".join(result.stderr.split())
 
     assert "No such file" in said("--data", tmp_path)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from processes import has_ended, wait_until
+from processes import has_ended, output_of, wait_until
 
 from flower_desloc.flower.records import WindowRequest, from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
@@ -250,7 +250,7 @@ def test_a_message_is_the_same_after_framing():
 
 def test_the_process_of_one_message_does_not_import_pytorch():
     code = "import client_app, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    output_of([sys.executable, "-c", code], cwd=ROOT)
 
 
 def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):

@@ -13,6 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
+from processes import output_of
 
 import flower_desloc
 
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def build(target, root, folder):
     """Return the wheel or sdist of ``root``."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
+    output_of(command, cwd=root)
     (built,) = folder.iterdir()
     return built
 
@@ -105,7 +106,7 @@ def installed(wheel, tmp_path_factory):
     venv.create(folder / "venv", symlinks=True)
     programs = folder / "venv" / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "-q"]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    output_of([*pip, "install", "--no-deps", "--no-index", wheel])
     # Other packages come from here. Of a path in a .pth file the .pth files are not read: a clone
     # installed by `pip install -e` is not seen.
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -128,7 +129,7 @@ def installed(wheel, tmp_path_factory):
 
 def test_the_presets_are_listed_and_can_be_extended(installed):
     listed = installed("desloc", "run")
-    assert listed.returncode == 2
+    assert listed.returncode == 2, listed.stderr
     for preset in (ROOT / "configs").glob("*.yaml"):
         assert f"\n  {preset.stem} " in listed.stderr
     (installed.cwd / "mine.yaml").write_text("extends: lean\nrun:\n  steps: 7\n")

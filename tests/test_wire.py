@@ -1,19 +1,18 @@
 """Formats on the wire: what they lose, that it is made up for, and that everybody has the same."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Federation, Quadratic, assert_same, federate, initial
-from flower_path import Run
+from federation import OPTIMIZERS, Quadratic, assert_close, assert_same, federate, initial
+from flower_path import Run, oracle
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import State
 from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.core.averaging import Mean
 from flower_desloc.core.compression import (
     coded_bytes,
     decode,
@@ -22,7 +21,6 @@ from flower_desloc.core.compression import (
     encode_stream,
 )
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import put, take
 from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, payload_bytes
@@ -140,51 +138,6 @@ def test_what_is_received_is_what_the_sender_says(seed, shape, format_, name):
 # ------------------------------------------------------------------------------------ Federations
 
 
-class Coded(Federation):
-    """DES-LOC with coded streams, transcribed: everybody is there, nothing fails."""
-
-    def __init__(self, *args: Any, formats: Mapping[str, str]) -> None:
-        super().__init__(*args)
-        self.formats = formats
-        self.common = initial(self.problem)  # the parameters that everybody has
-        self.unsaid: dict[Any, Tensor] = {}  # by sender, stream and tensor; the server is -1
-
-    def average(self, due: Iterable[str], who: Iterable[int]) -> None:
-        who = list(who)
-        for name in sorted(due):
-            mean = Mean()
-            for m in who:
-                mean.add({name: self._heard(m, name, take(*self.workers[m], [name])[name])})
-            average = self._heard(-1, name, mean.result()[name])
-            if name == PARAMS:
-                self.common = average
-            for worker in self.workers:
-                put(*worker, {name: average})
-
-    def _heard(self, sender: int, name: str, stream: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if (format_ := self.formats.get(name, "fp32")) == "fp32":
-            return {key: tensor.clone() for key, tensor in stream.items()}
-        signed, heard = name != "exp_avg_sq", {}
-        for key, x in stream.items():
-            base = self.common[key] if name == PARAMS else torch.zeros_like(x)
-            told = x - base + self.unsaid.get((sender, name, key), torch.zeros_like(x))
-            said = there_and_back(told, format_, signed=signed)
-            if signed:
-                self.unsaid[sender, name, key] = told - said
-            heard[key] = base + said
-        return heard
-
-
-def coded(name: str, formats: Mapping[str, str], steps: int) -> list[State]:
-    case = OPTIMIZERS[name]
-    federation = Coded(Quadratic(), case.make, 3, formats=formats)
-    for window in SyncSchedule(case.periods(2, 3, 5)).windows(steps):
-        for m in range(3):
-            federation.train(m, window)
-        federation.average(window.due, range(3))
-    return federation.states()
-
-
 def run(name: str, formats: Mapping[str, str], folder: Any, **kwargs: Any) -> Run:
     case = OPTIMIZERS[name]
     schedule = SyncSchedule(case.periods(2, 3, 5))
@@ -205,8 +158,13 @@ def run(name: str, formats: Mapping[str, str], folder: Any, **kwargs: Any) -> Ru
     [ALL_CODED, dict.fromkeys(ALL_CODED, "bf16"), {"exp_avg_sq": "int8"}, {PARAMS: "int8"}],
     ids=["all", "bf16", "v", "params"],
 )
-def test_a_federation_of_coded_streams_is_its_transcription(name, formats, tmp_path):
-    assert_same(run(name, formats, tmp_path).start(), coded(name, formats, 20))
+def test_a_federation_of_coded_streams_is_algorithm_1_with_these_codes(name, formats, tmp_path):
+    federation = run(name, formats, tmp_path)
+    codes = {
+        stream: partial(there_and_back, format_=format_, signed=stream != "exp_avg_sq")
+        for stream, format_ in formats.items()
+    }
+    assert_close(federation.start(), oracle(federation, codes=codes))
 
 
 def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):

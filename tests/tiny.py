@@ -1,4 +1,10 @@
-"""The smallest settings of a whole run, for tests of what is around it."""
+"""The smallest whole runs, for tests of what is around them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flower_desloc.tools.engines.in_process import run_in_process
 
 TINY = [
     "model.hidden_size=32",
@@ -9,3 +15,17 @@ TINY = [
     "data.batch_size=2",
     "evaluation.sequences=4",
 ]
+
+
+def train(output_dir: Path, *overrides: str, config: str = "quickstart", clients: int = 2) -> Path:
+    """Train in this process; return the folder of the run."""
+    words = " ".join(overrides)
+    run_in_process({"config": config, "overrides": words, "output-dir": str(output_dir)}, clients)
+    written = output_dir.glob("*/summary.json")
+    return max(written, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return the summary of a run."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
