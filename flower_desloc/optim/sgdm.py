@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
 
 
 def sgdm_step(
@@ -75,9 +75,6 @@ class SGDM(ForeachOptimizer):
         *,
         weight_decay: float = 0.0,
     ) -> None:
-        require_rate("lr", lr)
-        require_rate("momentum", momentum, below=1)
-        require_rate("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
