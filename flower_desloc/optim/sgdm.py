@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
 from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
 
@@ -27,31 +26,9 @@ def sgdm_step(
     """
     if weight_decay:
         gs = list(torch._foreach_add(gs, xs, alpha=weight_decay))
-    if momentum and not isinstance(lr, Tensor) and _fusible([*xs, *gs, *us]):
-        # PyTorch's fused kernel: after its first step, it is the paper's if dampened by beta.
-        sgd(
-            xs,
-            gs,
-            list[Tensor | None](us),
-            fused=True,
-            lr=lr,
-            momentum=momentum,
-            dampening=momentum,
-            weight_decay=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-        return
     torch._foreach_mul_(us, momentum)
     torch._foreach_add_(us, gs, alpha=1 - momentum)
     add_scaled_(xs, us, -lr)
-
-
-def _fusible(tensors: list[Tensor]) -> bool:
-    dtype, device = tensors[0].dtype, tensors[0].device
-    return device.type in ("cpu", "cuda") and all(
-        t.dtype is dtype and t.device == device and t.is_contiguous() for t in tensors
-    )
 
 
 class SGDM(ForeachOptimizer):
