@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.flower.policy import Policy
 
 AUTO = "auto"
@@ -153,7 +154,7 @@ class Data:
 class Optimizer:
     """The local optimizer of every client."""
 
-    name: str = one_of("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam", or_path=True)
+    name: str = one_of(*OPTIMIZERS, or_path=True)
     """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
     any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
     and options; clipping applies too, the other settings of this section do not."""
