@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flower_desloc.core.schedule import Period, SyncSchedule
-from flower_desloc.core.traffic import MethodRates, method_rates
+from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
@@ -104,10 +104,8 @@ class PlannedRun:
     def windows(self) -> list[tuple[int, float]]:
         """Every window's steps, and the bytes that a worker sends after it."""
         schedule = SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
-        return [
-            (window.stop - window.start, sum(self.wire[stream] for stream in window.due))
-            for window in schedule.windows(self.steps)
-        ]
+        steps = [window.stop - window.start for window in schedule.windows(self.steps)]
+        return [*zip(steps, window_bytes(schedule, self.wire, self.steps), strict=True)]
 
     def late_waiting(self) -> float:
         """Return the seconds per step of waiting on a star when averages are merged late.

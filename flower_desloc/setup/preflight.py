@@ -15,7 +15,7 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import prime, stream_names
-from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import (
     MEMORY_TOTAL,
@@ -139,8 +139,7 @@ class Needs:
 
     def _due(self, sizes: dict[str, int]) -> int:
         """Return the largest number of bytes due after one window."""
-        windows = build_schedule(self.config).windows(self.config.run.steps)
-        return max(sum(sizes[name] for name in window.due) for window in windows)
+        return max(window_bytes(build_schedule(self.config), sizes, self.config.run.steps))
 
 
 def micro_batch_size(config: Config, device: torch.device) -> int:

@@ -115,7 +115,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         yield f"  {stream:<16} {times:>24} {bytes_text(count):>10}"
     total = sum(sent.values())
     yield f"  {'total':<16} {'':>24} {bytes_text(total):>10}"
-    windows = [sum(needs.wire[name] for name in w.due) for w in schedule.windows(steps)]
+    windows = traffic.window_bytes(schedule, needs.wire, steps)
     yield (
         f"in {len(windows)} windows, each from {bytes_text(min(windows))} to "
         f"{bytes_text(max(windows))}"
