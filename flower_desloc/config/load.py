@@ -32,6 +32,7 @@ _TYPES = {
 _REMOVED: Final[dict[str, dict[str, Any]]] = {
     "model": {"initializer_range": None},
     "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
+    "fedadam": {"betas": [0.9, 0.99]},
 }
 
 

@@ -202,8 +202,6 @@ class FedAdam:
 
     lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
-    betas: tuple[float, float] = bounded((0.9, 0.99), 0, below=1)
-    """Decay of the moments of the clients' mean movement."""
     tau: float = bounded(1e-3, 1e-12)
     """Stability term; a larger one makes the rates of the coordinates more equal."""
 
