@@ -1,4 +1,4 @@
-"""A client of several processes: what each rank trains, and what several processes cannot do."""
+"""Build a client of several processes, and refuse settings that it does not support."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a client trains: built from the server's settings and the site's own."""
+"""Build a client's worker from the server's settings and the site's own."""
 
 from collections.abc import Callable
 from dataclasses import replace

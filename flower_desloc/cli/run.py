@@ -40,7 +40,7 @@ from flower_desloc.tools.engines.simulation import (
 
 
 class Engine(StrEnum):
-    """How the clients are run."""
+    """Engine that runs the clients."""
 
     SIMULATION = "simulation"
     INPROCESS = "inprocess"

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a typed ``Config``, or to one clear error."""
+"""Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
 import dataclasses
 import re

@@ -11,9 +11,9 @@ class KnownOptimizer:
     settings: frozenset[str]
     """Settings it takes besides ``lr`` and clipping; by the same names, its arguments."""
     decay_in_gradient: bool = False
-    """Whether weight decay is added to the clipped gradient, which then has no bound."""
+    """True if weight decay is added to the clipped gradient, which then has no bound."""
     elementwise: bool = True
-    """Whether it treats every value by itself, so that it can work on shards of tensors."""
+    """True if it treats every value by itself, so that it can work on shards of tensors."""
 
 
 _ADAM = frozenset({"betas", "eps", "weight_decay"})

@@ -47,8 +47,8 @@ class Run:
     transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
     the section model. Optimizer states and the step count start at zero."""
     preflight: str = one_of("stop", "warn")
-    """What to do when the estimate before the start says that the run clearly does not fit into
-    memory or on the disk: `stop`, with the reason, or `warn` and start."""
+    """Action when the estimate before the start says that the run clearly does not fit into memory
+    or on the disk: `stop`, with the reason, or `warn` and start."""
 
 
 @dataclass(kw_only=True)
@@ -222,7 +222,7 @@ class LRSchedule:
 
 @dataclass(kw_only=True)
 class Federation(Policy):
-    """Who takes part, and what happens when a client fails."""
+    """Clients that take part, and the reaction to a client that fails."""
 
     num_clients: int = bounded(4, 1)
     """Clients that `desloc run` simulates; no effect in a deployment."""

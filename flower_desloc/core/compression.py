@@ -31,7 +31,7 @@ class EncodedStream:
     """A compressed stream, as its sender sees it."""
 
     coded: dict[str, Tensor]
-    """What is sent: bytes for each tensor of the stream."""
+    """Bytes to send, for each tensor of the stream."""
     received: dict[str, Tensor]
     """The stream as the receiver decodes it."""
     residual: dict[str, Tensor]

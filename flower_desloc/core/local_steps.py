@@ -17,7 +17,7 @@ from flower_desloc.core.streams import set_step
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped: to a global ``norm`` rho, or each coordinate to +-``value``.
+    """Gradient clipping: to a global ``norm`` rho, or each coordinate to +-``value``.
 
     The paper's experiments clip the norm (rho = 1); its listings clip coordinates.
     """

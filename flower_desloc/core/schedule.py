@@ -1,4 +1,4 @@
-"""When each stream is averaged: the paper's K_x, K_u, K_v, and the windows between averages.
+"""Schedule of the averages: the paper's K_x, K_u, K_v, and the windows between averages.
 
 A *stream* is one family of tensors with its own sync period: ``params``, or one optimizer state
 under PyTorch's name. A *window* runs from one average to the next average of any stream; a

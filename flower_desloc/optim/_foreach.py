@@ -36,7 +36,7 @@ class ForeachOptimizer(Optimizer):
     update: Callable[..., None]
     """``update(params, gradients, *states, **arguments)``, in place."""
     varying: ClassVar[tuple[str, ...]] = ("lr",)
-    """Those arguments that may be another number in every step."""
+    """Arguments of ``update`` that may change in every step."""
     compiled = False
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:

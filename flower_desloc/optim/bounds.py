@@ -1,4 +1,4 @@
-"""How large a first moment can be beside a worker's own second moment."""
+"""Bound of a first moment by the worker's own second moment."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a step multiplies each state of an optimizer by."""
+"""Decay factors of optimizer states."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""What the theory needs to know of a run: model, periods, workers, and the links between them."""
+"""Input of the theory for one run: model, periods, workers, and the links between them."""
 
 import math
 from collections.abc import Mapping
@@ -51,15 +51,15 @@ class PlannedRun:
     share: float = 0.1
     """Largest acceptable ratio of exposed communication to compute."""
     window_seconds: float = 0.0
-    """What an average through a server takes however fast the link is: processes and polls of a
-    deployment. In part it passes while data travels: together they take the root of the sum of
-    their squares, which fits what was measured (docs/thin-links.md)."""
+    """Fixed time of an average through a server on any link: processes and polls of a deployment.
+    It overlaps in part with the transfer: together they take the root of the sum of their squares,
+    which fits the measurements (docs/thin-links.md)."""
     coins: bool = False
-    """Whether streams are averaged with probability 1/K instead of every K steps."""
+    """True if streams are averaged with probability 1/K instead of every K steps."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """Steps by which the averages of streams are shifted."""
     bound: bool = False
-    """Whether an average of Adam's first moment alone is bounded (``sync_bound``)."""
+    """True if an average of only Adam's first moment is bounded (``sync_bound``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 
@@ -92,7 +92,7 @@ class PlannedRun:
 
     @property
     def desloc(self) -> MethodRates:
-        """What DES-LOC sends at these periods."""
+        """Rates of DES-LOC at these periods."""
         return self.methods[2]
 
     def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":

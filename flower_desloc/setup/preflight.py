@@ -178,9 +178,9 @@ class Finding:
 
     what: str
     stops: bool = False
-    """Whether the run clearly cannot fit."""
+    """True if the run clearly cannot fit."""
     estimated: bool = True
-    """Whether it is based on an estimate, which the user may override."""
+    """True if it is based on an estimate, which the user may override."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Hardware:
 
     @property
     def exists(self) -> bool:
-        """Whether this machine has the device."""
+        """True if this machine has the device."""
         return self.device.type == "cpu" or torch.cuda.is_available()
 
 

@@ -16,16 +16,16 @@ from flower_desloc.runs.record import RunRecord
 
 @dataclass(frozen=True)
 class Measure:
-    """What one panel shows. Several runs are compared by their means over the curves."""
+    """Content of one panel. Several runs are compared by their means over the curves."""
 
     title: str
     meaning: str
     curves: Callable[[RunRecord], Mapping[str, Curve]]
     """The curves of a run by client or by stream, or a single one."""
     of_streams: bool = False
-    """Whether the curves are those of streams, on a logarithmic axis."""
+    """True if there is one curve for each stream, on a logarithmic axis."""
     named: bool = False
-    """Whether the lines of clients are labelled."""
+    """True if the lines of clients are labelled."""
 
 
 def _of_clients(what: str) -> Callable[[RunRecord], Mapping[str, Curve]]:

@@ -1,4 +1,4 @@
-"""What a Flower program is started with: home folder, environment variables, port, arguments."""
+"""Environment of a Flower program: home folder, environment variables, port, arguments."""
 
 import os
 import random
@@ -21,7 +21,7 @@ _LONGEST_TMPDIR = 20
 
 @dataclass(frozen=True)
 class Host:
-    """Where a SuperLink or a SuperNode runs: on this machine, or in a network namespace of it."""
+    """Host of a SuperLink or a SuperNode: this machine, or a network namespace of it."""
 
     enter: tuple[str, ...] = ()
     """Words before every command line, such as ``("ip", "netns", "exec", NAME)``."""

@@ -48,9 +48,9 @@ class RankWorker:
     ) -> None:
         self.device = device
         self.model: nn.Module = build_model().to(device)
-        """What the loss is computed with."""
+        """Module that the loss is computed with."""
         self.module = self.model
-        """What holds the parameters that the optimizer trains."""
+        """Module with the parameters that the optimizer trains."""
         self.optimizer = build_optimizer(self.module.parameters())
         prime(self.optimizer)
 

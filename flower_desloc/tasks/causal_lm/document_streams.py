@@ -96,7 +96,7 @@ class DomainShare:
     turn: int
     """The client's number among those that read this domain."""
     holders: int
-    """How many clients read it."""
+    """Number of clients that read it."""
     weight: float
     """Fraction of the client's tokens, relative to its other shares."""
 

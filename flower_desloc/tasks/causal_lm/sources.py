@@ -35,7 +35,7 @@ class Shard:
     """Rows that can be read independently of others, such as those of one file."""
 
     name: str
-    """What error messages call it."""
+    """Name in error messages."""
     open: Callable[[], IterableDataset]
 
 
