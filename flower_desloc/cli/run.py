@@ -120,7 +120,7 @@ def run(
             raise ValueError(f"its clients run on the Ray cluster at {ray_address}")
         _preflight(config, engine, workers, output_dir, dry=False)
     except ValueError as error:  # a run that cannot be estimated may still fit
-        typer.echo(f"whether this run fits is not known: {error}")
+        typer.echo(f"cannot estimate whether this run fits: {error}")
     again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []

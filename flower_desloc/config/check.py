@@ -1,4 +1,4 @@
-"""Semantic validation: values that have the right type and still cannot be used.
+"""Semantic validation: values that have the right type but cannot be used.
 
 The range of a single setting is declared at its field in ``schema``; here is what depends on
 several.
@@ -239,7 +239,7 @@ def _sync_delay(config: Config) -> Iterator[str]:
     elif GRADIENTS in sync:
         yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
     elif RESET in sync.values():
-        yield f"{stated}: with states that are reset averages come in time; set it to 0"
+        yield f"{stated}: averages cannot be late where states are reset; set it to 0"
 
 
 def _min_steps(config: Config) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (
-            f"{strategy=!s}: it averages params alone, so sync may hold nothing but sync.params, "
+            f"{strategy=!s}: it averages only params, so sync may hold only sync.params, "
             f"and holds {', '.join(others)}; begin with the preset {strategy}"
         )
     if sync_once_at := config.sync_once_at:

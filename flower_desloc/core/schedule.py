@@ -80,7 +80,8 @@ class SyncSchedule:
             if self.periods != {GRADIENTS: 1} or self.once_at:
                 once = f" and, once, after {sorted(self.once_at)}" if self.once_at else ""
                 raise ValueError(
-                    f"gradients are averaged every step and alone: {{{GRADIENTS!r}: 1}}, "
+                    f"gradients are averaged in every step and without other streams: "
+                    f"{{{GRADIENTS!r}: 1}}, "
                     f"got {dict(self.periods)}{once}; begin with the preset ddp"
                 )
         elif PARAMS not in self.periods:

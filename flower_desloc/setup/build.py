@@ -81,12 +81,12 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
         optimizer = make(params, lr=o.lr, **o.options)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"optimizer.name={o.name}: it cannot be made with optimizer.lr={o.lr} and "
+            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
             f"optimizer.options={o.options} ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer.name={o.name}: makes a {type(optimizer).__name__}, not a "
+            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer"
         )
     return optimizer

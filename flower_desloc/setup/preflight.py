@@ -33,7 +33,7 @@ Parts = dict[str, int]
 
 MARGIN = 1.5
 """A run is stopped if it needs this many times the available memory: estimates are inexact."""
-OVERRIDE = "run.preflight=warn starts the run all the same"
+OVERRIDE = "run.preflight=warn starts the run anyway"
 
 # Bytes of processes after their imports, measured on Linux; the last is the sum of Flower's and
 # Ray's own processes in a simulation.

@@ -134,7 +134,7 @@ def _pathological(numbered: Dataset, rule: PartitionRule, num_clients: int) -> l
         except ValueError as error:
             raise ValueError(
                 f"data.classes_per_client={held}: federation.num_clients={num_clients} clients "
-                f"want more examples of a label than there are ({error})"
+                f"need more examples of a label than there are ({error})"
             ) from error
     if missed := len(numbered) - sum(map(len, clients)):
         raise ValueError(

@@ -124,7 +124,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
         federated = config.evaluation.federated
         down = traffic.download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
-        yield f"and will be sent {bytes_text(sum(down.values()))}"
+        yield f"and will receive {bytes_text(sum(down.values()))}"
     others = {"Local Adam": sum(uploads.local_adam.values()), "DDP": uploads.ddp}
     for name, other in others.items():
         if other and total:
@@ -137,7 +137,7 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
     try:
         timing = timed_step(config, device, needs.sketch.num_params)
     except ValueError as error:
-        yield f"the time of a step is not known: {error}"
+        yield f"the time of a step cannot be estimated: {error}"
         return
     clients, steps = config.federation.num_clients, config.run.steps
     turns = -(-clients // hardware.at_once)

@@ -145,7 +145,7 @@ def _fill_streams(panel: Axes, run: RunRecord, lines: Mapping[str, Curve]) -> No
     for stream, line in lines.items():
         style.plot(panel, line, colours[stream], dots=True)
     style.log_scale(panel, lines.values())
-    style.beside(panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()])
+    style.label_right(panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()])
 
 
 def _draw(

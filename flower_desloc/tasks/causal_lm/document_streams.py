@@ -174,7 +174,7 @@ class DocumentStream:
                 yield text
             if not found:
                 raise ValueError(
-                    f"{share.source}: of domain {share.domain!r} there is no document for part "
+                    f"{share.source}: domain {share.domain!r} has no document for part "
                     f"{share.turn} of {share.holders}; give it more text, use fewer clients "
                     "(federation.num_clients), or leave it out of data.domains"
                 )
