@@ -1,4 +1,4 @@
-"""A client of several processes: what each rank trains, and what several processes cannot do."""
+"""Build a client of several processes, and refuse settings that it does not support."""
 
 import json
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from client_app.worker import config_of, model_of, task_of, with_micro_batch_size, worker_of
 from flower_desloc.config import Config
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.client import state_folder
 from flower_desloc.flower.worker import Worker
@@ -19,9 +20,6 @@ from flower_desloc.sites.multiprocess.ranks import Ranks
 from flower_desloc.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.tasks import Batch, Task
 from flower_desloc.tasks.compute import SharesBatches
-
-_ELEMENTWISE = ("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam")
-"""Optimizers that treat every value by itself, so they can work on shards."""
 
 
 def build_ranks_worker(
@@ -84,10 +82,11 @@ def _check(config: Config, parallelism: Parallelism) -> None:
         )
     if not parallelism.sharded:
         return
-    if optimizer not in _ELEMENTWISE:
+    elementwise = [name for name, known in OPTIMIZERS.items() if known.elementwise]
+    if optimizer not in elementwise:
         raise ValueError(
             f"optimizer.name={optimizer} may need whole tensors, which parallel='fsdp' does not "
-            f"give it; use parallel='ddp', or one of {', '.join(_ELEMENTWISE)}"
+            f"give it; use parallel='ddp', or one of {', '.join(elementwise)}"
         )
     if GRADIENTS in config.sync:
         raise ValueError("sync.gradients is for parallel='ddp'")

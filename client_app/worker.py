@@ -1,4 +1,4 @@
-"""What a client trains: built from the server's settings and the site's own."""
+"""Build a client's worker from the server's settings and the site's own."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,8 +114,8 @@ def model_of(settings: str, frozen: str) -> nn.Module:
     model = task_of(settings).build_model()
     if frozen and streams.frozen(model) != frozen:
         raise ValueError(
-            f"the parameters of task={config_of(settings).task} that are not trained are others "
-            "here than on the server; give every site the same base model"
+            f"the frozen parameters of task={config_of(settings).task} differ from the server's; "
+            "give every site the same base model"
         )
     return model
 

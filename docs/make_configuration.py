@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.config.run_config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +92,8 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             value = field.value
             if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
                 value = value.args[0]
+            if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
+                value = ast.Constant(next(iter(OPTIMIZERS)))
             default = ast.unparse(value)
             yield field.target.id, _AS_YAML.get(default, default), doc
 

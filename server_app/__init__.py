@@ -143,7 +143,7 @@ def _strategy(
             return FlowerStrategy(FedAvg, schedule, steps, **options)
         case "fedadam":
             f = config.fedadam
-            make = partial(FedAdam, eta=f.lr, beta_1=f.betas[0], beta_2=f.betas[1], tau=f.tau)
+            make = partial(FedAdam, eta=f.lr, tau=f.tau)
             return FlowerStrategy(make, schedule, steps, **options)
     raise AssertionError(config.strategy)
 

@@ -193,7 +193,7 @@ def test_data_parallel_clients_send_one_gradient_a_step(tmp_path):
 
 def test_gradients_are_averaged_alone_and_every_step():
     for periods in ({GRADIENTS: 2}, {GRADIENTS: 1, PARAMS: 4}, {GRADIENTS: NEVER}):
-        with pytest.raises(ValueError, match="every step and alone"):
+        with pytest.raises(ValueError, match="in every step and without other streams"):
             SyncSchedule(periods)
     with pytest.raises(ValueError, match="DataParallel"):
         DesLoc(DATA_PARALLEL, 4)
@@ -324,7 +324,7 @@ def test_reset_is_for_all_optimizer_states_or_none():
 
 
 def test_gradients_exclude_once_at():
-    with pytest.raises(ValueError, match="every step and alone"):
+    with pytest.raises(ValueError, match="in every step and without other streams"):
         SyncSchedule({GRADIENTS: 1}, once_at=frozenset({3}))
 
 

@@ -387,6 +387,7 @@ def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwis
     text = dump(config).replace("outer:\n", "outer:\n  eps: 1.0e-08\n  betas: [0.9, 0.95]\n")
     assert parse(text) == config
     assert parse(f"sync: {{params: 1}}\nouter: {earlier}").outer.lr == 0.5
+    assert parse("sync: {params: 1}\nfedadam: {betas: [0.9, 0.99], lr: 0.5}").fedadam.lr == 0.5
     with pytest.raises(ConfigError, match=r"^outer.eps: no such key"):
         parse("sync: {params: 1}\nouter: {eps: 0.1}")
 

@@ -326,7 +326,7 @@ def test_the_servers_optimizer_goes_on_where_it_was():
         (["task=cnn:CMM"], r"task=cnn:CMM: it cannot be imported here \(AttributeError.*\)$"),
         (["task=cnn.CNN"], r"task=cnn\.CNN: must be one of causal_lm, .*module:name"),
         (["optimizer.name=nowhere:Lion"], r"optimizer\.name=nowhere:Lion: it cannot be imported"),
-        (["optimizer.name=cnn:CNN"], r"optimizer\.name=cnn:CNN: it cannot be made"),
+        (["optimizer.name=cnn:CNN"], r"optimizer\.name=cnn:CNN: it cannot be constructed"),
         (["optimizer.name=lion"], r"optimizer\.name=lion: must be one of adopt, .*module:name"),
         (["optimizer.options.betas=[0.9,0.9]"], r"set optimizer\.KEY=VALUE"),
         (
@@ -335,7 +335,7 @@ def test_the_servers_optimizer_goes_on_where_it_was():
         ),
         (
             ["optimizer.name=torch.optim:Adagrad", "optimizer.options.beta=1"],
-            r"cannot be made with .*options=\{'beta': 1\} \(TypeError.*'beta'",
+            r"cannot be constructed with .*options=\{'beta': 1\} \(TypeError.*'beta'",
         ),
         (["task=causal_lm"], r"task_options=\{'width': 8\}: they are for a task of your own"),
         (["data.partition=by_hand"], r"data\.partition=by_hand: must be one of by_domain, dir"),

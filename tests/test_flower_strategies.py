@@ -315,7 +315,6 @@ def test_a_run_whose_clients_fail_writes_the_reason(tmp_path):
 def test_the_defaults_of_fedadam_are_flowers():
     own, flowers = load("fedadam").fedadam, FedAdam()
     assert type(own)().lr == flowers.eta
-    assert type(own)().betas == (flowers.beta_1, flowers.beta_2)
     assert type(own)().tau == flowers.tau
 
 
@@ -336,8 +335,8 @@ def test_the_presets_take_any_optimizer(preset, optimizer):
         ("fedavg", "strategy=fedprox", ["strategy=fedprox", "desloc, fedavg, fedadam"]),
         ("fedadam", "fedadam.lr=-1", ["fedadam.lr=-1.0", "at least 0"]),
         ("fedadam", "fedadam.tau=0", ["fedadam.tau=0.0", "at least"]),
-        ("fedadam", "fedadam.betas=[0.9,1]", ["fedadam.betas=[0.9, 1.0]", "below 1"]),
-        ("fedadam", "fedadam.eta=1", ["fedadam.eta", "betas, lr, tau"]),
+        ("fedadam", "fedadam.betas=[0.9,1]", ["fedadam.betas", "lr, tau"]),
+        ("fedadam", "fedadam.eta=1", ["fedadam.eta", "lr, tau"]),
     ],
 )
 def test_settings_that_flowers_strategies_lack_are_refused_in_one_line(preset, override, parts):

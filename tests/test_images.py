@@ -165,7 +165,7 @@ def test_unlikeness_is_the_share_of_data_to_be_exchanged():
         ),
         (
             ["data.partition=pathological", "federation.num_clients=1000"],
-            "data.classes_per_client=2: .* want more examples",
+            "data.classes_per_client=2: .* need more examples",
         ),
     ],
 )

@@ -529,7 +529,7 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
         ((16, 48, 96), {"workers": 1}, "--workers=1: there is no other worker"),
         ((16, 48, 96), {"link": LINK}, "on a star communication takes 0.049 times"),
         ((16, 48, 96), {"share": 0.004}, "on a ring communication takes 0.00459 times"),
-        ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star affords 2"),
+        ((16, 48, 96), {"share": 0.5}, "sync.params=16: the link of a star allows 2"),
         (
             (512, 1536, 3072),
             {"link": Link(bandwidth=125e6, latency=1e-4), "share": 0.001, "steps": 4000},

@@ -319,7 +319,7 @@ def test_a_preset_of_the_hub_is_looked_at_without_the_network(monkeypatch):
     assert "in embeddings" in text
     assert "not read" in text
     assert "data.tokenizer=HuggingFaceTB/SmolLM2-135M" in text
-    for said in ("a client needs", "the server needs", "on disk", "will be sent", "a step takes"):
+    for said in ("a client needs", "the server needs", "on disk", "will receive", "a step takes"):
         assert said in text
 
 

@@ -407,9 +407,7 @@ def test_a_column_that_is_not_text(tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data.source=.*: there is no file here of the kinds read"
-    ):
+    with pytest.raises(ValueError, match=r"data.source=.*: it holds no file of a supported format"):
         read(Source(str(tmp_path)))
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nbroken')
     with pytest.raises(ValueError, match=r"data.source=.*cannot read .*a.jsonl as json \("):

@@ -461,7 +461,7 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
         with_init_from(config_for(tmp_path / "empty"))
     a_model(tmp_path / "model", "gpt2")
-    with pytest.raises(ConfigError, match=r"data\.seq_len=65: the model takes 64 tokens at most"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=65: the model takes at most 64 tokens"):
         with_init_from(config_for(tmp_path / "model", "data.seq_len=65"))
     shifted = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     vocab = shifted["model"]["vocab"]

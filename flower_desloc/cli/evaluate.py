@@ -43,10 +43,10 @@ def evaluate(
 ) -> None:
     """Score a language model on multiple-choice questions, zero-shot.
 
-    MODEL is a run's folder, one of its checkpoints, an exported folder or any other of
-    transformers, or a name on the hub. lm-eval asks the questions and scores the answers; install
-    it with `pip install 'flower-desloc[eval]'`. acc takes the likeliest answer, acc_norm the
-    likeliest for its length.
+    MODEL is a run's folder, one of its checkpoints, an exported folder, any other folder
+    of transformers, or a name on the hub. lm-eval asks the questions and scores the answers;
+    install it with `pip install 'flower-desloc[eval]'`. acc takes the likeliest answer, acc_norm
+    the likeliest for its length.
     """
     # transformers takes seconds to import.
     from flower_desloc.tools.models.evaluate import evaluate as score

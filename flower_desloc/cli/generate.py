@@ -17,8 +17,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with a language model.
 
-    MODEL is a run's folder, one of its checkpoints, an exported folder or any other of
-    transformers, or a name on the hub. Prompt and new tokens together are limited to the model's
+    MODEL is a run's folder, one of its checkpoints, an exported folder, any other folder
+    of transformers, or a name on the hub. Prompt and new tokens together are limited to the model's
     maximum length: for a run that is `data.seq_len` tokens.
     """
     # transformers takes seconds to import.

@@ -34,10 +34,8 @@ def plan(
     value_bytes: Annotated[
         float | None, positive("Bytes per value sent; by default those of model.dtype.")
     ] = None,
-    bandwidth: Annotated[
-        float, positive("Of a worker's link and the server's, in Mbit/s.")
-    ] = 1000.0,
-    latency: Annotated[float, at_least_zero("Of a message, in milliseconds.")] = 50.0,
+    bandwidth: Annotated[float, positive("Bandwidth of the links, in Mbit/s.")] = 1000.0,
+    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
     flops: Annotated[
         float,
         at_least_one("Peak FLOP/s of a worker; the default is an H100's.", show_default="989e12"),

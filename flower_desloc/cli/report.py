@@ -20,8 +20,8 @@ def report(
             show_default=False,
         ),
     ] = None,
-    bandwidth: Annotated[float, positive("Of the modelled link, in Mbit/s.")] = 100.0,
-    latency: Annotated[float, at_least_zero("Of a message, in milliseconds.")] = 50.0,
+    bandwidth: Annotated[float, positive("Bandwidth of the modelled link, in Mbit/s.")] = 100.0,
+    latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
 ) -> None:
     """Write the report of a run, or a comparison of several.
 

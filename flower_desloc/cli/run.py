@@ -40,7 +40,7 @@ from flower_desloc.tools.engines.simulation import (
 
 
 class Engine(StrEnum):
-    """How the clients are run."""
+    """Engine that runs the clients."""
 
     SIMULATION = "simulation"
     INPROCESS = "inprocess"
@@ -120,7 +120,7 @@ def run(
             raise ValueError(f"its clients run on the Ray cluster at {ray_address}")
         _preflight(config, engine, workers, output_dir, dry=False)
     except ValueError as error:  # a run that cannot be estimated may still fit
-        typer.echo(f"whether this run fits is not known: {error}")
+        typer.echo(f"cannot estimate whether this run fits: {error}")
     again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []

@@ -22,7 +22,10 @@ from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
 Preset = Annotated[str, typer.Argument(show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 OutputDir = Annotated[
-    Path, typer.Option(help="Folder in which its folder is created.", file_okay=False)
+    Path,
+    typer.Option(
+        help="Folder in which the folder of the run or study is created.", file_okay=False
+    ),
 ]
 
 _A_LIST = re.compile(r"[^=]+=[\[{]")

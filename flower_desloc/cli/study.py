@@ -45,8 +45,8 @@ def study(
     changes single settings of every run.
 
     Finished runs are not repeated: the same command resumes a stopped study, and only redraws the
-    table and figures of a complete one. The exit code is 0 if the study is complete, by 1 if a
-    run failed, by 2 if the study's file is wrong.
+    table and figures of a complete one. The exit code is 0 if the study is complete, 1 if a run
+    failed, 2 if the study's file is wrong.
     """
     with failing(USAGE, ConfigError):
         if not file:

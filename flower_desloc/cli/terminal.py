@@ -1,4 +1,4 @@
-"""How a command ends: errors, exit codes, signals."""
+"""End of a command: errors, exit codes, signals."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Semantic validation: values that have the right type and still cannot be used.
+"""Semantic validation: values that have the right type but cannot be used.
 
 The range of a single setting is declared at its field in ``schema``; here is what depends on
 several.
@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, Final
 
 from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
@@ -23,17 +24,6 @@ _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
-
-_ADAM: Final = {"betas", "eps", "weight_decay"}
-_SETTINGS: Final = {
-    "adopt": {*_ADAM, "mix"},
-    "adam": {*_ADAM, "mix"},
-    "adamw": {*_ADAM, "mix"},
-    "amsgrad": _ADAM,
-    "sgdm": {"momentum", "weight_decay"},
-    "paper_adam": {"betas", "eps"},
-}
-"""The settings of each optimizer, besides those of all."""
 
 
 def check(config: Config) -> None:
@@ -95,7 +85,7 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.options and optimizer.name in _SETTINGS:
+    if optimizer.options and optimizer.name in OPTIMIZERS:
         yield (
             f"{optimizer.options=}: they are for an optimizer named by its import path; set "
             f"optimizer.KEY=VALUE for {optimizer.name=!s}"
@@ -104,8 +94,9 @@ def _options(config: Config) -> Iterator[str]:
 
 def unused(optimizer: str) -> list[str]:
     """Return the settings that an optimizer does not have."""
-    every = ("betas", "mix", "momentum", "eps", "weight_decay")
-    return [key for key in every if key not in _SETTINGS.get(optimizer, ())]
+    every = frozenset[str]().union(*(known.settings for known in OPTIMIZERS.values()))
+    own = OPTIMIZERS[optimizer].settings if optimizer in OPTIMIZERS else frozenset()
+    return [f.name for f in dataclasses.fields(Optimizer) if f.name in every - own]
 
 
 def _unused(config: Config) -> Iterator[str]:
@@ -115,7 +106,7 @@ def _unused(config: Config) -> Iterator[str]:
         if value == getattr(default, key):
             continue
         stated = f"optimizer.{key}={value}"
-        if optimizer.name in _SETTINGS:
+        if optimizer.name in OPTIMIZERS:
             yield f"{stated}: {optimizer.name=!s} has no such setting; leave it out"
         else:
             yield (
@@ -248,7 +239,7 @@ def _sync_delay(config: Config) -> Iterator[str]:
     elif GRADIENTS in sync:
         yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
     elif RESET in sync.values():
-        yield f"{stated}: with states that are reset averages come in time; set it to 0"
+        yield f"{stated}: averages cannot be late where states are reset; set it to 0"
 
 
 def _min_steps(config: Config) -> Iterator[str]:
@@ -297,7 +288,7 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (
-            f"{strategy=!s}: it averages params alone, so sync may hold nothing but sync.params, "
+            f"{strategy=!s}: it averages only params, so sync may hold only sync.params, "
             f"and holds {', '.join(others)}; begin with the preset {strategy}"
         )
     if sync_once_at := config.sync_once_at:

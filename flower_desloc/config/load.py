@@ -1,4 +1,4 @@
-"""From YAML and overrides to a typed ``Config``, or to one clear error."""
+"""Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
 import dataclasses
 import re
@@ -32,6 +32,7 @@ _TYPES = {
 _REMOVED: Final[dict[str, dict[str, Any]]] = {
     "model": {"initializer_range": None},
     "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
+    "fedadam": {"betas": [0.9, 0.99]},
 }
 
 

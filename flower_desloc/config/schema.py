@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.flower.policy import Policy
 
 AUTO = "auto"
@@ -46,8 +47,8 @@ class Run:
     transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
     the section model. Optimizer states and the step count start at zero."""
     preflight: str = one_of("stop", "warn")
-    """What to do when the estimate before the start says that the run clearly does not fit into
-    memory or on the disk: `stop`, with the reason, or `warn` and start."""
+    """Action when the estimate before the start says that the run clearly does not fit into memory
+    or on the disk: `stop`, with the reason, or `warn` and start."""
 
 
 @dataclass(kw_only=True)
@@ -153,7 +154,7 @@ class Data:
 class Optimizer:
     """The local optimizer of every client."""
 
-    name: str = one_of("adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam", or_path=True)
+    name: str = one_of(*OPTIMIZERS, or_path=True)
     """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
     any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
     and options; clipping applies too, the other settings of this section do not."""
@@ -201,8 +202,6 @@ class FedAdam:
 
     lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
-    betas: tuple[float, float] = bounded((0.9, 0.99), 0, below=1)
-    """Decay of the moments of the clients' mean movement."""
     tau: float = bounded(1e-3, 1e-12)
     """Stability term; a larger one makes the rates of the coordinates more equal."""
 
@@ -223,7 +222,7 @@ class LRSchedule:
 
 @dataclass(kw_only=True)
 class Federation(Policy):
-    """Who takes part, and what happens when a client fails."""
+    """Clients that take part, and the reaction to a client that fails."""
 
     num_clients: int = bounded(4, 1)
     """Clients that `desloc run` simulates; no effect in a deployment."""

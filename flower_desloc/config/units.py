@@ -58,7 +58,7 @@ def seconds_text(seconds: float) -> str:
     if not seconds:
         return "0 s"
     if not math.isfinite(seconds):
-        return "for ever"
+        return "forever"
     return _in_units(seconds, _DURATIONS)
 
 

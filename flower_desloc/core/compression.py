@@ -31,7 +31,7 @@ class EncodedStream:
     """A compressed stream, as its sender sees it."""
 
     coded: dict[str, Tensor]
-    """What is sent: bytes for each tensor of the stream."""
+    """Bytes to send, for each tensor of the stream."""
     received: dict[str, Tensor]
     """The stream as the receiver decodes it."""
     residual: dict[str, Tensor]
@@ -125,7 +125,8 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
     expected = coded_bytes(format_, like, signed=signed)
     if data.dtype != torch.uint8 or data.dim() != 1 or len(data) != expected:
         raise ValueError(
-            f"{tuple(data.shape)} values of {data.dtype} are not {expected} bytes of {format_}"
+            f"expected {expected} bytes of {format_}, "
+            f"got {tuple(data.shape)} values of {data.dtype}"
         )
     count = like.numel()
     if count == 0:

@@ -1,4 +1,4 @@
-"""Averages that arrive late: a worker sends its streams and goes on stepping until they are back.
+"""Averages that arrive late: a worker sends its streams and keeps training until they are back.
 
 An optimizer state is linear in what enters it, ``s <- beta s + (a function of the gradient)``. So
 whatever an average would have changed after step t has decayed to beta^d of itself d steps later.

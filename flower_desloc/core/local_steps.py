@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from flower_desloc.core.averaging import Stream
@@ -17,7 +17,7 @@ from flower_desloc.core.streams import set_step
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped: to a global ``norm`` rho, or each coordinate to +-``value``.
+    """Gradient clipping: to a global ``norm`` rho, or each coordinate to +-``value``.
 
     The paper's experiments clip the norm (rho = 1); its listings clip coordinates.
     """
@@ -154,7 +154,7 @@ def gradients(
         if p.requires_grad
     }
     optimizer.zero_grad(set_to_none=True)
-    norm = _norm(list(grads.values()))
+    norm = get_total_norm(grads.values())
     return grads, StepMetrics([float(loss.detach())], [float(norm)], [])
 
 
@@ -197,23 +197,18 @@ def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
     """Clip the gradients of ``params`` in place; return their norm before that."""
     grads = [p.grad for p in params if p.grad is not None]
     if clipping.whole is not None:
-        norm = clipping.whole(_norm(grads))
+        norm = clipping.whole(get_total_norm(grads))
         if clipping.norm is not None:
             clip_grads_with_norm_(params, clipping.norm, norm)
     else:
-        norm = _norm(grads) if clipping.norm is None else clip_grad_norm_(params, clipping.norm)
+        norm = (
+            get_total_norm(grads)
+            if clipping.norm is None
+            else clip_grad_norm_(params, clipping.norm)
+        )
     if clipping.value is not None:
         torch._foreach_clamp_min_(grads, -clipping.value)
         torch._foreach_clamp_max_(grads, clipping.value)
-    return norm
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    # get_total_norm() first sorts by device and type, which takes as long as a small step.
-    if not tensors:
-        return torch.zeros(())
-    norms = torch._foreach_norm(tensors)
-    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

@@ -43,7 +43,7 @@ def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
     """
     count = len(tensors)
     if not 0 <= 2 * trim < count:
-        raise ValueError(f"of {count} values {trim} cannot be cut on each side")
+        raise ValueError(f"{trim} of {count} values on each side cannot be cut")
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     result = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
     for into, *values in zip(*(blocks(t) for t in (result, *tensors)), strict=True):

@@ -1,4 +1,4 @@
-"""When each stream is averaged: the paper's K_x, K_u, K_v, and the windows between averages.
+"""Schedule of the averages: the paper's K_x, K_u, K_v, and the windows between averages.
 
 A *stream* is one family of tensors with its own sync period: ``params``, or one optimizer state
 under PyTorch's name. A *window* runs from one average to the next average of any stream; a
@@ -80,7 +80,8 @@ class SyncSchedule:
             if self.periods != {GRADIENTS: 1} or self.once_at:
                 once = f" and, once, after {sorted(self.once_at)}" if self.once_at else ""
                 raise ValueError(
-                    f"gradients are averaged every step and alone: {{{GRADIENTS!r}: 1}}, "
+                    f"gradients are averaged in every step and without other streams: "
+                    f"{{{GRADIENTS!r}: 1}}, "
                     f"got {dict(self.periods)}{once}; begin with the preset ddp"
                 )
         elif PARAMS not in self.periods:

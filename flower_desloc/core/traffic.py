@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import TypeVar
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import coded_bytes, is_signed
 from flower_desloc.core.formats import EXACT, lossy
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period, SyncSchedule
+
+_N = TypeVar("_N", int, float)
 
 
 def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
@@ -36,6 +39,11 @@ def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dic
         )
         for name, stream in streams.items()
     }
+
+
+def window_bytes(schedule: SyncSchedule, sizes: Mapping[str, _N], num_steps: int) -> list[_N]:
+    """Return what one worker sends after each window of ``num_steps`` steps."""
+    return [sum(sizes[stream] for stream in w.due) for w in schedule.windows(num_steps)]
 
 
 @dataclass

@@ -1,12 +1,14 @@
-"""Base class of our optimizers: a ``torch.optim.Optimizer`` around a pure step on lists."""
+"""Base classes of our optimizers: a ``torch.optim.Optimizer`` around a pure step on lists."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 _Alike = tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]
 """Parameters that have taken equally many steps, their gradients and their states."""
@@ -15,12 +17,17 @@ _IN_CACHE = 1 << 18
 """Elements per call of the step on a CPU: what one operation writes, the next finds in the cache.
 Measured by benchmarks/optimizer_step.py: up to 1.8 times faster than one call for all tensors."""
 
+_BELOW_1: Final = ("beta1", "beta2", "momentum")
+
 
 class ForeachOptimizer(Optimizer):
     """Calls a pure step on lists of tensors, so that a step is a few operations for all of them.
 
     A subclass names its states in ``streams`` and its step in ``update``. States start at
     zero, besides a ``step`` that counts completed steps.
+
+    Raises ``ValueError`` for a hyperparameter that is negative, a beta or a momentum of 1 or more,
+    or a ``mix`` above 1.
     """
 
     streams: ClassVar[tuple[str, ...]]
@@ -29,8 +36,17 @@ class ForeachOptimizer(Optimizer):
     update: Callable[..., None]
     """``update(params, gradients, *states, **arguments)``, in place."""
     varying: ClassVar[tuple[str, ...]] = ("lr",)
-    """Those arguments that may be another number in every step."""
+    """Arguments of ``update`` that may change in every step."""
     compiled = False
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        for name, value in defaults.items():
+            if name == "betas":
+                _check("beta1", value[0])
+                _check("beta2", value[1])
+            else:
+                _check(name, value)
+        super().__init__(params, defaults)
 
     def arguments(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """Return the keyword arguments of ``update`` after ``step`` completed steps."""
@@ -105,6 +121,16 @@ class ForeachOptimizer(Optimizer):
                 begin, size = end, 0
 
 
+class TwoMoments(ForeachOptimizer):
+    """An optimizer with ``betas`` and two states: ``exp_avg`` (u) and ``exp_avg_sq`` (v)."""
+
+    streams = ("exp_avg", "exp_avg_sq")
+
+    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Return what a step multiplies each state by."""
+        return dict(zip(self.streams, group["betas"], strict=True))
+
+
 def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> None:
     """Add ``factor`` times ``us`` to ``xs``, in place; a compiled step's factor is a tensor."""
     if isinstance(factor, Tensor):
@@ -113,14 +139,10 @@ def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> N
         torch._foreach_add_(xs, us, alpha=factor)
 
 
-def require_share(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``0 <= value <= 1``."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be at least 0 and at most 1, got {value}")
-
-
-def require_rate(name: str, value: float, below: float = float("inf")) -> None:
-    """Raise ``ValueError`` unless ``0 <= value < below``."""
-    if not 0 <= value < below:
-        limit = "" if below == float("inf") else f" and below {below:g}"
+def _check(name: str, value: float) -> None:
+    if name == "mix":
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be at least 0 and at most 1, got {value}")
+    elif not 0 <= value < (1 if name in _BELOW_1 else math.inf):
+        limit = " and below 1" if name in _BELOW_1 else ""
         raise ValueError(f"{name} must be at least 0{limit}, got {value}")

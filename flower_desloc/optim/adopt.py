@@ -5,19 +5,14 @@ only seeds v, the denominator is clamped, and the normalised gradient is clipped
 ``step ** 0.25``. DES-LOC-ADOPT is Algorithm 4 of the paper.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import (
-    ForeachOptimizer,
-    add_scaled_,
-    require_rate,
-    require_share,
-)
+from flower_desloc.optim._foreach import TwoMoments, add_scaled_
 
 
 def fourth_root(step: int) -> float:
@@ -71,7 +66,7 @@ def adopt_step(
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
 
 
-class ADOPT(ForeachOptimizer):
+class ADOPT(TwoMoments):
     """ADOPT with streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     ``clip_lambda`` gives the bound of the normalised gradient after ``step`` completed steps;
@@ -84,7 +79,6 @@ class ADOPT(ForeachOptimizer):
     [0, 1), or a ``mix`` outside [0, 1].
     """
 
-    streams = ("exp_avg", "exp_avg_sq")
     update = staticmethod(adopt_step)
     varying = ("lr", "clip")
     seeded = ("exp_avg_sq",)
@@ -101,12 +95,6 @@ class ADOPT(ForeachOptimizer):
         weight_decay: float = 0.0,
         decouple: bool = False,
     ) -> None:
-        require_rate("lr", lr)
-        require_rate("beta1", betas[0], below=1)
-        require_rate("beta2", betas[1], below=1)
-        require_rate("eps", eps)
-        require_share("mix", mix)
-        require_rate("weight_decay", weight_decay)
         # The clip is not a hyperparameter of a group: a function has no place in a state dict.
         self._clip_lambda = clip_lambda
         defaults = {
@@ -123,10 +111,6 @@ class ADOPT(ForeachOptimizer):
         """Return the keyword arguments of ``adopt_step`` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
-
-    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a step multiplies each state by."""
-        return dict(zip(self.streams, group["betas"], strict=True))
 
     @torch.no_grad()
     def seed_states(self, names: Collection[str] = seeded) -> None:

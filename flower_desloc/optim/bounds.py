@@ -1,4 +1,4 @@
-"""How large a first moment can be beside a worker's own second moment."""
+"""Bound of a first moment by the worker's own second moment."""
 
 import math
 
@@ -29,7 +29,7 @@ def moment_ratio(optimizer: Optimizer) -> float:
         )
     found = {tuple(group["betas"]) for group in optimizer.param_groups}
     if len(found) > 1:
-        raise ValueError(f"its parameter groups have other betas: {sorted(found)}")
+        raise ValueError(f"its parameter groups have different betas: {sorted(found)}")
     beta1, beta2 = (float(beta) for beta in found.pop())
     if beta1**2 >= beta2:
         raise ValueError(f"betas={[beta1, beta2]}: beta1^2 must be below beta2")

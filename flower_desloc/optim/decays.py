@@ -1,4 +1,4 @@
-"""What a step multiplies each state of an optimizer by."""
+"""Decay factors of optimizer states."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -26,10 +26,10 @@ def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, floa
     what = type(optimizer).__name__
     found = [dict(_decays(optimizer, group)) for group in optimizer.param_groups]
     if any(decays != found[0] for decays in found):
-        raise ValueError(f"{what}'s parameter groups have other decays: {found}")
+        raise ValueError(f"{what}'s parameter groups have different decays: {found}")
     if unknown := [name for name in names if name not in found[0]]:
         raise ValueError(
-            f"{what}'s {' and '.join(unknown)} decays by no constant factor, which late averages "
+            f"{what}'s {' and '.join(unknown)} has no constant decay factor, which late averages "
             "and weights by steps need"
         )
     return {name: found[0][name] for name in names}

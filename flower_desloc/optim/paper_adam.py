@@ -4,14 +4,11 @@ For training use PyTorch's Adam. This is the form that the theory analyses: no b
 the stability term inside the root.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
+from flower_desloc.optim._foreach import TwoMoments, add_scaled_
 
 
 def paper_adam_step(
@@ -39,14 +36,13 @@ def paper_adam_step(
     add_scaled_(xs, list(torch._foreach_div(us, denominators)), -lr)
 
 
-class PaperAdam(ForeachOptimizer):
+class PaperAdam(TwoMoments):
     """Adam as the paper prints it, streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     Raises ``ValueError`` for a negative ``lr``, a beta outside [0, 1), or an ``eps`` that is not
     positive: without it the first step of a parameter with no gradient is 0 / 0.
     """
 
-    streams = ("exp_avg", "exp_avg_sq")
     update = staticmethod(paper_adam_step)
 
     def __init__(
@@ -56,13 +52,6 @@ class PaperAdam(ForeachOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        require_rate("lr", lr)
-        require_rate("beta1", betas[0], below=1)
-        require_rate("beta2", betas[1], below=1)
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a step multiplies each state by."""
-        return dict(zip(self.streams, group["betas"], strict=True))

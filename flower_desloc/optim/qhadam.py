@@ -5,19 +5,13 @@ rare averages are; the gradient's own share keeps the update up to date. MT-DAO 
 uses this form for local steps.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import (
-    ForeachOptimizer,
-    add_scaled_,
-    require_rate,
-    require_share,
-)
+from flower_desloc.optim._foreach import TwoMoments, add_scaled_
 
 
 def qhadam_step(
@@ -62,7 +56,7 @@ def qhadam_step(
     add_scaled_(xs, list(directions), -lr)
 
 
-class QHAdam(ForeachOptimizer):
+class QHAdam(TwoMoments):
     """Quasi-hyperbolic Adam, streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     ``mix`` is the share of u in the update. ``weight_decay`` is added to the gradient, or with
@@ -72,7 +66,6 @@ class QHAdam(ForeachOptimizer):
     [0, 1), or a ``mix`` outside [0, 1].
     """
 
-    streams = ("exp_avg", "exp_avg_sq")
     update = staticmethod(qhadam_step)
     varying = ("lr", "bias1", "bias2")
 
@@ -87,12 +80,6 @@ class QHAdam(ForeachOptimizer):
         weight_decay: float = 0.0,
         decouple: bool = False,
     ) -> None:
-        require_rate("lr", lr)
-        require_rate("beta1", betas[0], below=1)
-        require_rate("beta2", betas[1], below=1)
-        require_rate("eps", eps)
-        require_share("mix", mix)
-        require_rate("weight_decay", weight_decay)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -107,7 +94,3 @@ class QHAdam(ForeachOptimizer):
         """Return the keyword arguments of ``qhadam_step`` after ``step`` completed steps."""
         bias1, bias2 = (1 - beta ** (step + 1) for beta in group["betas"])
         return super().arguments(group, step) | {"bias1": bias1, "bias2": bias2}
-
-    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a step multiplies each state by."""
-        return dict(zip(self.streams, group["betas"], strict=True))

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 
-from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, require_rate
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
 
 
 def sgdm_step(
@@ -27,31 +26,9 @@ def sgdm_step(
     """
     if weight_decay:
         gs = list(torch._foreach_add(gs, xs, alpha=weight_decay))
-    if momentum and not isinstance(lr, Tensor) and _fusible([*xs, *gs, *us]):
-        # PyTorch's fused kernel: after its first step, it is the paper's if dampened by beta.
-        sgd(
-            xs,
-            gs,
-            list[Tensor | None](us),
-            fused=True,
-            lr=lr,
-            momentum=momentum,
-            dampening=momentum,
-            weight_decay=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-        return
     torch._foreach_mul_(us, momentum)
     torch._foreach_add_(us, gs, alpha=1 - momentum)
     add_scaled_(xs, us, -lr)
-
-
-def _fusible(tensors: list[Tensor]) -> bool:
-    dtype, device = tensors[0].dtype, tensors[0].device
-    return device.type in ("cpu", "cuda") and all(
-        t.dtype is dtype and t.device == device and t.is_contiguous() for t in tensors
-    )
 
 
 class SGDM(ForeachOptimizer):
@@ -75,9 +52,6 @@ class SGDM(ForeachOptimizer):
         *,
         weight_decay: float = 0.0,
     ) -> None:
-        require_rate("lr", lr)
-        require_rate("momentum", momentum, below=1)
-        require_rate("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def decays(self, group: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is known before a run: half-lives, drift bounds, step sizes, bytes, time.
+"""Predictions before a run: half-lives, drift bounds, step sizes, bytes, time.
 
 ``desloc plan`` prints it. The formulas are the paper's; docs/plan.md lists them.
 """

@@ -172,7 +172,8 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     if isinstance(of_params, int) and first > of_params:
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
-            f"{bounded}; lossy formats pay for it, as in the preset lean (docs/ladder.md)"
+            f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
+            "(docs/ladder.md)"
         )
     if bounded and not run.bound and first < (second if isinstance(second, int) else math.inf):
         yield (
@@ -193,7 +194,7 @@ def _link_warnings(run: PlannedRun) -> Iterator[str]:
     needed = recommended(run, Topology.STAR)
     if needed and isinstance(period, int) and 2 * needed[PARAMS] <= min(period, run.steps):
         yield (
-            f"sync.{PARAMS}={period}: the link of a star affords {needed[PARAMS]}, and more "
+            f"sync.{PARAMS}={period}: the link of a star allows {needed[PARAMS]}, and more "
             "frequent averages of the parameters give a better model"
         )
     if needed and needed[PARAMS] > LONGEST_TRIED:

@@ -1,4 +1,4 @@
-"""What rare averages cost: the gaps to Local that were measured (docs/ladder.md)."""
+"""Measured cost of DES-LOC's rare averages: loss above that of Local (docs/ladder.md)."""
 
 import math
 from collections.abc import Mapping

@@ -9,6 +9,7 @@ from torch import nn
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import is_path
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
@@ -31,8 +32,6 @@ PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
 _FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
 _DRIFTS_AS: Final = {"max_exp_avg_sq": "exp_avg_sq"}
 """A maximum changes at most as fast as what it is taken of."""
-_DECAY_IN_THE_GRADIENT: Final = ("adam", "amsgrad", "sgdm")
-"""Optimizers that add weight decay to the clipped gradient, which then has no bound."""
 
 
 def planned_run(
@@ -168,6 +167,6 @@ def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
     if optimizer.name == "adopt" and name == "exp_avg":
         # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) for any g.
         return fourth_root(config.run.steps)
-    if rho is None or (optimizer.weight_decay and optimizer.name in _DECAY_IN_THE_GRADIENT):
+    if rho is None or (optimizer.weight_decay and OPTIMIZERS[optimizer.name].decay_in_gradient):
         return None
     return rho if name in _FIRST_MOMENTS else rho**2

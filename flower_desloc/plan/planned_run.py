@@ -1,4 +1,4 @@
-"""What the theory needs to know of a run: model, periods, workers, and the links between them."""
+"""Input of the theory for one run: model, periods, workers, and the links between them."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flower_desloc.core.schedule import Period, SyncSchedule
-from flower_desloc.core.traffic import MethodRates, method_rates
+from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
@@ -51,19 +51,19 @@ class PlannedRun:
     share: float = 0.1
     """Largest acceptable ratio of exposed communication to compute."""
     window_seconds: float = 0.0
-    """What an average through a server takes however fast the link is: processes and polls of a
-    deployment. In part it passes while data travels: together they take the root of the sum of
-    their squares, which fits what was measured (docs/thin-links.md)."""
+    """Fixed time of an average through a server on any link: processes and polls of a deployment.
+    It overlaps in part with the transfer: together they take the root of the sum of their squares,
+    which fits the measurements (docs/thin-links.md)."""
     coins: bool = False
-    """Whether streams are averaged with probability 1/K instead of every K steps."""
+    """True if streams are averaged with probability 1/K instead of every K steps."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """Steps by which the averages of streams are shifted."""
     bound: bool = False
-    """Whether an average of Adam's first moment alone is bounded (``sync_bound``)."""
+    """True if an average of only Adam's first moment is bounded (``sync_bound``)."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Lossy formats of streams."""
     partition: str = "iid"
-    """How the data is divided among the workers (``data.partition``)."""
+    """Division of the data among the workers (``data.partition``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 
@@ -96,7 +96,7 @@ class PlannedRun:
 
     @property
     def desloc(self) -> MethodRates:
-        """What DES-LOC sends at these periods."""
+        """Rates of DES-LOC at these periods."""
         return self.methods[2]
 
     def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":
@@ -108,10 +108,8 @@ class PlannedRun:
     def windows(self) -> list[tuple[int, float]]:
         """Every window's steps, and the bytes that a worker sends after it."""
         schedule = SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
-        return [
-            (window.stop - window.start, sum(self.wire[stream] for stream in window.due))
-            for window in schedule.windows(self.steps)
-        ]
+        steps = [window.stop - window.start for window in schedule.windows(self.steps)]
+        return [*zip(steps, window_bytes(schedule, self.wire, self.steps), strict=True)]
 
     def late_waiting(self) -> float:
         """Return the seconds per step of waiting on a star when averages are merged late.

@@ -22,7 +22,7 @@ MBIT = 125_000
 
 
 class Topology(StrEnum):
-    """How the workers are connected."""
+    """Network topology of the workers."""
 
     STAR = "star"
     RING = "ring"

@@ -1,4 +1,4 @@
-"""What a run writes: its folder, records, terminal output, figures and report."""
+"""Output of a run: its folder, records, terminal output, figures and report."""
 
 from flower_desloc.runs.folder import RunFolder
 from flower_desloc.runs.recorder import RunRecorder

@@ -35,7 +35,7 @@ class Spread:
     std: float | None
     """None for a single number."""
     numbers: int
-    """How many of the values are finite."""
+    """Number of finite values."""
     count: int
 
     @classmethod

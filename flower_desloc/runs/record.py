@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def averaged(self) -> str:
-        """When each stream was averaged, in words."""
+        """The schedule of each stream in words."""
         config = self.summary["config"]
         text = periods_text(
             self.periods,
@@ -113,7 +113,7 @@ class RunRecord:
 
     @cached_property
     def where(self) -> str:
-        """Where the averaged model was evaluated: ``central``, else ``federated``."""
+        """Place where the averaged model was evaluated: ``central``, otherwise ``federated``."""
         places = {where for line in self.lines for where in line.get("evaluation", {})}
         return "federated" if places == {"federated"} else "central"
 

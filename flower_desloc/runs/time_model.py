@@ -1,4 +1,4 @@
-"""How long a run would take over slow links: compute as measured, communication as modelled."""
+"""Modelled wall-clock over slow links: compute as measured, communication as modelled."""
 
 from dataclasses import dataclass, field
 from statistics import median

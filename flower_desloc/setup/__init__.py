@@ -1,1 +1,1 @@
-"""From a configuration to the objects of a run, and the check that it fits."""
+"""Build the objects of a run from its configuration, and check that it fits."""

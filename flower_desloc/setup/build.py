@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from flower_desloc import optim
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import imported, is_path
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core import lr_schedule
 from flower_desloc.core.local_steps import Clipping
 from flower_desloc.core.outer import OuterOptimizer
@@ -37,40 +38,26 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     params = [p for p in params if p.requires_grad]
     if is_path(o.name):
         return _own_optimizer(config, params)
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
+    given = {key: getattr(o, key) for key in OPTIMIZERS[o.name].settings}
     match o.name:
         case "adopt":
-            return optim.ADOPT(
-                params,
-                o.lr,
-                o.betas,
-                o.eps,
-                mix=o.mix,
-                weight_decay=o.weight_decay,
-                decouple=True,
-            )
+            return optim.ADOPT(params, o.lr, **given, decouple=True)
         case "adam" | "adamw" if o.mix < 1:
-            return optim.QHAdam(
-                params,
-                o.lr,
-                o.betas,
-                o.eps,
-                mix=o.mix,
-                weight_decay=o.weight_decay,
-                decouple=o.name == "adamw",
-            )
-        case "adam":
-            return optim.Adam(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
-        case "adamw":
-            return optim.AdamW(params, o.lr, o.betas, o.eps, o.weight_decay, fused=fused)
-        case "amsgrad":
-            return optim.Adam(
-                params, o.lr, o.betas, o.eps, o.weight_decay, amsgrad=True, fused=fused
-            )
+            return optim.QHAdam(params, o.lr, **given, decouple=o.name == "adamw")
         case "sgdm":
-            return optim.SGDM(params, o.lr, o.momentum, weight_decay=o.weight_decay)
+            return optim.SGDM(params, o.lr, **given)
         case "paper_adam":
-            return optim.PaperAdam(params, o.lr, o.betas, o.eps)
+            return optim.PaperAdam(params, o.lr, **given)
+    # PyTorch's own, which have no argument mix.
+    given.pop("mix", None)
+    given["fused"] = all(p.device.type in ("cpu", "cuda") for p in params)
+    match o.name:
+        case "adam":
+            return optim.Adam(params, o.lr, **given)
+        case "adamw":
+            return optim.AdamW(params, o.lr, **given)
+        case "amsgrad":
+            return optim.Adam(params, o.lr, **given, amsgrad=True)
     raise AssertionError(o.name)
 
 
@@ -94,12 +81,12 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
         optimizer = make(params, lr=o.lr, **o.options)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"optimizer.name={o.name}: it cannot be made with optimizer.lr={o.lr} and "
+            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
             f"optimizer.options={o.options} ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer.name={o.name}: makes a {type(optimizer).__name__}, not a "
+            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer"
         )
     return optimizer

@@ -15,7 +15,7 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import prime, stream_names
-from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import (
     MEMORY_TOTAL,
@@ -33,7 +33,7 @@ Parts = dict[str, int]
 
 MARGIN = 1.5
 """A run is stopped if it needs this many times the available memory: estimates are inexact."""
-OVERRIDE = "run.preflight=warn starts the run all the same"
+OVERRIDE = "run.preflight=warn starts the run anyway"
 
 # Bytes of processes after their imports, measured on Linux; the last is the sum of Flower's and
 # Ray's own processes in a simulation.
@@ -139,8 +139,7 @@ class Needs:
 
     def _due(self, sizes: dict[str, int]) -> int:
         """Return the largest number of bytes due after one window."""
-        windows = build_schedule(self.config).windows(self.config.run.steps)
-        return max(sum(sizes[name] for name in window.due) for window in windows)
+        return max(window_bytes(build_schedule(self.config), sizes, self.config.run.steps))
 
 
 def micro_batch_size(config: Config, device: torch.device) -> int:
@@ -179,9 +178,9 @@ class Finding:
 
     what: str
     stops: bool = False
-    """Whether the run clearly cannot fit."""
+    """True if the run clearly cannot fit."""
     estimated: bool = True
-    """Whether it is based on an estimate, which the user may override."""
+    """True if it is based on an estimate, which the user may override."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class Hardware:
 
     @property
     def exists(self) -> bool:
-        """Whether this machine has the device."""
+        """True if this machine has the device."""
         return self.device.type == "cpu" or torch.cuda.is_available()
 
 

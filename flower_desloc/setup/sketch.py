@@ -3,7 +3,7 @@
 The tensors are fake: they have shapes and types but no values. A forward and a backward pass
 through them allocate and free what a real pass would, and every byte is counted. PyTorch's own
 MemTracker is not used: it is private (``torch.distributed._tools``), rounds sizes up to blocks of
-CUDA's allocator on any device, and counts the parameters as well.
+CUDA's allocator on any device, and also counts the parameters.
 """
 
 import weakref

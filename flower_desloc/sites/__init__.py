@@ -1,1 +1,1 @@
-"""What runs at a site: a warm trainer, several processes, Flower's own processes."""
+"""Processes at a site: a warm trainer, several processes, Flower's own processes."""

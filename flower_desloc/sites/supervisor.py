@@ -59,7 +59,7 @@ class Supervised:
 
     @property
     def has_exited(self) -> bool:
-        """Whether the command has ended by itself, even if it was restarted since."""
+        """True if the command has ended by itself, even if it was restarted since."""
         return _EXITED in self.log() or self.supervisor.poll() is not None
 
     def wait_for_log(self, text: str, what: str) -> None:

@@ -70,8 +70,8 @@ def lend_heldout(
     heldout: Sequence[Rows],
     train_labels: Sequence[Any],
     heldout_labels: Sequence[Any],
-) -> None:
-    """Give each client without held-out rows one row of each label that it trains on."""
+) -> list[ClientRows]:
+    """Return every client's rows; one without held-out rows gets one of each of its labels."""
     turns = {
         label: cycle([row for row, other in enumerate(heldout_labels) if other == label])
         for label in {*heldout_labels}
@@ -80,6 +80,7 @@ def lend_heldout(
         if not kept:
             labels = sorted({train_labels[row] for row in mine} & turns.keys())
             kept.extend(next(turns[label]) for label in labels)
+    return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
 
 
 # The partitioners are imported inside the rules: the default partition does without them.
@@ -133,7 +134,7 @@ def _pathological(numbered: Dataset, rule: PartitionRule, num_clients: int) -> l
         except ValueError as error:
             raise ValueError(
                 f"data.classes_per_client={held}: federation.num_clients={num_clients} clients "
-                f"want more examples of a label than there are ({error})"
+                f"need more examples of a label than there are ({error})"
             ) from error
     if missed := len(numbered) - sum(map(len, clients)):
         raise ValueError(

@@ -36,12 +36,12 @@ class Source:
 
     @property
     def endless(self) -> bool:
-        """Whether text is streamed during training, and never read as a whole."""
+        """True if text is streamed during training, and never read as a whole."""
         return self.streaming and not self.max_bytes
 
     @property
     def is_private(self) -> bool:
-        """Whether it is the data of one site."""
+        """True if it is the data of one site."""
         return self.key == "data-path"
 
     def at_site(self, path: Path) -> "Source":

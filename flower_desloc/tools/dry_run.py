@@ -115,7 +115,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         yield f"  {stream:<16} {times:>24} {bytes_text(count):>10}"
     total = sum(sent.values())
     yield f"  {'total':<16} {'':>24} {bytes_text(total):>10}"
-    windows = [sum(needs.wire[name] for name in w.due) for w in schedule.windows(steps)]
+    windows = traffic.window_bytes(schedule, needs.wire, steps)
     yield (
         f"in {len(windows)} windows, each from {bytes_text(min(windows))} to "
         f"{bytes_text(max(windows))}"
@@ -124,7 +124,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
         federated = config.evaluation.federated
         down = traffic.download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
-        yield f"and will be sent {bytes_text(sum(down.values()))}"
+        yield f"and will receive {bytes_text(sum(down.values()))}"
     others = {"Local Adam": sum(uploads.local_adam.values()), "DDP": uploads.ddp}
     for name, other in others.items():
         if other and total:
@@ -137,7 +137,7 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
     try:
         timing = timed_step(config, device, needs.sketch.num_params)
     except ValueError as error:
-        yield f"the time of a step is not known: {error}"
+        yield f"the time of a step cannot be estimated: {error}"
         return
     clients, steps = config.federation.num_clients, config.run.steps
     turns = -(-clients // hardware.at_once)

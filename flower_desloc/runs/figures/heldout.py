@@ -17,7 +17,7 @@ METRICS = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
 """The metrics drawn, in the order of the rows."""
 
 Cost = Callable[[RunRecord, Array], Array]
-"""What a run has cost after each of some steps."""
+"""Cost of a run up to each of the given steps."""
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 

@@ -67,7 +67,7 @@ def fill_heldout_loss(panel: Axes, run: RunRecord) -> None:
         more = "" if accuracy is None else f", {metric_text(accuracy, 'accuracy')} right"
         text = f"all {overall.last[1]:.3f}{more}"
         labels.append(style.Label(overall.last, text, style.INK, bold=True))
-    style.beside(panel, labels)
+    style.label_right(panel, labels)
 
 
 def draw_parts(runs: Sequence[RunRecord]) -> Figure | None:

@@ -16,16 +16,16 @@ from flower_desloc.runs.record import RunRecord
 
 @dataclass(frozen=True)
 class Measure:
-    """What one panel shows. Several runs are compared by their means over the curves."""
+    """Content of one panel. Several runs are compared by their means over the curves."""
 
     title: str
     meaning: str
     curves: Callable[[RunRecord], Mapping[str, Curve]]
     """The curves of a run by client or by stream, or a single one."""
     of_streams: bool = False
-    """Whether the curves are those of streams, on a logarithmic axis."""
+    """True if there is one curve for each stream, on a logarithmic axis."""
     named: bool = False
-    """Whether the lines of clients are labelled."""
+    """True if the lines of clients are labelled."""
 
 
 def _of_clients(what: str) -> Callable[[RunRecord], Mapping[str, Curve]]:
@@ -145,7 +145,7 @@ def _fill_streams(panel: Axes, run: RunRecord, lines: Mapping[str, Curve]) -> No
     for stream, line in lines.items():
         style.plot(panel, line, colours[stream], dots=True)
     style.log_scale(panel, lines.values())
-    style.beside(panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()])
+    style.label_right(panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()])
 
 
 def _draw(

@@ -220,7 +220,7 @@ def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -
         plot(panel, middle, INK, lw=1.8)
         labels.append(Label(middle.last, "mean", INK, bold=True))
     if named:
-        beside(panel, labels)
+        label_right(panel, labels)
 
 
 def by_group(
@@ -272,7 +272,7 @@ class Label:
     bold: bool = False
 
 
-def beside(panel: Axes, labels: Sequence[Label]) -> None:
+def label_right(panel: Axes, labels: Sequence[Label]) -> None:
     """Write the labels to the right of the panel, spread so that they do not overlap."""
     panel.set_ylim(panel.get_ylim())  # fixes the scale before it is used
     panel.set_xlim(panel.get_xlim())

@@ -1,4 +1,4 @@
-"""What was averaged when, and which clients took part."""
+"""Timeline of the averages and of the clients that took part."""
 
 from collections.abc import Iterable
 

@@ -24,7 +24,7 @@ class StackedBar:
     name: str
     counts: Mapping[str, float]
     factor: float | None = None
-    """How many times the bytes of the run."""
+    """Ratio to the bytes of the run."""
     by_formula: bool = False
 
     @property

@@ -35,7 +35,7 @@ class Section:
 
     @property
     def has_data(self) -> bool:
-        """Whether there is anything to show."""
+        """True if there is a figure, a table or a note."""
         return bool(self.figure or any(self.tables) or self.small)
 
 

@@ -1,4 +1,4 @@
-"""What a Flower program is started with: home folder, environment variables, port, arguments."""
+"""Environment of a Flower program: home folder, environment variables, port, arguments."""
 
 import os
 import random
@@ -21,7 +21,7 @@ _LONGEST_TMPDIR = 20
 
 @dataclass(frozen=True)
 class Host:
-    """Where a SuperLink or a SuperNode runs: on this machine, or in a network namespace of it."""
+    """Host of a SuperLink or a SuperNode: this machine, or a network namespace of it."""
 
     enter: tuple[str, ...] = ()
     """Words before every command line, such as ``("ip", "netns", "exec", NAME)``."""
@@ -54,7 +54,7 @@ def program(name: str, environment: Mapping[str, str]) -> str:
     found = shutil.which(name, path=environment["PATH"])
     if found is None:
         raise ProcessError(
-            f"no {name} beside {sys.executable} or on PATH; install flwr[simulation] there"
+            f"no {name} next to {sys.executable} or on PATH; install flwr[simulation] there"
         )
     return found
 
@@ -86,9 +86,9 @@ def flower_environment(home: Path) -> dict[str, str]:
     stale = ("FLWR_", "RAY_ADDRESS", "RAY_TMPDIR")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(stale)}
     # Flower starts its parts by name from PATH. If `desloc` is called by its full path, without
-    # the virtual environment activated, PATH alone would find others or none.
+    # the virtual environment activated, PATH would find other programs or none.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-    # Flower's client applies the proxy variables to 127.0.0.1 as well.
+    # Flower's client also applies the proxy variables to 127.0.0.1.
     direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")]))
     quiet = "ignore::FutureWarning:ray._private.worker"
     return environment | {

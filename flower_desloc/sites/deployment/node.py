@@ -29,7 +29,7 @@ _LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
 
 
 class PollInterval:
-    """How long to sleep after a poll that found no message.
+    """Time to sleep after a poll that found no message.
 
     One twentieth of the time since the last message, so polling delays a message by at most 5 %;
     after a minute without a message the node polls no more often than Flower's.

@@ -1,4 +1,4 @@
-"""A SuperExec whose ClientApp processes do not each import Flower anew.
+"""A SuperExec whose ClientApp processes do not import Flower again.
 
 Flower's SuperExec starts a program for every message, which imports Flower for a second of a core
 before it does anything. Here one process has imported it, and is forked for every message. It holds

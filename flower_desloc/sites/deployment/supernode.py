@@ -22,7 +22,7 @@ class SuperNode(Supervised):
 
     @property
     def has_errors(self) -> bool:
-        """Whether it has ended, or its log holds an error of its own or of its ClientApp."""
+        """True if it has ended, or its log holds an error of its own or of its ClientApp."""
         return self.has_exited or any(word in self.log() for word in ("ERROR", "Traceback"))
 
 

@@ -1,4 +1,4 @@
-"""How many processes a client has, from the node config."""
+"""Number of processes of a client, from the node config."""
 
 import sys
 from collections.abc import Mapping
@@ -31,5 +31,5 @@ class Parallelism:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a shard of the model."""
+        """True if each process holds a shard of the model."""
         return self.mode == "fsdp"

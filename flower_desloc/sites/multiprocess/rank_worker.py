@@ -4,7 +4,6 @@ The model and its optimizer are distributed over a client's ranks as replicas or
 have the parameters' names, as in ``flower_desloc.core.streams``.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -49,9 +48,9 @@ class RankWorker:
     ) -> None:
         self.device = device
         self.model: nn.Module = build_model().to(device)
-        """What the loss is computed with."""
+        """Module that the loss is computed with."""
         self.module = self.model
-        """What holds the parameters that the optimizer trains."""
+        """Module with the parameters that the optimizer trains."""
         self.optimizer = build_optimizer(self.module.parameters())
         prime(self.optimizer)
 
@@ -280,14 +279,13 @@ def _broadcast(view: Tensor) -> None:
 def _on_disk(folder: Path, tensor: Tensor) -> Tensor:
     """Return a copy of ``tensor`` in a mapped file of ``folder``, which is deleted with it.
 
-    The kernel can evict the file from memory. Raises ``OSError`` when the disk
-    is full.
+    The kernel can evict the file from memory. Raises ``OSError`` when the disk is full.
     """
+    if not tensor.numel():
+        return tensor.cpu()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        # Allocated now: writing to a mapping on a full disk would end the process.
-        os.posix_fallocate(file.fileno(), 0, (tensor.numel() + 1) * tensor.itemsize)
-        mapped = torch.from_file(
-            file.name, shared=True, size=tensor.numel() + 1, dtype=tensor.dtype
-        )
-    return mapped[:-1].view(tensor.shape).copy_(tensor)
+        file.write(tensor.cpu().contiguous().numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return mapped.view(tensor.shape)

@@ -20,7 +20,7 @@ class MultiProcessWorker(Worker):
 
     ranks: Ranks
     folder: Path
-    """Where whole streams are stored until they are read."""
+    """Folder in which whole streams are stored until they are read."""
 
     @classmethod
     def of(cls, ranks: Ranks, node_config: NodeConfig, folder: Path) -> "MultiProcessWorker":

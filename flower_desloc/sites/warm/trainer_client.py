@@ -62,8 +62,8 @@ class TrainerClient:
             return self._ask(message, context)
         except _DISCONNECTED as error:
             raise RuntimeError(
-                f"the process that trains for this node {_how_it_ended(trainer)} while it was at a "
-                f"{message.metadata.message_type} message; the SuperNode's log may say why"
+                f"the process that trains for this node {_how_it_ended(trainer)} while it "
+                f"handled a {message.metadata.message_type} message; see the SuperNode's log"
             ) from error
 
     def _ask(self, message: Message, context: Context) -> Message:

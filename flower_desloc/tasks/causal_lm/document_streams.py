@@ -96,7 +96,7 @@ class DomainShare:
     turn: int
     """The client's number among those that read this domain."""
     holders: int
-    """How many clients read it."""
+    """Number of clients that read it."""
     weight: float
     """Fraction of the client's tokens, relative to its other shares."""
 
@@ -174,7 +174,7 @@ class DocumentStream:
                 yield text
             if not found:
                 raise ValueError(
-                    f"{share.source}: of domain {share.domain!r} there is no document for part "
+                    f"{share.source}: domain {share.domain!r} has no document for part "
                     f"{share.turn} of {share.holders}; give it more text, use fewer clients "
                     "(federation.num_clients), or leave it out of data.domains"
                 )

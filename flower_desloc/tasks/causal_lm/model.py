@@ -62,7 +62,7 @@ def given_architecture(model: Model, *, num_tokens: int, seq_len: int) -> Pretra
         )
     longest = getattr(given, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
-        raise ValueError(f"data.seq_len={seq_len}: the model takes {longest} tokens at most")
+        raise ValueError(f"data.seq_len={seq_len}: the model takes at most {longest} tokens")
     for name, value in no_dropout(given.to_dict()).items():
         setattr(given, name, value)
     return given

@@ -33,7 +33,7 @@ _MAX_OPEN_PACKERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PackingSpec:
-    """What determines a client's sequences."""
+    """All settings that determine a client's sequences."""
 
     shares: tuple[DomainShare, ...]
     tokenizer: str

@@ -38,8 +38,7 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     heldout: list[Rows] = [[] for _ in range(num_clients)]
     if num_clients <= len(corpus.heldout):
         heldout = partition_documents(corpus.heldout, rule, num_clients)
-    lend_heldout(train, heldout, corpus.train["domain"][:], corpus.heldout["domain"][:])
-    return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
+    return lend_heldout(train, heldout, corpus.train["domain"][:], corpus.heldout["domain"][:])
 
 
 def partition_documents(documents: Dataset, rule: PartitionRule, num_clients: int) -> list[Rows]:

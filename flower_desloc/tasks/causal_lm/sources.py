@@ -35,7 +35,7 @@ class Shard:
     """Rows that can be read independently of others, such as those of one file."""
 
     name: str
-    """What error messages call it."""
+    """Name in error messages."""
     open: Callable[[], IterableDataset]
 
 
@@ -119,7 +119,7 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     path = Path(source.source).expanduser().resolve()
     domains = _files_by_domain(path)
     if not domains:
-        raise ValueError(f"{source}: there is no file here of the kinds read, {_FORMATS}")
+        raise ValueError(f"{source}: it holds no file of a supported format, {_FORMATS}")
     if source.endless and source.is_private:
         train, heldout = (
             [file for parts in domains.values() for file in parts[part]] for part in (0, 1)
@@ -255,7 +255,7 @@ def named_domains(source: Source) -> dict[str, Domain]:
     if source.streaming and source.domain_field and not source.domains:
         raise ValueError(
             f"data.domains=[]: state the values of data.domain_field={source.domain_field} to use; "
-            "a stream may not end, so that they cannot be found"
+            "they cannot be found, because a stream may not end"
         )
     name, _, config = source.source.partition(":")
     try:

@@ -39,8 +39,7 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     if rule.name == "dirichlet":
         fill_empty_clients(train)
     heldout = _in_proportion(heldout_labels, [labels[rows] for rows in train])
-    lend_heldout(train, heldout, labels.tolist(), heldout_labels.tolist())
-    return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
+    return lend_heldout(train, heldout, labels.tolist(), heldout_labels.tolist())
 
 
 def _in_proportion(heldout: NDArray[np.int64], clients: list[NDArray[np.int64]]) -> list[Rows]:

@@ -42,12 +42,12 @@ class RunStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended, with or without an error."""
+        """True if the run has ended, with or without an error."""
         return self.state.startswith("finished")
 
     @property
     def completed(self) -> bool:
-        """Whether the run has ended without an error."""
+        """True if the run has ended without an error."""
         return self.state == "finished:completed"
 
     @property

@@ -21,7 +21,7 @@ class CellState:
     missing: list[StudyRun] = field(default_factory=list)
     """Runs that can start now."""
     searching: bool = False
-    """Whether the missing runs belong to the search."""
+    """True if the missing runs belong to the search."""
     later: int = 0
     """Least number of runs that follow the missing ones."""
     search_runs: list[FinishedRun] = field(default_factory=list)
@@ -51,12 +51,12 @@ class CellState:
 
     @property
     def bracketed(self) -> bool | None:
-        """Whether both neighbours of the tuned value were tried; None without a tuned value."""
+        """True if both neighbours of the tuned value were tried; None without a tuned value."""
         return None if self.tuned is None else is_bracketed(self.search_scores)
 
     @property
     def all_diverged(self) -> bool:
-        """Whether every value of the search diverged."""
+        """True if every value of the search diverged."""
         return bool(self.tried) and self.tuned is None and not self.missing
 
     @property

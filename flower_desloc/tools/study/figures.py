@@ -169,7 +169,7 @@ def _losses(grid: _Grid, against: str) -> Figure:
                 labels.append(style.Label(end, line, look["color"]))
         panel.set_xlabel(against)
         panel.set_ylabel(text)
-        style.beside(panel, labels)
+        style.label_right(panel, labels)
     return made
 
 

@@ -40,7 +40,7 @@ class FinishedRun:
 
     @property
     def diverged(self) -> bool:
-        """Whether training diverged."""
+        """True if training diverged."""
         return self.outcome["status"] == "diverged"
 
     def score(self, spec: ScoreSpec) -> float:
