@@ -312,7 +312,7 @@ class DesLoc(Strategy):
         if message.has_error():
             raise ValueError(message.error.reason)
         reply = WindowReply.from_content(message.content)
-        if reply.streams.keys() == due:  # if not, the check says so
+        if self.state.formats and reply.streams.keys() == due:  # if not, the check says so
             reply = replace(reply, streams=self.state.decoded(reply.streams))
         reply.check(self.engine.round.window, due, self.state.like)
         return reply
