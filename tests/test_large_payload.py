@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,10 +39,11 @@ def transferred(sent, **options):
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
     here, there = (Connection(end.detach()) for end in ends)
+    context = Context(1, 5, {}, RecordDict(), {})
     with here, there:
-        sender = threading.Thread(target=send, args=(here, sent), kwargs=options)
+        sender = threading.Thread(target=send, args=(here, sent, context), kwargs=options)
         sender.start()
-        (received,) = receive(there)
+        received, _, _ = receive(there)
         sender.join()
     return received
 
