@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.records import WindowReply, framed_bytes, payload_bytes, to_record
+from flower_desloc.flower.messages import WindowReply
+from flower_desloc.flower.meter import framed_bytes, payload_bytes
+from flower_desloc.flower.records import to_record
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.sites.warm.framing import receive, send
 

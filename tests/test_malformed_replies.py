@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 
 from flower_desloc import DesLoc, SyncSchedule, Window
 from flower_desloc.flower.bundles import STYPE, bundled
-from flower_desloc.flower.engine import FederationError, TrafficMeter
+from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.tools.engines.in_process import run_in_process

@@ -22,7 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.supercore.task_identity import TaskIdentity
 from processes import has_ended, wait_until
 
-from flower_desloc.flower.records import WindowRequest, from_record, to_record
+from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
 from flower_desloc.sites.warm.framing import receive, send
 

@@ -27,7 +27,7 @@ from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import is_name
-from flower_desloc.flower.records import (
+from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
     GOODBYE,

@@ -10,7 +10,7 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.client_state import Held, StateFiles
-from flower_desloc.flower.records import WindowRequest
+from flower_desloc.flower.messages import WindowRequest
 
 _REFERENCE, _RESIDUAL = "reference.", "residual."
 

@@ -7,7 +7,7 @@ clients, takes their replies in one fixed order, and keeps the record of the rou
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 
@@ -19,7 +19,6 @@ from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.unequal import steps_in_time
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.content import records_of
 from flower_desloc.flower.exchange import (
     Probe,
     event_kind,
@@ -30,10 +29,7 @@ from flower_desloc.flower.exchange import (
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import HttpGrid, log
 from flower_desloc.flower.members import Member, drawn, in_order, present
-from flower_desloc.flower.metrics import client_record, evaluation_record, number
-from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Traffic, WindowRecord
-from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import (
+from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
     GOODBYE,
@@ -42,9 +38,12 @@ from flower_desloc.flower.records import (
     STATE_NEW,
     WindowReply,
     WindowRequest,
-    framed_bytes,
-    payload_bytes,
 )
+from flower_desloc.flower.meter import TrafficMeter
+from flower_desloc.flower.metrics import client_record, evaluation_record, number
+from flower_desloc.flower.observer import ClientRecord, Event, EventKind, WindowRecord
+from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.records import records_of
 
 Settings = Mapping[str, str | int | float | bool]
 """The app's own settings, sent with every request."""
@@ -77,29 +76,6 @@ class Round:
         if self.window.stop == 0:
             return "the evaluation before training"
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
-
-
-class TrafficMeter:
-    """Counts the bytes of messages."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def sent(self, message: Message) -> None:
-        """Count a message to a client."""
-        self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))
-
-    def received(self, reply: Message) -> None:
-        """Count a reply."""
-        framed = 0
-        with suppress(ValueError):  # a record that Flower's wire format does not have
-            framed = framed_bytes(reply)
-        self.traffic += Traffic(up=payload_bytes(reply), framed_up=framed)
-
-    def read(self) -> Traffic:
-        """Return the bytes counted so far, and start again from zero."""
-        traffic, self.traffic = self.traffic, Traffic()
-        return traffic
 
 
 class RoundEngine:

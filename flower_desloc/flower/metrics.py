@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from flwr.app import MetricRecord, MetricRecordValues
 
 from flower_desloc.core.noise import noise_scale
+from flower_desloc.flower.messages import TOTALS, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
-from flower_desloc.flower.records import TOTALS, WindowReply
 
 NOISE_SCALE = "noise_scale"
 """Metric of an evaluation on clients: the gradient noise scale in batches of one client."""

@@ -30,16 +30,15 @@ from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundE
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
+from flower_desloc.flower.messages import (
+    WindowReply,
+    WindowRequest,
+    settings_of,
+)
 from flower_desloc.flower.metrics import check_evaluation, number, pooled
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import (
-    WindowReply,
-    WindowRequest,
-    from_record,
-    settings_of,
-    to_record,
-)
+from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.server_state import ServerState, meta
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]

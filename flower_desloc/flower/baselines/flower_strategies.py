@@ -18,10 +18,10 @@ from flower_desloc.core.averaging import Drift, Stream
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
-from flower_desloc.flower.content import records_of
 from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.members import Member
-from flower_desloc.flower.records import CONFIG, from_record, to_record
+from flower_desloc.flower.messages import CONFIG
+from flower_desloc.flower.records import from_record, records_of, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
