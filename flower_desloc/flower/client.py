@@ -440,7 +440,7 @@ def _save(
         streams=list(streams),
         late=list(late),
         arrived=list(arrived),
-        beside=list(coding),
+        coding=list(coding),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )
