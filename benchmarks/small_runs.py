@@ -19,7 +19,7 @@ import typer
 from common import about
 from paired import RESULTS, Estimate
 
-from flower_desloc.flower.engine import FederationError
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.tools.engines.in_process import run_in_process
 

@@ -17,7 +17,7 @@ from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.observer import Plan, WindowRecord
+from flower_desloc.flower.observer import Observer, Plan, WindowRecord
 from flower_desloc.flower.records import to_record
 from flower_desloc.flower.worker import Worker
 
@@ -54,7 +54,7 @@ class Grid(InProcessGrid):
         return [reply for reply in super().pull_messages(message_ids) if reply is not None]
 
 
-class Watch:
+class Watch(Observer):
     """Keeps the records, and calls ``after`` with each."""
 
     def __init__(self, after: Callable[[WindowRecord], None] = lambda record: None) -> None:

@@ -4,15 +4,21 @@ import ast
 import doctest
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
+import torch
+from federation import OPTIMIZERS, Quadratic
+from flower_path import Run
+from flwr.app import Array, ArrayRecord, Message
 from import_graph import cycles, import_graph, imported_names, modules
 
+from flower_desloc import SyncSchedule
 from flower_desloc.flower import internals
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +87,43 @@ def test_the_layers_are_those_of_the_architecture_page():
     stated = [name.strip("` ") for row in rows for name in row.split(",")]
     packages = [name.replace("/", ".") for name in stated if "/" not in name or "." not in name]
     assert packages[: len(RANK) - 1] == [name for name in RANK if name != "flower_desloc"]
+
+
+def holds_tensors(value: object, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type != "meta"
+    if isinstance(value, Message):
+        return value.has_content() and holds_tensors(dict(value.content), depth)
+    if isinstance(value, dict | list | tuple):
+        values = value.values() if isinstance(value, dict) else value
+        return depth > 0 and any(holds_tensors(each, depth - 1) for each in list(values)[:3])
+    return isinstance(value, Array | ArrayRecord)
+
+
+def test_a_tensor_passes_the_files_of_the_architecture_page(tmp_path):
+    """Every function that has a tensor of the run as a local variable or returns one."""
+    path = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    path = path.partition("## The path of a tensor")[2].partition("The next request")[0]
+    stated = re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)
+    case, passed = OPTIMIZERS["adam"], set()
+    run = Run(
+        Quadratic(), case, SyncSchedule(case.periods(2)), tmp_path, num_clients=2, num_steps=4
+    )
+
+    def profile(frame: FrameType, event: str, result: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event != "return" or PACKAGE not in file.parents:
+            return
+        if any(map(holds_tensors, [result, *frame.f_locals.values()])):
+            passed.add(file.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        run.strategy.start(run.grid, run.initial)
+    finally:
+        sys.setprofile(None)
+    # Counts bytes; stands in for Flower.
+    assert passed - {"flower/meter.py", "flower/inprocess.py"} == set(stated)
 
 
 def test_the_package_root_has_at_most_twelve_entries():

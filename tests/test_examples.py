@@ -24,8 +24,8 @@ from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import check_optimizer, frozen
-from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.runs import RunFolder
 from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task

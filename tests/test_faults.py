@@ -31,7 +31,7 @@ WHICH = {"ADOPT with periods": ("adopt", None), "Adam with coins": ("adam", 4)}
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
 
 
 @pytest.fixture(params=WHICH)

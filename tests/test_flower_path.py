@@ -19,9 +19,8 @@ from flower_path import RUN, Run, oracle
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule
-from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record
 
 NAMES = ["adam", "adopt"]

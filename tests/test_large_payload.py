@@ -11,13 +11,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.records import WindowReply, framed_bytes, payload_bytes, to_record
+from flower_desloc.flower.messages import WindowReply
+from flower_desloc.flower.meter import framed_bytes, payload_bytes
+from flower_desloc.flower.records import to_record
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.sites.warm.framing import receive, send
 
@@ -39,10 +41,11 @@ def transferred(sent, **options):
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
     here, there = (Connection(end.detach()) for end in ends)
+    context = Context(1, 5, {}, RecordDict(), {})
     with here, there:
-        sender = threading.Thread(target=send, args=(here, sent), kwargs=options)
+        sender = threading.Thread(target=send, args=(here, sent, context), kwargs=options)
         sender.start()
-        (received,) = receive(there)
+        received, _, _ = receive(there)
         sender.join()
     return received
 

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 
 from flower_desloc import DesLoc, SyncSchedule, Window
 from flower_desloc.flower.bundles import STYPE, bundled
-from flower_desloc.flower.engine import FederationError, TrafficMeter
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.meter import TrafficMeter
+from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.tools.engines.in_process import run_in_process
 
@@ -428,7 +428,7 @@ def good(message: Message, m: int) -> RecordDict:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
     # The requests are valid, and counting their bytes takes half of the time.
     monkeypatch.setattr(TrafficMeter, "sent", lambda self, message: None)
 

@@ -29,7 +29,7 @@ from flower_desloc.config import Config, dump
 from flower_desloc.flower.ahead import STEPS_AHEAD
 from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFiles
-from flower_desloc.flower.records import WindowRequest
+from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.ranks import RankError, Ranks
 from flower_desloc.sites.multiprocess.worker import MultiProcessWorker

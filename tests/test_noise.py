@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flower_desloc.core.noise import noise_scale, noise_totals
-from flower_desloc.flower.records import TOTALS
+from flower_desloc.flower.messages import TOTALS
 from flower_desloc.flower.worker import Worker, evaluated
 
 

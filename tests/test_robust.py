@@ -16,14 +16,13 @@ from scipy.stats import trim_mean
 from flower_desloc import Mean, SyncSchedule
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.robust import Gathered, beyond, coordinate_median, trimmed_mean
-from flower_desloc.flower.engine import FederationError
-from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.engine._POLL_INTERVAL", 0.0)
+    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
 
 
 # Integers, because their sums are exact in any order.

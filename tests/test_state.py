@@ -189,6 +189,15 @@ def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, fatal(getattr(owner, name)))
 
 
+def test_the_former_name_of_what_compression_keeps_is_read(tmp_path):
+    files = five_windows(tmp_path)
+    last = max(files.folder.iterdir())
+    about, streams = tensor_file.about(last), tensor_file.read(last)
+    assert about.pop("coding") == []
+    tensor_file.write(last, {**about, "beside": ["residual.params"]}, streams)
+    assert files.held() == Held(**about, coding=["residual.params"])
+
+
 def test_the_files_of_the_former_layout_are_taken_over(tmp_path):
     """CLIENT.safetensors, CLIENT.before and CLIENT.checkpoint/, with the former checksums."""
     former = {"client-0.checkpoint/step-2": 1, "client-0.before": 2, "client-0.safetensors": 3}

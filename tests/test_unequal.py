@@ -17,8 +17,8 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.core.unequal import fewest, steps_in_time, weight
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.engine import FederationError
-from flower_desloc.flower.records import METRICS
+from flower_desloc.flower.messages import METRICS
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.setup.build import check_streams
 
 LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]

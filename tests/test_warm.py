@@ -22,7 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.supercore.task_identity import TaskIdentity
 from processes import has_ended, output_of, wait_until
 
-from flower_desloc.flower.records import WindowRequest, from_record, to_record
+from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.sites.warm import WarmClientApp
 from flower_desloc.sites.warm.framing import receive, send
 
@@ -233,12 +234,15 @@ def test_a_message_is_the_same_after_framing():
     }
     sent = message("train", RecordDict(records))
     one, other = Pipe()
-    send(one, sent, "more")
-    received, more = receive(other)
+    there = context({"name": "é", "share": 0.5, "warm": True})
+    there.state["kept"] = MetricRecord({"many": [1, -2]})
+    send(one, sent, there, ["more", None])
+    received, at, more = receive(other)
     assert received.content == sent.content == RecordDict(records)
     assert list(received.content) == list(records)
-    assert (vars(received.metadata), more) == (vars(sent.metadata), "more")
-    send(one, Message(Error(3, "why"), reply_to=sent), release=True)
+    assert (vars(received.metadata), more) == (vars(sent.metadata), ["more", None])
+    assert at == there
+    send(one, Message(Error(3, "why"), reply_to=sent), there, release=True)
     assert receive(other)[0].error.reason == "why"
     one.close()
     with pytest.raises(EOFError):

@@ -22,8 +22,9 @@ from flower_desloc.core.compression import (
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.flower.meter import payload_bytes
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, payload_bytes
+from flower_desloc.flower.records import from_record
 
 LOSSY = ["bf16", "int8", "int4"]
 BLOCK = {"int8": 256, "int4": 64}

@@ -26,7 +26,7 @@ from examples.toy.search import (
 )
 from examples.toy.setting import NUM_WORKERS, ToySetting
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
-from flower_desloc.flower.engine import FederationError
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.setup.machine import cores
 
 SETTING = ToySetting()

@@ -27,7 +27,7 @@ from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import is_name
-from flower_desloc.flower.records import (
+from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
     GOODBYE,
@@ -164,8 +164,11 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
     require_finite(streams)
-    coding = kept_for_coding(request, held, files, received)
-    due, coding = encoded(request, coding, streams)
+    due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
+    coding: Mapping[str, Stream] = {}
+    if request.formats:
+        coding = kept_for_coding(request, held, files, received)
+        due, coding = encoded(request, coding, streams)
     late_next = [name for name in streams if name in request.due and request.ahead]
     kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
     _save(files, request, request.stop, request.versions, taken, kept, coding, late=late_next)
@@ -242,9 +245,11 @@ def state_folder(context: Context) -> Path:
 
 def _received(
     worker: Worker, request: WindowRequest, files: StateFiles, held: Held | None
-) -> dict[str, Stream]:
+) -> Mapping[str, Stream]:
     if not worker.optimizer.state:
         prime(worker.optimizer)
+    if not request.formats:
+        return request.streams
     known = stream_names(worker.module, worker.optimizer)
     names = [name for name in request.streams if name in request.formats and name in known]
     return decoded(request, held, files, worker.like(names))
@@ -385,7 +390,7 @@ def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
 
 def _receive_and_save(
     worker: Worker, request: WindowRequest, files: StateFiles
-) -> dict[str, Stream]:
+) -> Mapping[str, Stream]:
     held = files.held()
     received = _received(worker, request, files, held)
     newer = {
@@ -394,7 +399,7 @@ def _receive_and_save(
         if held is None or not _holds(held, name, request)
     }
     if newer:
-        coding = kept_for_coding(request, held, files, received)
+        coding = kept_for_coding(request, held, files, received) if request.formats else {}
         # safetensors refuses a tensor that is also in ``coding``.
         copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
         late = _sent_last(held, request)
@@ -435,7 +440,7 @@ def _save(
         streams=list(streams),
         late=list(late),
         arrived=list(arrived),
-        beside=list(coding),
+        coding=list(coding),
         attempt=request.attempt,
         checkpoint=request.checkpoint,
     )

@@ -48,7 +48,7 @@ class Held:
     """Those of ``streams`` that were sent as well, and whose averages come late."""
     arrived: Sequence[str] = ()
     """Those of ``late`` whose averages are in the file too, as ``average.NAME``."""
-    beside: Sequence[str] = ()
+    coding: Sequence[str] = ()
     """Streams of compression in the file (``flower_desloc.flower.coding``)."""
     attempt: str = ""
     """The start of the server (``WindowRequest.attempt``) under which this was written."""
@@ -83,10 +83,9 @@ class StateFiles:
         return self.held()
 
     def read(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return tensors by the names in ``Held.streams``, ``Held.beside``, and averages.
+        """Return tensors by the names in ``Held.streams``, ``Held.coding``, and averages.
 
-        Raises ``DamagedFileError`` when they are not what
-        was written.
+        Raises ``DamagedFileError`` when they are not what was written.
         """
         return tensor_file.read(self._files()[-1], names)
 
@@ -176,7 +175,10 @@ def _step(path: Path) -> int:
 
 
 def _held(path: Path) -> Held | None:
+    about = tensor_file.about(path) or {}
+    if (coding := about.pop("beside", None)) is not None:  # a file of an earlier version
+        about["coding"] = coding
     try:
-        return Held(**(tensor_file.about(path) or {}))
+        return Held(**about)
     except TypeError:  # no such file, or a foreign one
         return None

@@ -10,7 +10,7 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.client_state import Held, StateFiles
-from flower_desloc.flower.records import WindowRequest
+from flower_desloc.flower.messages import WindowRequest
 
 _REFERENCE, _RESIDUAL = "reference.", "residual."
 
@@ -30,7 +30,7 @@ def decoded(
         reference = None
         if name in request.differences:
             kept = f"{_REFERENCE}{name}"
-            if held is None or kept not in held.beside or held.versions.get(name) != request.former:
+            if held is None or kept not in held.coding or held.versions.get(name) != request.former:
                 continue
             reference = files.read([kept])[kept]
         format_ = request.formats[name]
@@ -70,5 +70,5 @@ def kept_for_coding(
     new: dict[str, Stream] = {}
     if PARAMS in request.formats and PARAMS in received:
         new[f"{_REFERENCE}{PARAMS}"] = received[PARAMS]
-    old = [name for name in held.beside if name not in new] if held else []
+    old = [name for name in held.coding if name not in new] if held else []
     return {**(files.read(old) if old else {}), **new}

@@ -7,19 +7,18 @@ clients, takes their replies in one fixed order, and keeps the record of the rou
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import INFO, WARNING
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
-from flower_desloc.core.unequal import steps_in_time
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.content import records_of
+from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import (
     Probe,
     event_kind,
@@ -29,12 +28,8 @@ from flower_desloc.flower.exchange import (
 )
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import HttpGrid, log
-from flower_desloc.flower.members import Member, drawn, in_order, present
-from flower_desloc.flower.metrics import client_record, evaluation_record, number
-from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Traffic, WindowRecord
-from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import (
-    ABOUT,
+from flower_desloc.flower.members import Member, Members, in_order
+from flower_desloc.flower.messages import (
     ARE_YOU_THERE,
     GOODBYE,
     HELLO,
@@ -42,21 +37,19 @@ from flower_desloc.flower.records import (
     STATE_NEW,
     WindowReply,
     WindowRequest,
-    framed_bytes,
-    payload_bytes,
 )
+from flower_desloc.flower.meter import TrafficMeter
+from flower_desloc.flower.metrics import client_record, evaluation_record, number
+from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Observer, WindowRecord
+from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.records import records_of
 
 Settings = Mapping[str, str | int | float | bool]
 """The app's own settings, sent with every request."""
 
 BEFORE_TRAINING = Window(0, 0, frozenset())
 
-_POLL_INTERVAL = 0.1  # seconds
 _GOODBYE_TIMEOUT = 60.0
-
-
-class FederationError(RuntimeError):
-    """The run cannot continue; the message names the client, the window and the setting."""
 
 
 @dataclass
@@ -79,29 +72,6 @@ class Round:
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
 
 
-class TrafficMeter:
-    """Counts the bytes of messages."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def sent(self, message: Message) -> None:
-        """Count a message to a client."""
-        self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))
-
-    def received(self, reply: Message) -> None:
-        """Count a reply."""
-        framed = 0
-        with suppress(ValueError):  # a record that Flower's wire format does not have
-            framed = framed_bytes(reply)
-        self.traffic += Traffic(up=payload_bytes(reply), framed_up=framed)
-
-    def read(self) -> Traffic:
-        """Return the bytes counted so far, and start again from zero."""
-        traffic, self.traffic = self.traffic, Traffic()
-        return traffic
-
-
 class RoundEngine:
     """The clients of one run over one grid, and the round in progress.
 
@@ -117,12 +87,8 @@ class RoundEngine:
         The app's settings, for the greeting.
     seed : int
         Draws the clients of a window.
-    checkpoint : int
-        Step of the last checkpoint; -1: none.
-    attempts : Mapping[str, int]
-        The starts of the server before this one (``WindowRequest.attempts``).
-    paces : Mapping[str, float]
-        Seconds per local step of clients, as measured so far.
+    resume : Checkpoint, optional
+        The checkpoint from which the run resumes.
 
     """
 
@@ -134,25 +100,21 @@ class RoundEngine:
         settings: Settings,
         *,
         seed: int = 0,
-        checkpoint: int = -1,
-        attempts: Mapping[str, int] | None = None,
-        paces: Mapping[str, float] | None = None,
+        resume: Checkpoint | None = None,
     ) -> None:
-        self.paces = {**(paces or {})}
-        """Seconds per local step of every client: those of its last window, averaged with earlier
-        ones; from the last windows' ends, so that a window that is repeated is the same."""
+        self.run_key = run_key
         self.round = Round()
         self.attempt = secrets.token_hex(4)
         """Identifies this start of the server in the clients' own files."""
-        self.attempts = {**(attempts or {}), self.attempt: checkpoint}
-        self.checkpoint = checkpoint
+        self.checkpoint = resume.step if resume else -1
+        """Step of the server's last checkpoint; -1: none."""
+        self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
+        """The starts of the server (``WindowRequest.attempts``)."""
         self.meter = TrafficMeter()
-        self.on_join: list[Callable[[str, Mapping[str, str]], None]] = []
-        """Called with the name and the description of a client that joins during the run."""
-        self.after_window: list[Callable[[WindowRecord], None]] = []
-        """Called in this order when a window is over: observers, checkpoints."""
-        self._grid, self._policy, self._seed = grid, policy, seed
-        self._run_key, self._settings = run_key, settings
+        self.members = Members(grid, policy, seed, self.note)
+        self.observers: list[Observer] = []
+        """Called in this order."""
+        self._grid, self._policy, self._settings = grid, policy, settings
         self._is_deployment = isinstance(grid, HttpGrid)
         if self._is_deployment:
             poll_for_objects_often()
@@ -163,69 +125,19 @@ class RoundEngine:
             else None
         )
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
-        self._members: dict[str, Member] = {}
-        self._moved_from: set[int] = set()  # nodes whose client is at another node now
-        self._online: set[str] = set()  # when last asked
         self._events: list[Event] = []
 
     # Clients
 
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""
-        self.wait_for_quorum()
+        self.members.wait_for_quorum()
         return in_order(self._greet(step))
-
-    def wait_for_quorum(self) -> None:
-        """Wait until ``min_clients`` nodes are online and their number has stopped growing.
-
-        A simulation registers its nodes one after the other while the server app already runs.
-        Raises ``FederationError`` after the policy's timeout.
-        """
-        quorum, timeout = self._policy.min_clients, self._policy.timeout
-        began = time.monotonic()
-        before = -1
-        while (online := len(list(self._grid.get_node_ids()))) < quorum or online != before:
-            if online != before and online < quorum:
-                log(INFO, "waiting for clients: %d of %d online", online, quorum)
-            before = online
-            if online < quorum and time.monotonic() - began > timeout:
-                raise FederationError(
-                    f"only {online} of federation.min_clients={quorum} clients are online after "
-                    f"federation.timeout={timeout:g} s"
-                )
-            time.sleep(_POLL_INTERVAL)
-
-    def online(self) -> list[Member]:
-        """Return the clients that are online, in the fixed order of summation."""
-        nodes = set(self._grid.get_node_ids())
-        members = in_order(m for m in self._members.values() if m.node_id in nodes)
-        online = {member.name for member in members}
-        for name in [n for n in self._members if (n in online) != (n in self._online)]:
-            node = f"node {self._members[name].node_id}"
-            if name in online:
-                self.note("returned", name, f"{node} is online again")
-            else:
-                self.note("left", name, f"{node} is not online")
-        self._online = online
-        return members
-
-    def present(self, step: int) -> list[Member]:
-        """Return the clients online that take part after ``step`` steps."""
-        return present(self.online(), self._policy, step)
-
-    def drawn(self, step: int) -> list[Member]:
-        """Return the clients that train in the window that starts at ``step``."""
-        return drawn(self.present(step), self._policy, step, self._seed)
-
-    def member(self, reply: Message) -> Member:
-        """Return the client that sent a reply."""
-        node_id = reply.metadata.src_node_id
-        return next(m for m in self._members.values() if m.node_id == node_id)
 
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete their files of it."""
-        content = WindowRequest(run_key=self._run_key).to_content(0)
-        requests = [self._message(content, m.node_id, GOODBYE) for m in self.online()]
+        content = WindowRequest(run_key=self.run_key).to_content(0)
+        requests = [self._message(content, m.node_id, GOODBYE) for m in self.members.online()]
         # The run is over: a silent client must not delay its result for long.
         patience = min(self._policy.timeout, _GOODBYE_TIMEOUT)
         for reply in exchange(self._grid, requests, patience=patience):
@@ -239,8 +151,8 @@ class RoundEngine:
         self.round = Round(number, window)
         if number > 0:
             for member in self._greet(window.start):
-                for callback in self.on_join:
-                    callback(member.name, member.about)
+                for observer in self.observers:
+                    observer.joined(member.name, member.about)
 
     def until_quorum(self, attempt: Callable[[], MetricRecord | None]) -> MetricRecord:
         """Return what ``attempt`` returns, repeating the window while that is None.
@@ -249,7 +161,7 @@ class RoundEngine:
         """
         for repeat in range(1 + self._policy.repeats):
             if repeat > 0:  # an absent client may be back, at another node
-                self.wait_for_quorum()
+                self.members.wait_for_quorum()
                 list(self._greet(self.round.window.start))
             if (metrics := attempt()) is not None:
                 return metrics
@@ -289,7 +201,7 @@ class RoundEngine:
         """
         for reply in self._exchange(requests):
             if _has_lost_state(reply):
-                member = self.member(reply)
+                member = self.members.at(reply.metadata.src_node_id)
                 log(INFO, "%s has lost its state and is sent everything", member.name)
                 self.note("state lost", member.name, "it is sent everything")
                 member.held.clear()
@@ -308,7 +220,7 @@ class RoundEngine:
     @contextmanager
     def leaving_out(self, message: Message, prefix: str = "") -> Iterator[Member]:
         """Leave the sender out of the round if the block raises ``ValueError``."""
-        member = self.member(message)
+        member = self.members.at(message.metadata.src_node_id)
         try:
             yield member
         except ValueError as error:
@@ -322,7 +234,7 @@ class RoundEngine:
         """Record why a client is left out; raises ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
         self.note(kind, member.name, reason)
-        self._fail(f"{member.name} is left out of {self.round}: {reason}")
+        self._policy.fail(f"{member.name} is left out of {self.round}: {reason}")
 
     def note(self, kind: EventKind, client: str, what: str) -> None:
         """Add an event to the record of the window."""
@@ -338,30 +250,10 @@ class RoundEngine:
             seconds = time.perf_counter() - began
             self.round.seconds[what] = self.round.seconds.get(what, 0.0) + seconds
 
-    def steps_of(self, member: Member, asked: Iterable[Member]) -> int:
-        """Return how many steps of the window a member takes, one of those ``asked``.
-
-        A client that was never measured takes them all.
-        """
-        window, policy = self.round.window, self._policy
-        steps = window.stop - window.start
-        paces = {**self.paces, **policy.step_seconds}
-        known = [paces[each.name] for each in asked if each.name in paces]
-        if member.name not in paces:
-            return steps
-        return steps_in_time(steps, paces[member.name], min(known), policy.min_steps)
-
-    def _measure_paces(self) -> None:
-        for name, client in self.round.clients.items():
-            if client.steps and client.seconds:
-                pace = client.seconds / client.steps
-                self.paces[name] = (self.paces.get(name, pace) + pace) / 2
-
     def end(self, streams: list[str], result: Result) -> None:
-        """Record the round, after which ``streams`` were averaged, and call ``after_window``."""
+        """Record the round, after which ``streams`` were averaged, for the observers."""
         now, events = self.round, self._events
         self._events = []
-        self._measure_paces()
         metrics = result.train_metrics_clientapp.get(now.number)
         record = WindowRecord(
             round=now.number,
@@ -383,55 +275,24 @@ class RoundEngine:
             federated=evaluation_record(result.evaluate_metrics_clientapp.get(now.number)),
             events=events,
         )
-        for callback in self.after_window:
-            callback(record)
+        for observer in self.observers:
+            observer.window(record)
 
     # Messages
 
     def _greet(self, step: int) -> Iterator[Member]:
-        """Greet the unknown nodes and yield their clients, for the window after ``step`` steps.
-
-        A client that returns at another node takes its old place. Raises
-        ``FederationError`` for a node that fails, unless the policy is to continue.
-        """
-        known = {member.node_id for member in self._members.values()} | self._moved_from
-        new = [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
+        """Greet the unknown nodes and yield their clients, for the window after ``step`` steps."""
         hello = WindowRequest(
-            run_key=self._run_key,
+            run_key=self.run_key,
             attempt=self.attempt,
             attempts=self.attempts,
             checkpoint=self.checkpoint,
             start=step,
             config={**self._settings, "code": fingerprint()},
         )
-        greeted: dict[str, int] = {}
-        is_start = not self._members
-        for reply in self._exchange(
-            self._message(hello.to_content(0), node_id, HELLO) for node_id in new
-        ):
-            node_id = reply.metadata.src_node_id
-            try:
-                member = Member.from_hello(node_id, _about(reply))
-                if member.name in greeted:
-                    self._moved_from.add(node_id)  # or the next window would let it take the place
-                    raise ValueError(
-                        f"it calls itself {member.name}, as node {greeted[member.name]} does; "
-                        "give each SuperNode its own partition-id or name in its node config"
-                    )
-            except ValueError as error:
-                self.note(event_kind(reply), f"node {node_id}", str(error))
-                self._fail(f"node {node_id} cannot take part: {error}")
-                continue
-            greeted[member.name] = node_id
-            if (old := self._members.get(member.name)) is not None:
-                log(WARNING, "%s is now node %d, not %d", member.name, node_id, old.node_id)
-                self._moved_from.add(old.node_id)
-                self.note("moved", member.name, f"from node {old.node_id} to node {node_id}")
-            elif not is_start:
-                self.note("joined", member.name, f"at node {node_id}")
-            self._online.add(member.name)
-            self._members[member.name] = member
-            yield member
+        nodes = self.members.new_nodes()
+        asked = (self._message(hello.to_content(0), node_id, HELLO) for node_id in nodes)
+        return self.members.add(self._exchange(asked))
 
     def _exchange(self, requests: Iterable[Message]) -> Iterator[Message]:
         for reply in exchange(
@@ -457,22 +318,6 @@ class RoundEngine:
         if id(record) not in self._bundles:
             self._bundles[id(record)] = record, bundled(record)
         return self._bundles[id(record)][1]
-
-    def _fail(self, what: str) -> None:
-        if self._policy.on_failure == "stop":
-            raise FederationError(
-                f"{what} (federation.on_failure=continue would continue without it)"
-            )
-        log(WARNING, "%s", what)
-
-
-def _about(reply: Message) -> ConfigRecord:
-    if reply.has_error():
-        raise ValueError(reply.error.reason)
-    found = records_of(ConfigRecord, reply.content)
-    if ABOUT not in found:
-        raise ValueError(f"its reply has no ConfigRecord {ABOUT!r}")
-    return found[ABOUT]
 
 
 def _has_lost_state(reply: Message) -> bool:

@@ -11,7 +11,6 @@ from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.internals import http_grid, pull_objects
-from flower_desloc.flower.members import printable
 from flower_desloc.flower.observer import EventKind
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
@@ -87,6 +86,11 @@ def event_kind(reply: Message) -> EventKind:
     if not reply.has_error() or reply.error.code == _OTHER_NODE:
         return "refused"
     return "late" if reply.error.code == _NO_REPLY else "failed"
+
+
+def printable(text: str) -> str:
+    """Replace control characters, so that a client's text cannot act on a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def time_to_live(patience: float) -> float:

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flwr.common import serde
+    from flwr.proto import message_pb2
     from flwr.supercore.cli.flower_superexec import flower_superexec
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
     from flwr.supercore.run import Run
@@ -30,8 +32,10 @@ __all__ = [
     "flwr_clientapp",
     "http_grid",
     "log",
+    "message_pb2",
     "pull_objects",
     "runtime_handlers",
+    "serde",
     "start_client_internal",
     "subprocess_executor",
 ]
@@ -51,6 +55,8 @@ _MODULES = {
     "flwr_clientapp": "flwr.supernode.cli",  # a process for a message
     "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
     "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
+    "message_pb2": "flwr.proto",  # a warm client forwards messages
+    "serde": "flwr.common",
 }
 
 

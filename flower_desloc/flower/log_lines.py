@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from logging import INFO
 
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import EvaluationRecord, Plan, WindowRecord
+from flower_desloc.flower.observer import EvaluationRecord, Observer, Plan, WindowRecord
 
 
-class LogLines:
+class LogLines(Observer):
     """Logs what was averaged after every window, and the losses."""
 
     def started(self, plan: Plan) -> None:

@@ -1,14 +1,24 @@
-"""A client as the server knows it, and which clients take part in a window."""
+"""The clients as the server knows them, and which of them take part in a window."""
 
 import random
 import re
-from collections.abc import Container, Iterable, Mapping
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from logging import INFO, WARNING
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
 
 from flower_desloc.core.streams import starts_at_zero
-from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.exchange import event_kind, printable
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.messages import ABOUT
+from flower_desloc.flower.observer import EventKind
+from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.records import records_of
+
+_POLL_INTERVAL = 0.1  # seconds
 
 
 @dataclass
@@ -49,9 +59,111 @@ class Member:
         ]
 
 
-def printable(text: str) -> str:
-    """Replace control characters, so that a client's text cannot act on a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+class Members:
+    """The clients that have answered the greeting of a run, by name.
+
+    ``note`` records an event: its kind, the client, and what happened.
+    """
+
+    def __init__(
+        self, grid: Grid, policy: Policy, seed: int, note: Callable[[EventKind, str, str], None]
+    ) -> None:
+        self._grid, self._policy, self._seed, self._note = grid, policy, seed, note
+        self._known: dict[str, Member] = {}
+        self._moved_from: set[int] = set()  # nodes whose client is at another node now
+        self._online: set[str] = set()  # when last asked
+
+    def wait_for_quorum(self) -> None:
+        """Wait until ``min_clients`` nodes are online and their number has stopped growing.
+
+        A simulation registers its nodes one after the other while the server app already runs.
+        Raises ``FederationError`` after the policy's timeout.
+        """
+        quorum, timeout = self._policy.min_clients, self._policy.timeout
+        began = time.monotonic()
+        before = -1
+        while (online := len(list(self._grid.get_node_ids()))) < quorum or online != before:
+            if online != before and online < quorum:
+                log(INFO, "waiting for clients: %d of %d online", online, quorum)
+            before = online
+            if online < quorum and time.monotonic() - began > timeout:
+                raise FederationError(
+                    f"only {online} of federation.min_clients={quorum} clients are online after "
+                    f"federation.timeout={timeout:g} s"
+                )
+            time.sleep(_POLL_INTERVAL)
+
+    def new_nodes(self) -> list[int]:
+        """Return the nodes online whose client is not known."""
+        known = {member.node_id for member in self._known.values()} | self._moved_from
+        return [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
+
+    def add(self, replies: Iterable[Message]) -> Iterator[Member]:
+        """Add the clients that answered a greeting, and yield them.
+
+        A client that returns at another node takes its old place. Raises
+        ``FederationError`` for a node that fails, unless the policy is to continue.
+        """
+        greeted: dict[str, int] = {}
+        is_start = not self._known
+        for reply in replies:
+            node_id = reply.metadata.src_node_id
+            try:
+                member = Member.from_hello(node_id, _about(reply))
+                if member.name in greeted:
+                    self._moved_from.add(node_id)  # or the next window would let it take the place
+                    raise ValueError(
+                        f"it calls itself {member.name}, as node {greeted[member.name]} does; "
+                        "give each SuperNode its own partition-id or name in its node config"
+                    )
+            except ValueError as error:
+                self._note(event_kind(reply), f"node {node_id}", str(error))
+                self._policy.fail(f"node {node_id} cannot take part: {error}")
+                continue
+            greeted[member.name] = node_id
+            if (old := self._known.get(member.name)) is not None:
+                log(WARNING, "%s is now node %d, not %d", member.name, node_id, old.node_id)
+                self._moved_from.add(old.node_id)
+                self._note("moved", member.name, f"from node {old.node_id} to node {node_id}")
+            elif not is_start:
+                self._note("joined", member.name, f"at node {node_id}")
+            self._online.add(member.name)
+            self._known[member.name] = member
+            yield member
+
+    def online(self) -> list[Member]:
+        """Return the clients that are online, in the fixed order of summation."""
+        nodes = set(self._grid.get_node_ids())
+        members = in_order(m for m in self._known.values() if m.node_id in nodes)
+        online = {member.name for member in members}
+        for name in [n for n in self._known if (n in online) != (n in self._online)]:
+            node = f"node {self._known[name].node_id}"
+            if name in online:
+                self._note("returned", name, f"{node} is online again")
+            else:
+                self._note("left", name, f"{node} is not online")
+        self._online = online
+        return members
+
+    def present(self, step: int) -> list[Member]:
+        """Return the clients online that take part after ``step`` steps, by the attendance."""
+        members, attendance = self.online(), self._policy.attendance
+        begun = [begin for begin in attendance if begin <= step]
+        return members[: attendance[max(begun)]] if begun else members
+
+    def drawn(self, step: int) -> list[Member]:
+        """Return the clients that train in the window that starts at ``step``."""
+        members, policy = self.present(step), self._policy
+        number = max(policy.min_clients, round(policy.fraction_train * len(members)))
+        if number >= len(members):
+            return members
+        chosen = random.Random(f"{self._seed}/clients/{step}")  # noqa: S311
+        names = set(chosen.sample([member.name for member in members], number))
+        return [member for member in members if member.name in names]
+
+    def at(self, node_id: int) -> Member:
+        """Return the client at a node."""
+        return next(m for m in self._known.values() if m.node_id == node_id)
 
 
 def is_name(text: str) -> bool:
@@ -64,22 +176,15 @@ def in_order(members: Iterable[Member]) -> list[Member]:
     return sorted(members, key=lambda member: (_natural(member.name), member.name))
 
 
-def present(members: list[Member], policy: Policy, step: int) -> list[Member]:
-    """Return the members that take part after ``step`` steps, by ``policy.attendance``."""
-    begun = [begin for begin in policy.attendance if begin <= step]
-    return members[: policy.attendance[max(begun)]] if begun else members
-
-
-def drawn(members: list[Member], policy: Policy, step: int, seed: int) -> list[Member]:
-    """Return the members that train in the window that starts at ``step``, in the given order."""
-    number = max(policy.min_clients, round(policy.fraction_train * len(members)))
-    if number >= len(members):
-        return members
-    chosen = random.Random(f"{seed}/clients/{step}")  # noqa: S311
-    names = set(chosen.sample([member.name for member in members], number))
-    return [member for member in members if member.name in names]
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     parts = re.split(r"(\d+)", name)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+def _about(reply: Message) -> ConfigRecord:
+    if reply.has_error():
+        raise ValueError(reply.error.reason)
+    found = records_of(ConfigRecord, reply.content)
+    if ABOUT not in found:
+        raise ValueError(f"its reply has no ConfigRecord {ABOUT!r}")
+    return found[ABOUT]

@@ -1,13 +1,15 @@
 """From the metrics that clients report to the record of a window."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from flwr.app import MetricRecord, MetricRecordValues
 
+from flower_desloc.core.averaging import Weight
 from flower_desloc.core.noise import noise_scale
+from flower_desloc.flower.messages import TOTALS, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
-from flower_desloc.flower.records import TOTALS, WindowReply
+from flower_desloc.flower.policy import Policy
 
 NOISE_SCALE = "noise_scale"
 """Metric of an evaluation on clients: the gradient noise scale in batches of one client."""
@@ -44,6 +46,14 @@ def client_record(reply: WindowReply) -> ClientRecord:
         seconds=seconds if 0 <= seconds < math.inf else 0.0,
         steps=int(steps) if 0 <= (steps := one("steps")) < 2**63 else 0,
     )
+
+
+def weight_of(reply: WindowReply, due: Collection[str], policy: Policy) -> Weight:
+    """Return a client's weight in the averages; raises ``ValueError`` if it states none."""
+    whole = number(reply.metrics["num-examples"]) if policy.weighting == "examples" else 1.0
+    if policy.min_steps == 1:
+        return whole
+    return {name: whole * weight for name, weight in reply.weights(due).items()}
 
 
 def check_evaluation(reply: WindowReply, metrics: FromTotals | None) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from flower_desloc.core.averaging import Drift
 
@@ -138,7 +138,7 @@ class Plan:
     """Client name -> its description of itself (device, data/NAME, ...)."""
 
 
-class Observer(Protocol):
+class Observer:
     """Called while a run goes; it never changes the run."""
 
     def started(self, plan: Plan) -> None:

@@ -2,12 +2,19 @@
 
 import math
 from dataclasses import dataclass, field
+from logging import WARNING
+
+from flower_desloc.flower.internals import log
 
 _CHOICES = {
     "weighting": ("uniform", "examples"),
     "average": ("mean", "median", "trimmed_mean"),
     "on_failure": ("stop", "continue"),
 }
+
+
+class FederationError(RuntimeError):
+    """The run cannot continue; the message names the client, the window and the setting."""
 
 
 @dataclass(kw_only=True)
@@ -89,6 +96,14 @@ class Policy:
                     f"attendance={dict(self.attendance)}: steps are at least 0, and numbers of "
                     f"clients at least min_clients={self.min_clients}"
                 )
+
+    def fail(self, what: str) -> None:
+        """Raise ``FederationError`` for a failed client, or log it, by ``on_failure``."""
+        if self.on_failure == "stop":
+            raise FederationError(
+                f"{what} (federation.on_failure=continue would continue without it)"
+            )
+        log(WARNING, "%s", what)
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:

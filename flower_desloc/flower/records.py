@@ -1,264 +1,36 @@
-"""Requests, replies and streams as Flower records. The only file that knows record keys.
+"""Tensors as Flower records, in NumPy's .npy format: one copy to write, none to read."""
 
-Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it.
-Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
-"""
+import io
+import math
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TypeVar
 
-import copy
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
+import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MetricRecord,
-    MetricRecordValues,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.lib import format as npy
+from torch import Tensor
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
-from flower_desloc.core.schedule import Window
-from flower_desloc.core.streams import check_like, finite_ends
-from flower_desloc.flower.arrays import from_array, to_array, values_bytes
-from flower_desloc.flower.bundles import bundled, unbundled
-from flower_desloc.flower.content import records_of
+from flower_desloc.flower.bundles import STYPE, unbundled
 
-T = TypeVar("T")
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
-CONFIG = "config"
-METRICS = "metrics"
-ABOUT = "about"
-STATE_LOST = "state-lost"
-STATE_NEW = "state-new"
-_OWN_KEYS = {
-    *("server-round", "run-key", "start-step", "stop-step"),
-    *("steps", "steps-before-merge", "steps-ahead", "sync-bound"),
-    *("streams-due", "streams", "stream-versions", "streams-reset"),
-    *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
-    *("stream-formats", "differences", "former-version", "bundles"),
+_NUMPY = "numpy.ndarray"  # Flower's name of the format
+_MAGIC = b"\x93NUMPY"
+_LONGEST_HEADER = 1024  # bytes; NumPy's own are shorter, and parsed headers are cached
+_ALIGNMENT = 16  # bytes; NumPy aligns the values to 64
+_DTYPES = {  # in this machine's byte order
+    np.dtype(name): getattr(torch, name)
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 }
-TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
-HELLO = "query.hello"
-ARE_YOU_THERE = "query.there"
-GOODBYE = "query.goodbye"
 
-
-@dataclass(frozen=True, kw_only=True)
-class WindowRequest:
-    """What the server asks of one client; an evaluation is a request without steps."""
-
-    run_key: str
-    """Names the run in the client's own files, over restarts."""
-    attempt: str = ""
-    """Names this start of the server; every resume has another one."""
-    attempts: Mapping[str, int] = field(default_factory=dict)
-    """In a greeting: the starts of the server that led to this one, in order and with this one,
-    each with the step from which it resumed; -1 for a start without a checkpoint."""
-    checkpoint: int = -1
-    """Step of the server's last checkpoint, which it may resume from; -1: none."""
-    start: int = 0
-    stop: int = 0
-    steps: int = 0
-    """How many of the window's local steps to take, with weights for it in the reply; 0: all, and
-    equal weights."""
-    before_merge: int = 0
-    """Local steps of this window before the averages of the last one are merged; 0: in time."""
-    ahead: int = 0
-    """Local steps of the next window that the client may take while its streams travel."""
-    bound: bool = False
-    """Whether an average of Adam's first moment is bounded by the client's own second moment."""
-    due: frozenset[str] = frozenset()
-    versions: Mapping[str, int] = field(default_factory=dict)
-    """Of every stream, the step of its last average or reset; 0 before the first."""
-    resets: frozenset[str] = frozenset()
-    """Streams that are never averaged and restarted from zeros at their version."""
-    formats: Mapping[str, Format] = field(default_factory=dict)
-    """Of the streams that are compressed, in both directions."""
-    streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
-    differences: frozenset[str] = frozenset()
-    """Of ``streams``, those that are a difference to version ``former``."""
-    former: int = -1
-    """Version of the parameters before their last average; -1: none."""
-    bundles: bool = False
-    """Whether the reply may pack its small arrays into bundles."""
-    config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """The app's own settings."""
-
-    def to_content(self, server_round: int) -> RecordDict:
-        """Return new records: in simulation, Flower passes references."""
-        config = ConfigRecord(
-            {
-                **self.config,
-                "server-round": server_round,
-                "run-key": self.run_key,
-                "attempt": self.attempt,
-                "attempts": list(self.attempts),
-                "attempt-starts": list(self.attempts.values()),
-                "checkpoint-step": self.checkpoint,
-                "start-step": self.start,
-                "stop-step": self.stop,
-                "steps": self.steps,
-                "steps-before-merge": self.before_merge,
-                "steps-ahead": self.ahead,
-                "sync-bound": self.bound,
-                "streams-due": sorted(self.due),
-                "streams": list(self.versions),
-                "stream-versions": list(self.versions.values()),
-                "streams-reset": sorted(self.resets),
-                "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
-                "differences": sorted(self.differences),
-                "former-version": self.former,
-                "bundles": self.bundles,
-            }
-        )
-        streams = {name: to_record(stream) for name, stream in self.streams.items()}
-        return RecordDict({CONFIG: config, **streams})
-
-    @classmethod
-    def from_content(cls, content: RecordDict) -> "WindowRequest":
-        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
-        config = records_of(ConfigRecord, content).get(CONFIG)
-        if config is None:
-            raise ValueError(f"not a request of the DesLoc strategy: no ConfigRecord {CONFIG!r}")
-        names = _values(config, "streams", str)
-        versions, formats = (
-            _values(config, "stream-versions", int),
-            _values(config, "stream-formats", str),
-        )
-        return cls(
-            run_key=_value(config, "run-key", str),
-            attempt=_value(config, "attempt", str),
-            attempts=dict(
-                zip(
-                    _values(config, "attempts", str),
-                    _values(config, "attempt-starts", int),
-                    strict=True,
-                )
-            ),
-            checkpoint=_value(config, "checkpoint-step", int),
-            start=_value(config, "start-step", int),
-            stop=_value(config, "stop-step", int),
-            steps=_value(config, "steps", int),
-            before_merge=_value(config, "steps-before-merge", int),
-            ahead=_value(config, "steps-ahead", int),
-            bound=_value(config, "sync-bound", bool),
-            due=frozenset(_values(config, "streams-due", str)),
-            versions=dict(zip(names, versions, strict=True)),
-            resets=frozenset(_values(config, "streams-reset", str)),
-            formats=lossy(dict(zip(names, formats, strict=True))),
-            differences=frozenset(_values(config, "differences", str)),
-            former=_value(config, "former-version", int),
-            bundles=_value(config, "bundles", bool),
-            streams=_streams(content),
-            config={
-                key: value
-                for key, value in config.items()
-                if key not in _OWN_KEYS and isinstance(value, (str, int, float, bool))
-            },
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowReply:
-    """A client's answer: its due streams and its metrics."""
-
-    metrics: Mapping[str, int | float | list[int] | list[float]]
-    streams: Mapping[str, Stream] = field(default_factory=dict)
-
-    def to_content(self, *, bundles: bool = False) -> RecordDict:
-        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
-        records = {name: to_record(stream) for name, stream in self.streams.items()}
-        if bundles:
-            records = {name: bundled(record) for name, record in records.items()}
-        return RecordDict({METRICS: MetricRecord({**self.metrics}), **records})
-
-    @classmethod
-    def from_content(cls, content: RecordDict) -> "WindowReply":
-        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
-        metrics = records_of(MetricRecord, content).get(METRICS)
-        if metrics is None:
-            raise ValueError(f"it has no MetricRecord {METRICS!r}")
-        for name, value in metrics.items():
-            if not _is_serializable(value):
-                raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
-        return cls(metrics=dict(metrics), streams=_streams(content))
-
-    def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
-        """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
-
-        ``like`` gives names, shapes and types of the streams known so far. Values are not read:
-        see ``check_values``.
-        """
-        steps = (window.start, window.stop)
-        answered = (
-            self.metrics.get("start-step", steps[0]),
-            self.metrics.get("stop-step", steps[1]),
-        )
-        if answered != steps:
-            raise ValueError(f"its reply is for the steps {answered}, expected {steps}")
-        if due:
-            self._check_metrics()
-        if self.streams.keys() != due:
-            raise ValueError(
-                f"its reply has the streams {sorted(self.streams)}, expected {sorted(due)}"
-            )
-        for name, stream in self.streams.items():
-            if name in like:
-                check_like(name, stream, like[name])
-            for key, tensor in stream.items():
-                what = f"{key!r} of stream {name!r} is of type {tensor.dtype}"
-                if name in like and tensor.dtype != like[name][key].dtype:
-                    raise ValueError(f"{what}, expected {like[name][key].dtype}")
-                if not tensor.is_floating_point():
-                    raise ValueError(f"{what}, which has no mean")
-
-    def check_values(self) -> None:
-        """Raise ``ValueError`` for values whose mean could not be used for training."""
-        for name, stream in self.streams.items():
-            for key, (low, high) in finite_ends(name, stream).items():
-                what = f"{key!r} of stream {name!r}"
-                least, greatest = limits(name, stream[key].dtype)
-                if max(-low, high) > greatest:
-                    raise ValueError(
-                        f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
-                    )
-                if low < least:
-                    raise ValueError(f"{what} has values below zero; a mean of squares has none")
-
-    def weights(self, due: Collection[str]) -> dict[str, float]:
-        """Return the client's weight in each average, if it was asked for a part of the steps.
-
-        Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream in
-        ``due``.
-        """
-        stated = self.metrics.get("weights")
-        values = stated if isinstance(stated, list) else []
-        if len(values) != len(due) or not all(0 < value <= 1 for value in values):
-            raise ValueError(f"its weights are {stated}, expected {len(due)} above 0 and at most 1")
-        return dict(zip(sorted(due), values, strict=True))
-
-    def _check_metrics(self) -> None:
-        for name in ("num-examples", "train-loss"):
-            if not isinstance(self.metrics.get(name), (int, float)):
-                raise ValueError(f"its metrics have no number {name!r}")
-        examples: Any = self.metrics["num-examples"]
-        if not 0 < examples < 2**63:
-            raise ValueError(f"its num-examples is {examples}; it must be a positive number")
-
-
-def limits(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
-    """Return the least and the greatest value of a stream that can be averaged.
-
-    The greatest is half of the type's, so that the difference of two values is finite.
-    """
-    most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
-    return 0.0 if name in NEVER_NEGATIVE else -most, most
+with warnings.catch_warnings():
+    # PyTorch warns once about read-only memory, which from_array() gives it.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def to_record(stream: Stream) -> ArrayRecord:
@@ -266,12 +38,12 @@ def to_record(stream: Stream) -> ArrayRecord:
     return ArrayRecord({key: to_array(tensor) for key, tensor in stream.items()})
 
 
-def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
+def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Return the tensors of an ArrayRecord as read-only views; clone what is to be changed.
 
     Raises ``ValueError`` when they cannot be read.
     """
-    arrays = unbundled(record)
+    arrays = arrays_of(record)
     stream = {key: from_array(array) for key, array in arrays.items()}
     for key, tensor in stream.items():
         # NumPy ignores trailing bytes; they were sent all the same.
@@ -280,87 +52,86 @@ def from_record(record: ArrayRecord) -> dict[str, torch.Tensor]:
     return stream
 
 
-def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
-    """Return an app's settings; raises ``ValueError`` for one that no request can hold."""
-    settings: dict[str, str | int | float | bool] = {}
-    for key, value in config.items():
-        if key in _OWN_KEYS:
-            raise ValueError(f"the setting {key!r} is the strategy's own; give yours another name")
-        if not isinstance(value, (str, int, float, bool)):
-            raise ValueError(f"the setting {key!r} is a {type(value).__name__}, not a single value")
-        settings[key] = value
-    return settings
+def arrays_of(record: ArrayRecord) -> Mapping[str, Array]:
+    """Return the arrays of a record, those in bundles included.
 
-
-def payload_bytes(message: Message) -> dict[str, int]:
-    """Return the bytes of tensor values a message carries, by stream."""
-    if not message.has_content():
-        return {}
-    records = records_of(ArrayRecord, message.content)
-    return {name: sum(map(values_bytes, _arrays(record))) for name, record in records.items()}
-
-
-def _arrays(record: ArrayRecord) -> Iterable[Array]:
-    try:
-        return unbundled(record).values()
-    except ValueError:
-        return record.values()
-
-
-def framed_bytes(message: Message) -> int:
-    """Return the size of a message as Flower stores and sends it, with names, shapes and headers.
-
-    Flower cuts a message into objects named by their hashes. The payload is not hashed here; the
-    names of a large array's further 5 MB chunks, 64 bytes each, are not counted.
+    Raises ``ValueError`` for a bundle that cannot be read.
     """
-    if not message.has_content():
-        return len(message.deflate())
-    payload = 0
-    bare = RecordDict()
-    for name, record in message.content.items():
-        if not isinstance(record, ArrayRecord):
-            bare[name] = record
-            continue
-        bare[name] = stripped = ArrayRecord()
-        for index, (key, array) in enumerate(record.items()):
-            # Distinct data: Flower sends equal objects once.
-            data = f"{name}/{index}".encode()
-            stripped[key] = Array(array.dtype, array.shape, array.stype, data)
-            payload += len(array.data) - len(data)
-    skeleton = copy.copy(message)
-    skeleton.content = bare
-    framing = len(skeleton.deflate()) + len(bare.deflate())
-    for record in bare.values():
-        framing += len(record.deflate())
-        if isinstance(record, ArrayRecord):
-            for array in record.values():
-                framing += len(array.deflate())
-                framing += sum(len(chunk.deflate()) for _, chunk in array.slice_array())
-    return framing + payload
+    has_bundles = any(array.stype == STYPE for array in record.values())
+    return unbundled(record) if has_bundles else record
 
 
-def _streams(content: RecordDict) -> dict[str, Stream]:
-    return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
+def to_array(tensor: Tensor) -> Array:
+    """Return a copy of ``tensor`` as a Flower Array.
+
+    Raises ``TypeError`` for a type that NumPy does not have, such as bfloat16.
+    """
+    values = tensor.detach().cpu().contiguous().numpy()
+    header = _header(values.dtype.str, values.shape)
+    data = b"".join((header, values.reshape(-1).view(np.uint8).data))
+    return Array(str(values.dtype), values.shape, _NUMPY, data)
 
 
-def _is_serializable(value: MetricRecordValues) -> bool:
-    # Flower's records accept any integer, its protobuf does not; a simulation has no protobuf.
-    each = value if isinstance(value, list) else [value]
-    return all(isinstance(v, float) or -(2**63) <= v < 2**64 for v in each)
+def from_array(array: Array) -> Tensor:
+    """Return the values of ``array``: a read-only view of its bytes where NumPy wrote them.
+
+    Clone the tensor before changing it. PyTorch has no read-only tensors; this is an inference
+    tensor, so that an in-place operation raises, but only after it has written.
+
+    Raises ``ValueError`` when the values cannot be read.
+    """
+    try:
+        tensor = _view(array)
+        return torch.from_numpy(array.numpy()) if tensor is None else tensor
+    except Exception as error:  # NumPy lets many kinds through
+        raise ValueError(f"an array cannot be read: {error}") from error
 
 
-def _value(config: ConfigRecord, key: str, kind: type[T]) -> T:
-    return _typed(config.get(key), key, kind)
+def values_bytes(array: Array) -> int:
+    """Return the number of bytes of values, counted from the data and not from the stated shape."""
+    begin = _values_begin(array.data)
+    is_numpy = array.data.startswith(_MAGIC) and begin <= len(array.data)
+    return len(array.data) - begin if is_numpy else len(array.data)
 
 
-def _values(config: ConfigRecord, key: str, kind: type[T]) -> list[T]:
-    return [_typed(value, key, kind) for value in _value(config, key, list)]
+@lru_cache(maxsize=4096)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    npy.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
-def _typed(value: object, key: str, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(
-            f"not a request of the DesLoc strategy: its config has {key}={value!r}, "
-            f"expected {kind.__name__}"
-        )
-    return value
+def _values_begin(data: bytes) -> int:
+    width = 2 if data[6:7] == b"\x01" else 4  # of the header's length, by version of the format
+    return 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+
+
+def _view(array: Array) -> Tensor | None:
+    """Return a view of the values; None for a layout that PyTorch cannot view."""
+    begin = _values_begin(array.data)
+    if array.stype != _NUMPY or begin > _LONGEST_HEADER or begin % _ALIGNMENT:
+        return None
+    shape, dtype = _parsed(array.data[:begin])
+    count = math.prod(shape)
+    if dtype is None or count <= 0 or len(array.data) != begin + count * dtype.itemsize:
+        return None
+    with torch.inference_mode():
+        return torch.frombuffer(array.data, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], torch.dtype | None]:
+    file = io.BytesIO(header)
+    if npy.read_magic(file) != (1, 0):
+        return (), None
+    shape, fortran_order, dtype = npy.read_array_header_1_0(file)
+    return shape, None if fortran_order else _DTYPES.get(dtype)
+
+
+def records_of(kind: type[R], content: RecordDict) -> dict[str, R]:
+    """Return the records of one kind, under their names.
+
+    What Flower's own ``content.array_records`` and its like return refers to itself and to the
+    whole content: gigabytes that are freed only when Python next looks for such cycles.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
-from flower_desloc.core.formats import Format
-from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import check_like
+from flower_desloc.core.formats import Format, lossy
+from flower_desloc.core.outer import OuterOptimizer
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.streams import check_like, starts_at_zero
+from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.records import from_record, to_record
 
 _RESIDUAL, _DIFFERENCE = "residual.", "difference."
@@ -27,6 +30,8 @@ class ServerState:
     averages: dict[str, ArrayRecord] = field(default_factory=dict)
     """The last average of every stream that had one, and the initial params. Kept encoded: every
     client that lacks a stream is sent the same record."""
+    evaluated: int = 0
+    """Step of the last evaluation."""
     versions: dict[str, int] = field(default_factory=dict)
     """Step of the last average or reset of every stream; 0 before the first."""
     formats: Mapping[str, Format] = field(default_factory=dict)
@@ -39,6 +44,47 @@ class ServerState:
     """Version of params that it is a difference to."""
     residuals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Quantisation residuals of the last averages; they are added to the next."""
+    outer: OuterOptimizer | None = None
+    """The server's own optimizer."""
+
+    @classmethod
+    def of(
+        cls,
+        averaged: Iterable[str],
+        states: Mapping[str, Stream],
+        formats: Mapping[str, str],
+        outer: OuterOptimizer | None,
+    ) -> Self:
+        """Return the state before a run whose streams ``averaged`` have averages.
+
+        Raises ``ValueError`` where ``states``, the initial ones, lack a stream.
+        """
+        state = cls(
+            versions=dict.fromkeys(averaged, 0),
+            formats=lossy(formats),
+            like={name: meta(stream) for name, stream in states.items()},
+            outer=outer,
+        )
+        if unknown := state.formats.keys() - {PARAMS, *states}:
+            raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
+        if BUFFERS in state.versions and BUFFERS not in states:
+            raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
+        for name, stream in states.items():
+            if not starts_at_zero(name):
+                state.averages[name] = to_record(stream)
+        return state
+
+    def begin(self, params: ArrayRecord, resume: Checkpoint | None) -> None:
+        """Start from ``params``, or from a checkpoint of parameters like these."""
+        if PARAMS in self.averages:
+            raise ValueError("a strategy runs once; construct another one for another run")
+        self.like[PARAMS] = meta(from_record(params))
+        self.averages[PARAMS] = params
+        if resume is not None:
+            self._restore(resume)
+        if self.outer is not None:
+            self.outer.begin(self.average(PARAMS))
+            self.outer.restore(resume.outer if resume else {})
 
     def average(self, name: str) -> dict[str, Tensor]:
         """Return the last average of a stream, decoded."""
@@ -61,6 +107,8 @@ class ServerState:
             self.versions[name] = step
         if has_params:
             self.versions |= dict.fromkeys(resets, step)
+            if self.outer is not None and PARAMS in self.formats:
+                self.outer.set_params(self.average(PARAMS))
         self.step = step
 
     def _encode(self, name: str, stream: Stream) -> None:
@@ -108,16 +156,14 @@ class ServerState:
             tensors[f"{_DIFFERENCE}{PARAMS}"] = from_record(self.difference)
         return tensors
 
-    def restore(
-        self, step: int, versions: Mapping[str, int], former: int, tensors: Mapping[str, Stream]
-    ) -> None:
-        """Restore what ``to_checkpoint`` gave; raises ``ValueError`` for another model's."""
-        if (theirs := set(versions)) != (ours := set(self.versions)):
+    def _restore(self, to: Checkpoint) -> None:
+        """Restore a checkpoint's averages; raises ``ValueError`` for one of another model."""
+        if (theirs := set(to.versions)) != (ours := set(self.versions)):
             raise ValueError(
                 f"the checkpoint has the streams {sorted(theirs)}, this run {sorted(ours)}"
             )
         self.residuals, self.averages, self.difference = {}, {}, None
-        for name, stream in tensors.items():
+        for name, stream in to.averages.items():
             if name.startswith(_RESIDUAL):
                 self.residuals[name.removeprefix(_RESIDUAL)] = dict(stream)
             elif name.startswith(_DIFFERENCE):
@@ -126,7 +172,8 @@ class ServerState:
                 if name in self.like and (name == PARAMS or name not in self.formats):
                     check_like(name, stream, self.like[name])
                 self.averages[name] = to_record(stream)
-        self.step, self.versions, self.former = step, dict(versions), former
+        self.step, self.evaluated = to.step, to.evaluated
+        self.versions, self.former = dict(to.versions), to.former
 
 
 def meta(stream: Stream) -> dict[str, Tensor]:

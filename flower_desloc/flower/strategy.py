@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from logging import INFO, WARNING
+from logging import INFO
 from typing import cast
 
 import torch
@@ -17,30 +17,30 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Mean, Stream, Weight
-from flower_desloc.core.formats import lossy
+from flower_desloc.core.averaging import Mean, Stream
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import Average, Gathered
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
-from flower_desloc.core.streams import BUFFERS, check_finite, starts_at_zero
+from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.engine import BEFORE_TRAINING, FederationError, RoundEngine
+from flower_desloc.flower.engine import BEFORE_TRAINING, RoundEngine
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
-from flower_desloc.flower.metrics import check_evaluation, number, pooled
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord
-from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import (
+from flower_desloc.flower.messages import (
     WindowReply,
     WindowRequest,
-    from_record,
     settings_of,
-    to_record,
 )
-from flower_desloc.flower.server_state import ServerState, meta
+from flower_desloc.flower.metrics import check_evaluation, pooled, weight_of
+from flower_desloc.flower.observer import Observer, Plan
+from flower_desloc.flower.paces import Paces
+from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.recovery import Recovery
+from flower_desloc.flower.server_state import ServerState
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -113,47 +113,28 @@ class DesLoc(Strategy):
         checkpoints: Checkpoints | None = None,
         resume: Checkpoint | None = None,
     ) -> None:
-        states = states or {}
-        if GRADIENTS in self._streams_held(schedule):
-            raise ValueError(f"a schedule of {GRADIENTS!r} is for baselines.DataParallel")
-        if sync_delay < 0 or (sync_delay and (schedule.resets or GRADIENTS in schedule.periods)):
+        if sync_delay < 0 or (sync_delay and schedule.resets):
             raise ValueError(
-                f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset or "
-                "with gradients"
-            )
-        policy = policy or Policy()
-        if policy.min_steps < 1 and GRADIENTS in schedule.periods:
-            raise ValueError(
-                f"min_steps={policy.min_steps}: must be 1 with gradients of every step"
+                f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset"
             )
         self.schedule = schedule
         self.sync_delay = sync_delay
         self.sync_bound = sync_bound
         self.num_steps = num_steps
-        self.policy = policy
+        self.policy = policy or Policy()
         self.eval_every = eval_every
-        self.outer = outer
         self.metrics = metrics
         self.evaluate_clients = evaluate_clients
         self.run_key = resume.run_key if resume else run_key or secrets.token_hex(8)
         self.seed = seed
-        self.state = ServerState(
-            versions=dict.fromkeys(self._streams_held(schedule), 0),
-            formats=lossy(formats or {}),
-            like={name: meta(stream) for name, stream in states.items()},
+        self.state = ServerState.of(
+            self._streams_held(schedule), states or {}, formats or {}, outer
         )
-        if unknown := self.state.formats.keys() - {PARAMS, *states}:
-            raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
-        if BUFFERS in schedule.periods and BUFFERS not in states:
-            raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
-        for name, stream in states.items():
-            if not starts_at_zero(name):
-                self.state.averages[name] = to_record(stream)
         self.checkpoints, self.resume = checkpoints, resume
         self.engine: RoundEngine
-        self._asked: list[Member] = []  # for the window's local steps
+        self._paces = Paces(self.policy, resume.paces if resume else {})
+        self._asked: list[str] = []  # for the window's local steps
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
-        self._evaluated = resume.evaluated if resume else 0
 
     def summary(self) -> None:
         """Log what this strategy will do."""
@@ -223,8 +204,9 @@ class DesLoc(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window; each is sent the streams it lacks."""
         del server_round, arrays, grid  # the engine knows the round, the state all streams
-        self._asked = self.engine.drawn(self.engine.round.window.start)
-        return [self._request(member, _TRAIN, config) for member in self._asked]
+        members = self.engine.members.drawn(self.engine.round.window.start)
+        self._asked = [member.name for member in members]
+        return [self._request(member, _TRAIN, config) for member in members]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -233,7 +215,7 @@ class DesLoc(Strategy):
         del server_round, arrays, grid  # as in configure_train
         if not self.evaluate_clients:
             return []
-        members = self.engine.present(self.engine.round.window.stop)
+        members = self.engine.members.present(self.engine.round.window.stop)
         return [self._request(member, _EVALUATE, config) for member in members]
 
     # Average
@@ -291,28 +273,20 @@ class DesLoc(Strategy):
     def _add(self, averager: Mean | Gathered, message: Message) -> list[Member]:
         """Add a reply to the average; return its client, or none if it is left out."""
         with self.engine.leaving_out(message) as member:
-            reply = self._read(message, self.engine.round.window.due)
+            due = self.engine.round.window.due
+            reply = self._read(message, due)
             reply.check_values()
-            averager.add(reply.streams, self._weight(reply))
+            averager.add(reply.streams, weight_of(reply, due, self.policy))
             self.engine.add(member, reply)
             return [member]
         return []
-
-    def _weight(self, reply: WindowReply) -> Weight:
-        """Return a client's weight in the averages; raises ``ValueError`` if it states none."""
-        by_examples = self.policy.weighting == "examples"
-        whole = number(reply.metrics["num-examples"]) if by_examples else 1.0
-        if self.policy.min_steps == 1:
-            return whole
-        weights = reply.weights(self.engine.round.window.due)
-        return {name: whole * weight for name, weight in weights.items()}
 
     def _read(self, message: Message, due: frozenset[str]) -> WindowReply:
         """Decode and validate a reply; raises ``ValueError`` saying what is wrong with it."""
         if message.has_error():
             raise ValueError(message.error.reason)
         reply = WindowReply.from_content(message.content)
-        if reply.streams.keys() == due:  # if not, the check says so
+        if self.state.formats and reply.streams.keys() == due:  # if not, the check says so
             reply = replace(reply, streams=self.state.decoded(reply.streams))
         reply.check(self.engine.round.window, due, self.state.like)
         return reply
@@ -341,15 +315,12 @@ class DesLoc(Strategy):
             if not math.isfinite(self.engine.round.drift[name].norm):
                 self._require_finite(name, stream)
         self._step_outer(averages, window)
-        has_params = PARAMS in averages
         self.state.publish(averages, window.stop, self.schedule.resets)
-        if self.outer is not None and has_params and PARAMS in self.state.formats:
-            self.outer.set_params(self.state.average(PARAMS))
 
     def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         """Replace the average of params by the server optimizer's step towards it."""
-        if self.outer is not None and PARAMS in averages:
-            averages[PARAMS] = self.outer.towards(averages[PARAMS], window.start)
+        if self.state.outer is not None and PARAMS in averages:
+            averages[PARAMS] = self.state.outer.towards(averages[PARAMS], window.start)
             self._require_finite(PARAMS, averages[PARAMS])
 
     def _require_finite(self, name: str, stream: Stream) -> None:
@@ -375,10 +346,9 @@ class DesLoc(Strategy):
         return self.engine.until_quorum(attempt)
 
     def _evaluation_is_due(self, window: Window) -> bool:
-        if not window.due & {PARAMS, GRADIENTS}:
-            return False
-        every, stop = self.eval_every, window.stop
-        return stop == self.num_steps or (every > 0 and stop // every > self._evaluated // every)
+        every, stop, last = self.eval_every, window.stop, self.state.evaluated
+        is_due = stop == self.num_steps or (every > 0 and stop // every > last // every)
+        return is_due and self.state.versions[PARAMS] == stop
 
     def _evaluate(
         self,
@@ -389,7 +359,7 @@ class DesLoc(Strategy):
         result: Result,
     ) -> None:
         """Evaluate the averaged parameters on the clients and on the server."""
-        self._evaluated = self.engine.round.window.stop
+        self.state.evaluated = self.engine.round.window.stop
         params = self.state.averages[PARAMS]
         with self.engine.timed("evaluation"):
             requests = self.configure_evaluate(server_round, params, config, grid)
@@ -417,7 +387,7 @@ class DesLoc(Strategy):
             checkpoint=self.engine.checkpoint,
             start=window.start,
             stop=window.stop,
-            steps=self._steps_of(member, window),
+            steps=self._paces.steps(member.name, self._asked, window),
             before_merge=self._delay(window),
             ahead=self._steps_ahead(),
             bound=self.sync_bound,
@@ -441,24 +411,18 @@ class DesLoc(Strategy):
         """Return how many of a window's steps come before the last averages are merged."""
         return min(self.sync_delay, fewest(window.stop - window.start, self.policy.min_steps))
 
-    def _steps_of(self, member: Member, window: Window) -> int:
-        """Return how many steps of a window a client is asked for; 0: all, with equal weights."""
-        if self.policy.min_steps == 1 or window.stop == window.start:
-            return 0
-        return self.engine.steps_of(member, self._asked)
-
     def _lacks(self, member: Member) -> list[str]:
         return member.lacks(self.state.versions, self.schedule.resets)
 
     @staticmethod
     def _streams_held(schedule: SyncSchedule) -> Iterable[str]:
         """Return the streams that the server keeps an average of."""
+        if PARAMS not in schedule.periods:
+            raise ValueError("a schedule without params is for baselines.DataParallel")
         return schedule.periods
 
     def _model_streams(self) -> list[str]:
         return [name for name in (PARAMS, BUFFERS) if name in self.state.versions]
-
-    # Before the first window, and after each
 
     def _begin(
         self,
@@ -467,80 +431,25 @@ class DesLoc(Strategy):
         config: ConfigRecord,
         observer: Observer | None,
     ) -> None:
-        """Restore a checkpoint, start the outer optimizer, meet the clients, attach callbacks."""
-        if PARAMS in self.state.averages:
-            raise ValueError("a strategy runs once; construct another one for another run")
-        self.state.like[PARAMS] = meta(from_record(initial_arrays))
-        self.state.averages[PARAMS] = initial_arrays
-        if self.resume is not None:
-            self._restore(self.resume)
-        if self.outer is not None:
-            self.outer.begin(self.state.average(PARAMS))
-            self.outer.restore(self.resume.outer if self.resume else {})
+        """Restore the state, meet the clients, and attach the observers."""
+        self.state.begin(initial_arrays, self.resume)
         self.engine = RoundEngine(
             grid,
             self.policy,
             self.run_key,
             settings_of(config),
             seed=self.seed,
-            checkpoint=self.resume.step if self.resume else -1,
-            attempts=self.resume.attempts if self.resume else None,
-            paces=self.resume.paces if self.resume else None,
+            resume=self.resume,
         )
+        recovery = Recovery(self.checkpoints, self.resume, self.engine, self.state, self._paces)
+        self.engine.observers = [self._paces, observer or LogLines(), recovery]
         members = self.engine.open(self.state.step)
-        observer = observer or LogLines()
-        observer.started(self._plan(members))
-        self.engine.on_join.append(observer.joined)
-        self.engine.after_window.append(observer.window)
-        if self.checkpoints is not None:
-            self.engine.after_window.append(self._save)
-        if self.resume is not None:
-            self._note_lost_states()
-
-    def _plan(self, members: list[Member]) -> Plan:
-        return Plan(
+        plan = Plan(
             num_steps=self.num_steps,
             num_windows=len(self._windows) - 1,
             stream_bytes=stream_bytes(self.state.like),
             wire_bytes=wire_bytes(self.state.like, self.state.formats),
             clients={member.name: member.about for member in members},
         )
-
-    def _save(self, record: WindowRecord) -> None:
-        """Write a checkpoint if one is due after this window."""
-        assert self.checkpoints is not None
-        if not self.checkpoints.is_due(record.round, is_last=record.step == self.num_steps):
-            return
-        self.checkpoints.write(
-            Checkpoint(
-                run_key=self.run_key,
-                round=record.round,
-                step=record.step,
-                evaluated=self._evaluated,
-                versions=self.state.versions,
-                former=self.state.former,
-                attempts=self.engine.attempts,
-                paces=self.engine.paces,
-                averages=self.state.to_checkpoint(),
-                outer=self.outer.state if self.outer else {},
-            )
-        )
-        self.engine.checkpoint = record.step
-
-    def _restore(self, to: Checkpoint) -> None:
-        """Restore a checkpoint; raises ``ValueError`` for one of another model."""
-        self.state.restore(to.step, to.versions, to.former, to.averages)
-        log(INFO, "resuming after step %d; the clients' state is under %s", to.step, to.run_key)
-        if self.checkpoints is not None:  # later ones do not belong to the run that follows
-            self.checkpoints.delete_after(to.step)
-
-    def _note_lost_states(self) -> None:
-        """Note which clients hold nothing of the run that is resumed."""
-        step = self.state.step
-        if all(v == step for v in self.state.versions.values()) and not self.state.formats:
-            return  # they need nothing that the server does not have
-        for member in self.engine.present(step):
-            if not member.held:
-                what = "its saved state is missing; it starts from the current averages"
-                log(WARNING, "%s: %s", member.name, what)
-                self.engine.note("state lost", member.name, what)
+        for each in self.engine.observers:
+            each.started(plan)

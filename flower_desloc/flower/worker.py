@@ -19,7 +19,7 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import check_finite, put, stream_names, take
-from flower_desloc.flower.records import TOTALS, WindowReply
+from flower_desloc.flower.messages import TOTALS, WindowReply
 
 Config = Mapping[str, str | int | float | bool]
 Metrics = dict[str, int | float | list[int] | list[float]]

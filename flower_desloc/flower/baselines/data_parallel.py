@@ -34,6 +34,12 @@ class DataParallel(DesLoc):
 
     def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
         super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
+        if self.sync_delay:
+            raise ValueError(f"sync_delay={self.sync_delay}: must be 0 with gradients")
+        if self.policy.min_steps < 1:
+            raise ValueError(
+                f"min_steps={self.policy.min_steps}: must be 1 with gradients of every step"
+            )
 
     @staticmethod
     def _streams_held(schedule: SyncSchedule) -> Iterable[str]:
@@ -51,6 +57,6 @@ class DataParallel(DesLoc):
         super()._begin(grid, initial_arrays, config, observer)
 
     def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
-        assert self.outer is not None
-        averages[PARAMS] = self.outer.step(averages.pop(GRADIENTS), window.start)
+        assert self.state.outer is not None
+        averages[PARAMS] = self.state.outer.step(averages.pop(GRADIENTS), window.start)
         self._require_finite(PARAMS, averages[PARAMS])

@@ -6,7 +6,7 @@ after each average of the parameters: an optimizer that is new in every round.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,10 +18,10 @@ from flower_desloc.core.averaging import Drift, Stream
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
-from flower_desloc.flower.content import records_of
-from flower_desloc.flower.engine import FederationError
 from flower_desloc.flower.members import Member
-from flower_desloc.flower.records import CONFIG, from_record, to_record
+from flower_desloc.flower.messages import CONFIG
+from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.records import from_record, records_of, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
@@ -76,11 +76,11 @@ class FlowerStrategy(DesLoc):
         """Ask the clients drawn for this window, with the settings that the strategy adds."""
         if not self.arrays:
             self.arrays = arrays
-        # Never zero nodes: FedAvg would wait for one for ever.
-        nodes = _Nodes(max(1, len(self.engine.drawn(self.engine.round.window.start))))
+        # All that FedAvg needs of a grid. Never zero nodes: it would wait for one for ever.
+        nodes = range(max(1, len(self.engine.members.drawn(self.engine.round.window.start))))
         own = ConfigRecord({**config})
         for message in self.strategy.configure_train(
-            server_round, self.arrays, own, cast(Grid, nodes)
+            server_round, self.arrays, own, cast(Grid, SimpleNamespace(get_node_ids=lambda: nodes))
         ):
             own = records_of(ConfigRecord, message.content)[CONFIG]
         own.pop("server-round", None)  # every request has it
@@ -130,13 +130,3 @@ class FlowerAverage(Gathered):
 def _reply(params: Stream, weight: float) -> Message:
     metrics = MetricRecord({_WEIGHT: weight})
     return Message(RecordDict({PARAMS: to_record(params), "metrics": metrics}), 0, "train")
-
-
-@dataclass
-class _Nodes:
-    """What FedAvg needs of a grid; the engine asks the clients."""
-
-    number: int
-
-    def get_node_ids(self) -> Iterable[int]:
-        return range(self.number)

@@ -88,7 +88,7 @@ def main() -> None:
     runtime_handlers.pull_object = when_available(runtime_handlers.pull_object)
     loop._pull_and_store_message = pull_and_note
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
-    if hasattr(os, "fork"):
+    if sys.platform == "linux":
         loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
     # How often its SuperExec asks for work: once a second by default.
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")

@@ -6,6 +6,7 @@ whose message it is answering ends, and after ten minutes without a message. It 
 case, because nothing is lost.
 """
 
+import json
 import os
 import socket
 import sys
@@ -50,10 +51,11 @@ class Trainer:
 
     def _serve(self, connection: Connection) -> bool:
         """Answer one message; return whether to wait for another."""
-        run, task, pid = connection.recv()
+        run, task, pid = json.loads(connection.recv_bytes())
         if run != self.run:
             return False
-        message, context = receive(connection)
+        message, context, _ = receive(connection)
+        assert message is not None
         TaskIdentity.task_id = task
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
         self._end_with_client(pid)
@@ -65,7 +67,7 @@ class Trainer:
             kind = type(error)
             raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
         self.client = 0
-        send(connection, reply, context.state, raised, release=True)
+        send(connection, reply, context, raised, release=True)
         if ahead := sys.modules.get("flower_desloc.flower.ahead"):  # the app may be any
             ahead.STEPS_AHEAD.take()
         # After an error the process itself may be broken, as after an error of CUDA.

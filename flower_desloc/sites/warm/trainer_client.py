@@ -67,13 +67,15 @@ class TrainerClient:
             ) from error
 
     def _ask(self, message: Message, context: Context) -> Message:
-        reply: Message
         with Client(str(self.path), "AF_UNIX") as connection:
-            connection.send((self.run, TaskIdentity.task_id, os.getpid()))
+            hello = [self.run, TaskIdentity.task_id, os.getpid()]
+            connection.send_bytes(json.dumps(hello).encode())
             send(connection, message, context)
-            reply, context.state, raised = receive(connection)
+            reply, after, raised = receive(connection)
+        context.state = after.state
         if raised is not None:
             raise _as_raised(*raised)
+        assert reply is not None
         # Flower keeps the message while it copies and sends the reply: three times the memory.
         # Only the message's metadata is needed from here on, and it is not sent again.
         if message.has_content():

@@ -1,0 +1,290 @@
+"""Requests and replies. The only file that knows record keys.
+
+Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it.
+Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, MetricRecordValues, RecordDict
+
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
+from flower_desloc.core.schedule import Window
+from flower_desloc.core.streams import check_like, finite_ends
+from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.records import from_record, records_of, to_record
+
+T = TypeVar("T")
+
+CONFIG = "config"
+METRICS = "metrics"
+ABOUT = "about"
+STATE_LOST = "state-lost"
+STATE_NEW = "state-new"
+_OWN_KEYS = {
+    *("server-round", "run-key", "start-step", "stop-step"),
+    *("steps", "steps-before-merge", "steps-ahead", "sync-bound"),
+    *("streams-due", "streams", "stream-versions", "streams-reset"),
+    *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
+    *("stream-formats", "differences", "former-version", "bundles"),
+}
+TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
+HELLO = "query.hello"
+ARE_YOU_THERE = "query.there"
+GOODBYE = "query.goodbye"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRequest:
+    """What the server asks of one client; an evaluation is a request without steps."""
+
+    run_key: str
+    """Names the run in the client's own files, over restarts."""
+    attempt: str = ""
+    """Names this start of the server; every resume has another one."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """In a greeting: the starts of the server that led to this one, in order and with this one,
+    each with the step from which it resumed; -1 for a start without a checkpoint."""
+    checkpoint: int = -1
+    """Step of the server's last checkpoint, which it may resume from; -1: none."""
+    start: int = 0
+    stop: int = 0
+    steps: int = 0
+    """How many of the window's local steps to take, with weights for it in the reply; 0: all, and
+    equal weights."""
+    before_merge: int = 0
+    """Local steps of this window before the averages of the last one are merged; 0: in time."""
+    ahead: int = 0
+    """Local steps of the next window that the client may take while its streams travel."""
+    bound: bool = False
+    """Whether an average of Adam's first moment is bounded by the client's own second moment."""
+    due: frozenset[str] = frozenset()
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of every stream, the step of its last average or reset; 0 before the first."""
+    resets: frozenset[str] = frozenset()
+    """Streams that are never averaged and restarted from zeros at their version."""
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    """Of the streams that are compressed, in both directions."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
+    differences: frozenset[str] = frozenset()
+    """Of ``streams``, those that are a difference to version ``former``."""
+    former: int = -1
+    """Version of the parameters before their last average; -1: none."""
+    bundles: bool = False
+    """Whether the reply may pack its small arrays into bundles."""
+    config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """The app's own settings."""
+
+    def to_content(self, server_round: int) -> RecordDict:
+        """Return new records: in simulation, Flower passes references."""
+        config = ConfigRecord(
+            {
+                **self.config,
+                "server-round": server_round,
+                "run-key": self.run_key,
+                "attempt": self.attempt,
+                "attempts": list(self.attempts),
+                "attempt-starts": list(self.attempts.values()),
+                "checkpoint-step": self.checkpoint,
+                "start-step": self.start,
+                "stop-step": self.stop,
+                "steps": self.steps,
+                "steps-before-merge": self.before_merge,
+                "steps-ahead": self.ahead,
+                "sync-bound": self.bound,
+                "streams-due": sorted(self.due),
+                "streams": list(self.versions),
+                "stream-versions": list(self.versions.values()),
+                "streams-reset": sorted(self.resets),
+                "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "differences": sorted(self.differences),
+                "former-version": self.former,
+                "bundles": self.bundles,
+            }
+        )
+        streams = {name: to_record(stream) for name, stream in self.streams.items()}
+        return RecordDict({CONFIG: config, **streams})
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "WindowRequest":
+        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
+        config = records_of(ConfigRecord, content).get(CONFIG)
+        if config is None:
+            raise ValueError(f"not a request of the DesLoc strategy: no ConfigRecord {CONFIG!r}")
+        names = _values(config, "streams", str)
+        versions, formats = (
+            _values(config, "stream-versions", int),
+            _values(config, "stream-formats", str),
+        )
+        return cls(
+            run_key=_value(config, "run-key", str),
+            attempt=_value(config, "attempt", str),
+            attempts=dict(
+                zip(
+                    _values(config, "attempts", str),
+                    _values(config, "attempt-starts", int),
+                    strict=True,
+                )
+            ),
+            checkpoint=_value(config, "checkpoint-step", int),
+            start=_value(config, "start-step", int),
+            stop=_value(config, "stop-step", int),
+            steps=_value(config, "steps", int),
+            before_merge=_value(config, "steps-before-merge", int),
+            ahead=_value(config, "steps-ahead", int),
+            bound=_value(config, "sync-bound", bool),
+            due=frozenset(_values(config, "streams-due", str)),
+            versions=dict(zip(names, versions, strict=True)),
+            resets=frozenset(_values(config, "streams-reset", str)),
+            formats=lossy(dict(zip(names, formats, strict=True))),
+            differences=frozenset(_values(config, "differences", str)),
+            former=_value(config, "former-version", int),
+            bundles=_value(config, "bundles", bool),
+            streams=_streams(content),
+            config={
+                key: value
+                for key, value in config.items()
+                if key not in _OWN_KEYS and isinstance(value, (str, int, float, bool))
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowReply:
+    """A client's answer: its due streams and its metrics."""
+
+    metrics: Mapping[str, int | float | list[int] | list[float]]
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+    def to_content(self, *, bundles: bool = False) -> RecordDict:
+        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
+        records = {name: to_record(stream) for name, stream in self.streams.items()}
+        if bundles:
+            records = {name: bundled(record) for name, record in records.items()}
+        return RecordDict({METRICS: MetricRecord({**self.metrics}), **records})
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "WindowReply":
+        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
+        metrics = records_of(MetricRecord, content).get(METRICS)
+        if metrics is None:
+            raise ValueError(f"it has no MetricRecord {METRICS!r}")
+        for name, value in metrics.items():
+            if not _is_serializable(value):
+                raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
+        return cls(metrics=dict(metrics), streams=_streams(content))
+
+    def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
+        """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
+
+        ``like`` gives names, shapes and types of the streams known so far. Values are not read:
+        see ``check_values``.
+        """
+        steps = (window.start, window.stop)
+        answered = (
+            self.metrics.get("start-step", steps[0]),
+            self.metrics.get("stop-step", steps[1]),
+        )
+        if answered != steps:
+            raise ValueError(f"its reply is for the steps {answered}, expected {steps}")
+        if due:
+            self._check_metrics()
+        if self.streams.keys() != due:
+            raise ValueError(
+                f"its reply has the streams {sorted(self.streams)}, expected {sorted(due)}"
+            )
+        for name, stream in self.streams.items():
+            if name in like:
+                check_like(name, stream, like[name])
+            for key, tensor in stream.items():
+                what = f"{key!r} of stream {name!r} is of type {tensor.dtype}"
+                if name in like and tensor.dtype != like[name][key].dtype:
+                    raise ValueError(f"{what}, expected {like[name][key].dtype}")
+                if not tensor.is_floating_point():
+                    raise ValueError(f"{what}, which has no mean")
+
+    def check_values(self) -> None:
+        """Raise ``ValueError`` for values whose mean could not be used for training."""
+        for name, stream in self.streams.items():
+            for key, (low, high) in finite_ends(name, stream).items():
+                what = f"{key!r} of stream {name!r}"
+                least, greatest = limits(name, stream[key].dtype)
+                if max(-low, high) > greatest:
+                    raise ValueError(
+                        f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
+                    )
+                if low < least:
+                    raise ValueError(f"{what} has values below zero; a mean of squares has none")
+
+    def weights(self, due: Collection[str]) -> dict[str, float]:
+        """Return the client's weight in each average, if it was asked for a part of the steps.
+
+        Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream in
+        ``due``.
+        """
+        stated = self.metrics.get("weights")
+        values = stated if isinstance(stated, list) else []
+        if len(values) != len(due) or not all(0 < value <= 1 for value in values):
+            raise ValueError(f"its weights are {stated}, expected {len(due)} above 0 and at most 1")
+        return dict(zip(sorted(due), values, strict=True))
+
+    def _check_metrics(self) -> None:
+        for name in ("num-examples", "train-loss"):
+            if not isinstance(self.metrics.get(name), (int, float)):
+                raise ValueError(f"its metrics have no number {name!r}")
+        examples: Any = self.metrics["num-examples"]
+        if not 0 < examples < 2**63:
+            raise ValueError(f"its num-examples is {examples}; it must be a positive number")
+
+
+def limits(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """Return the least and the greatest value of a stream that can be averaged.
+
+    The greatest is half of the type's, so that the difference of two values is finite.
+    """
+    most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
+    return 0.0 if name in NEVER_NEGATIVE else -most, most
+
+
+def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
+    """Return an app's settings; raises ``ValueError`` for one that no request can hold."""
+    settings: dict[str, str | int | float | bool] = {}
+    for key, value in config.items():
+        if key in _OWN_KEYS:
+            raise ValueError(f"the setting {key!r} is the strategy's own; give yours another name")
+        if not isinstance(value, (str, int, float, bool)):
+            raise ValueError(f"the setting {key!r} is a {type(value).__name__}, not a single value")
+        settings[key] = value
+    return settings
+
+
+def _streams(content: RecordDict) -> dict[str, Stream]:
+    return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
+
+
+def _is_serializable(value: MetricRecordValues) -> bool:
+    # Flower's records accept any integer, its protobuf does not; a simulation has no protobuf.
+    each = value if isinstance(value, list) else [value]
+    return all(isinstance(v, float) or -(2**63) <= v < 2**64 for v in each)
+
+
+def _value(config: ConfigRecord, key: str, kind: type[T]) -> T:
+    return _typed(config.get(key), key, kind)
+
+
+def _values(config: ConfigRecord, key: str, kind: type[T]) -> list[T]:
+    return [_typed(value, key, kind) for value in _value(config, key, list)]
+
+
+def _typed(value: object, key: str, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"not a request of the DesLoc strategy: its config has {key}={value!r}, "
+            f"expected {kind.__name__}"
+        )
+    return value

@@ -1,0 +1,71 @@
+"""The checkpoints of a run: written after its windows, and resumed from."""
+
+from logging import INFO, WARNING
+
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.engine import RoundEngine
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.observer import Observer, Plan, WindowRecord
+from flower_desloc.flower.paces import Paces
+from flower_desloc.flower.server_state import ServerState
+
+
+class Recovery(Observer):
+    """Observer that writes checkpoints, if there are to be any, and resumes from ``resume``."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        resume: Checkpoint | None,
+        engine: RoundEngine,
+        state: ServerState,
+        paces: Paces,
+    ) -> None:
+        self._checkpoints, self._resume = checkpoints, resume
+        self._engine, self._state, self._paces = engine, state, paces
+        self._num_steps = 0
+
+    def started(self, plan: Plan) -> None:
+        """Delete later checkpoints of a run that resumes, and note which clients lost their state.
+
+        Such checkpoints are not part of the run that follows.
+        """
+        self._num_steps = plan.num_steps
+        if self._resume is None:
+            return
+        log(INFO, "resuming after step %d", self._resume.step)
+        if self._checkpoints is not None:
+            self._checkpoints.delete_after(self._resume.step)
+        self._note_lost_states()
+
+    def window(self, record: WindowRecord) -> None:
+        """Write a checkpoint if one is due after this window."""
+        is_last = record.step == self._num_steps
+        if self._checkpoints is None or not self._checkpoints.is_due(record.round, is_last=is_last):
+            return
+        state, engine = self._state, self._engine
+        self._checkpoints.write(
+            Checkpoint(
+                run_key=engine.run_key,
+                round=record.round,
+                step=record.step,
+                evaluated=state.evaluated,
+                versions=state.versions,
+                former=state.former,
+                attempts=engine.attempts,
+                paces=self._paces.seconds,
+                averages=state.to_checkpoint(),
+                outer=state.outer.state if state.outer else {},
+            )
+        )
+        engine.checkpoint = record.step
+
+    def _note_lost_states(self) -> None:
+        state = self._state
+        if all(v == state.step for v in state.versions.values()) and not state.formats:
+            return  # the clients need nothing that the server does not have
+        for member in self._engine.members.present(state.step):
+            if not member.held:
+                what = "its saved state is missing; it starts from the current averages"
+                log(WARNING, "%s: %s", member.name, what)
+                self._engine.note("state lost", member.name, what)
