@@ -514,7 +514,7 @@ def test_a_complete_study_is_only_redrawn(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     folder = tmp_path / "miniature"
     cells = json.loads((folder / "results.json").read_text())["cells"]
-    assert [cell["method"] for cell in cells] == ["DES-LOC", "Local ADOPT"]
+    assert [cell["method"] for cell in cells] == ["DES-LOC", "Local Adam"]
     assert [cell["local_adam_ratio"] for cell in cells] == [2.0, 1.0]
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
     (folder / "scores.png").unlink()
