@@ -161,12 +161,13 @@ def test_a_reply_without_its_weights_is_refused(weights, tmp_path):
         (["federation.step_seconds.client-1=0.5"], "step_seconds.*min_steps below 1"),
         (["federation.min_steps=0.5", "federation.step_seconds.client-1=0"], "step_seconds"),
         (["federation.min_steps=0.5", "federation.average=median"], "median.*min_steps=1"),
+        (["federation.min_steps=0.5", "federation.norm_bound=4"], "norm_bound=4.*min_steps=1"),
         (
             ["federation.min_steps=0.5", "optimizer.name=amsgrad", "sync.max_exp_avg_sq=96"],
             r"federation.min_steps=0.5: Adam's max_exp_avg_sq .* federation.min_steps=1",
         ),
     ],
-    ids=["none", "more", "equal", "instant", "median", "amsgrad"],
+    ids=["none", "more", "equal", "instant", "median", "norm", "amsgrad"],
 )
 def test_what_cannot_be_is_refused_with_the_setting(words, what):
     with pytest.raises(ConfigError, match=what):
