@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc import Clipping, DesLoc, SyncSchedule, Worker
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.late import merged
+from flower_desloc.core.lr_schedule import constant
 from flower_desloc.core.schedule import PARAMS, RESET
-from flower_desloc.flower.ahead import STEPS_AHEAD
+from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, StepsAhead
 from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.setup.build import check_streams
@@ -76,6 +77,33 @@ def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
     ahead.keep_workers = True
     assert_same(ahead.start(), expected.start())
     assert sum(taken) > len(ahead.watch.records) / 2
+
+
+def test_an_evaluation_that_fails_leaves_the_steps_taken_ahead_as_they_were(tmp_path):
+    """They are in the module, and an evaluation puts the average there."""
+    problem, case = Quadratic(), OPTIMIZERS["adam"]
+    module = problem.module()
+    worker = Worker(
+        module=module,
+        optimizer=case.make(module.parameters()),
+        loss_at=lambda t: problem.loss(module, 0, t),
+        num_examples=1,
+        lr_schedule=constant(),
+        clipping=Clipping(),
+    )
+    ahead, first = StepsAhead(), FirstSteps(tmp_path, 0, 2)
+    ahead.allow(first, worker)
+    ahead.take()
+    taken = {key: tensor.clone() for key, tensor in worker.take([PARAMS])[PARAMS].items()}
+
+    def evaluate() -> None:
+        worker.put({PARAMS: {key: tensor + 1 for key, tensor in taken.items()}})
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"), ahead.kept(worker):
+        evaluate()
+    assert_same([worker.take([PARAMS])], [{PARAMS: taken}])
+    assert ahead.claim(first, worker) is not None
 
 
 values = st.floats(0, 1e3, width=32, allow_subnormal=False)
