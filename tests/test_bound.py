@@ -156,3 +156,13 @@ def test_it_is_refused_with_the_setting():
         check_streams(load("desloc_adopt", ["sync_bound=true"]))
     with pytest.raises(ConfigError, match="sync_bound=true"):
         load("fedavg", ["sync_bound=true"])
+
+
+@pytest.mark.parametrize(
+    "words", [["diloco"], ["favg_reset_opt", "optimizer.name=adam"], ["ddp"], ["desloc_sgdm"]]
+)
+def test_it_is_refused_where_no_moment_is_averaged(words):
+    preset, *others = words
+    with pytest.raises(ConfigError, match="sync_bound=true: neither exp_avg nor exp_avg_sq"):
+        load(preset, [*others, "sync_bound=true"])
+    load("quickstart", ["sync.exp_avg=never", "sync_bound=true"])  # averages of v bound u

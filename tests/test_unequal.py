@@ -1,5 +1,6 @@
 """Sites of unequal speed: fewer local steps for a slow one, and weights by steps."""
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_sites_of_equal_speed_train_as_in_lock_step(tmp_path):
     got = unequal(tmp_path / "a", "adopt", policy=paces).start()
     expected = unequal(tmp_path / "b", "adopt", 1.0, policy={"step_seconds": {}}).start()
     assert_same(got, expected)
+
+
+def test_a_stated_pace_of_an_unknown_client_is_a_warning(tmp_path, caplog):
+    policy = {"step_seconds": {**PACES, "client-99": 0.2}}
+    with caplog.at_level(logging.WARNING):
+        unequal(tmp_path, policy=policy, num_steps=7).start()
+    [said] = [r.getMessage() for r in caplog.records if "step_seconds" in r.getMessage()]
+    assert said.startswith("federation.step_seconds names client-99, but no client")
 
 
 def test_speeds_are_measured_and_kept_in_checkpoints(tmp_path):

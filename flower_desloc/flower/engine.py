@@ -173,7 +173,14 @@ class RoundEngine:
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""
         self.wait_for_quorum()
-        return in_order(self._greet(step))
+        clients = in_order(self._greet(step))
+        if unknown := sorted(self._policy.step_seconds.keys() - self._members.keys()):
+            log(
+                WARNING,
+                "federation.step_seconds names %s, but no client that is online has that name",
+                " and ".join(unknown),
+            )
+        return clients
 
     def wait_for_quorum(self) -> None:
         """Wait until ``min_clients`` nodes are online and their number has stopped growing.
