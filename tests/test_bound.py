@@ -63,7 +63,7 @@ def run(folder, name="adam", **options):
     case = OPTIMIZERS[name]
     options = {"num_clients": 3, "num_steps": 26, "sync_bound": True, **options}
     problem = options.pop("problem", Quadratic())
-    schedule = SyncSchedule(case.periods(2, 4, 9))
+    schedule = options.pop("schedule", SyncSchedule(case.periods(2, 4, 9)))
     return Run(problem, case, schedule, folder, **options)
 
 
@@ -72,6 +72,20 @@ def run(folder, name="adam", **options):
 def test_bounded_averages_equal_the_oracle(name, delay, tmp_path):
     problem = OneSided()
     bounding = run(tmp_path, name, problem=problem, sync_delay=delay)
+    ratio = moment_ratio(bounding.case.make(problem.module().parameters()))
+    assert_close(bounding.start(), oracle(bounding, bound=ratio))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_average_of_v_alone_bounds_the_workers_own_u(delay, tmp_path):
+    """Where v leaves steps after u: 16/48/96 with phases of 16 and 32, at a quarter of the length.
+
+    The mean of v can be below what the worker's own u was made with.
+    """
+    problem = OneSided()
+    periods = OPTIMIZERS["adam"].periods(4, 12, 24)
+    schedule = SyncSchedule(periods, phases={"exp_avg": 4, "exp_avg_sq": 8})
+    bounding = run(tmp_path, problem=problem, schedule=schedule, sync_delay=delay)
     ratio = moment_ratio(bounding.case.make(problem.module().parameters()))
     assert_close(bounding.start(), oracle(bounding, bound=ratio))
 
@@ -142,3 +156,13 @@ def test_it_is_refused_with_the_setting():
         check_streams(load("desloc_adopt", ["sync_bound=true"]))
     with pytest.raises(ConfigError, match="sync_bound=true"):
         load("fedavg", ["sync_bound=true"])
+
+
+@pytest.mark.parametrize(
+    "words", [["diloco"], ["favg_reset_opt", "optimizer.name=adam"], ["ddp"], ["desloc_sgdm"]]
+)
+def test_it_is_refused_where_no_moment_is_averaged(words):
+    preset, *others = words
+    with pytest.raises(ConfigError, match="sync_bound=true: neither exp_avg nor exp_avg_sq"):
+        load(preset, [*others, "sync_bound=true"])
+    load("quickstart", ["sync.exp_avg=never", "sync_bound=true"])  # averages of v bound u

@@ -1,5 +1,6 @@
 """Averages that arrive late: the federated path beside an oracle that is given them in time."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,18 @@ import pytest
 import torch
 from federation import OPTIMIZERS, Quadratic, assert_close, assert_same
 from flower_path import Run, oracle
+from flwr.app import ArrayRecord, Error, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc import Clipping, DesLoc, Policy, SyncSchedule, Worker
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.late import merged
+from flower_desloc.core.lr_schedule import constant
 from flower_desloc.core.schedule import PARAMS, RESET
-from flower_desloc.flower.ahead import STEPS_AHEAD
+from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, StepsAhead
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.setup.build import check_streams
@@ -85,6 +89,122 @@ def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
     ahead.keep_workers = True
     assert_same(ahead.start(), expected.start())
     assert sum(taken) > len(ahead.watch.records) / 2
+
+
+class Killed(BaseException):
+    """The end of a client's process."""
+
+
+def torn(path: Path, *_: Any) -> None:
+    path.write_bytes(b"half")
+    raise Killed
+
+
+@pytest.mark.parametrize("paces", [{}, {"client-0": 1.0, "client-1": 1.5, "client-2": 4.0}])
+@pytest.mark.parametrize("dies", ["before it starts", "while it saves", "before it replies"])
+def test_a_client_killed_in_a_late_merge_repeats_it_to_the_same_bits(
+    dies, paces, tmp_path, monkeypatch
+):
+    """The server leaves it out, has too few replies, and asks for the window again."""
+    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
+    unequal = {"min_steps": 0.3, "step_seconds": paces} if paces else {}
+    options: dict[str, Any] = {
+        "policy": Policy(on_failure="continue", min_clients=3, **unequal),
+        "schedule": SyncSchedule(OPTIMIZERS["adam"].periods(3, 4, 6), phases={"exp_avg": 1}),
+        "formats": {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        "num_steps": 12,
+        "sync_bound": True,
+    }
+    expected = late(tmp_path / "a", **options).start()
+    run = late(tmp_path / "b", **options)
+    reply_to, asked = run.grid._answer, []
+
+    def answer(message: Message) -> Message:
+        mine = message.metadata.message_type == "train" and message.metadata.dst_node_id == 3
+        asked.extend([message] * mine)
+        if not mine or len(asked) != 3:
+            return reply_to(message)
+        if dies == "while it saves":
+            with monkeypatch.context() as patch:
+                patch.setattr("flower_desloc.flower.tensor_file.write", torn)
+                with pytest.raises(Killed):
+                    reply_to(message)
+        elif dies == "before it replies":
+            reply_to(message)
+        return Message(Error(8, "killed"), reply_to=message)
+
+    run.grid._answer = answer  # type: ignore[method-assign]
+    assert_same(run.start(), expected)
+    assert "repeated" in [event.kind for w in run.watch.records for event in w.events]
+
+
+def test_a_delay_of_zero_changes_no_byte_of_a_message_or_a_state_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("flower_desloc.flower.engine.secrets.token_hex", lambda _: "attempt")
+
+    def parts(file: bytes) -> tuple[Any, bytes]:
+        """Return header and tensors; safetensors writes the header's fields in any order."""
+        size = 8 + int.from_bytes(file[:8], "little")
+        return json.loads(file[8:size]), file[size:]
+
+    def all_of(folder: Path, **options: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+        case = OPTIMIZERS["adam"]
+        schedule = SyncSchedule(case.periods(4, 6, 9))
+        run = Run(Quadratic(), case, schedule, folder, num_clients=2, num_steps=14, **options)
+        files, after = [], run.watch.after
+
+        def keep(record: WindowRecord) -> None:
+            found = sorted(folder.rglob("*.safetensors"))
+            files.append({str(f.relative_to(folder)): parts(f.read_bytes()) for f in found})
+            after(record)
+
+        run.watch.after = keep
+        run.start()
+        said = [
+            {
+                name: {key: array.data for key, array in record.items()}
+                if isinstance(record, ArrayRecord)
+                else dict(record)
+                for name, record in message.content.items()
+            }
+            for message in run.grid.sent
+        ]
+        return said, files
+
+    zero, without = all_of(tmp_path / "a", sync_delay=0), all_of(tmp_path / "b")
+    assert zero == without
+    assert any(zero[1])
+    requests = [said["config"] for said in zero[0]]
+    fields = ("steps-before-merge", "steps-ahead", "steps")
+    assert {tuple(request[field] for field in fields) for request in requests} == {(0, 0, 0)}
+    names = [name for files in zero[1] for header, _ in files.values() for name in header]
+    assert not any(name.startswith("average.") for name in names)
+
+
+def test_an_evaluation_that_fails_leaves_the_steps_taken_ahead_as_they_were(tmp_path):
+    """They are in the module, and an evaluation puts the average there."""
+    problem, case = Quadratic(), OPTIMIZERS["adam"]
+    module = problem.module()
+    worker = Worker(
+        module=module,
+        optimizer=case.make(module.parameters()),
+        loss_at=lambda t: problem.loss(module, 0, t),
+        num_examples=1,
+        lr_schedule=constant(),
+        clipping=Clipping(),
+    )
+    ahead, first = StepsAhead(), FirstSteps(tmp_path, 0, 2)
+    ahead.allow(first, worker)
+    ahead.take()
+    taken = {key: tensor.clone() for key, tensor in worker.take([PARAMS])[PARAMS].items()}
+
+    def evaluate() -> None:
+        worker.put({PARAMS: {key: tensor + 1 for key, tensor in taken.items()}})
+        raise OSError("no data")
+
+    with pytest.raises(OSError, match="no data"), ahead.kept(worker):
+        evaluate()
+    assert_same([worker.take([PARAMS])], [{PARAMS: taken}])
+    assert ahead.claim(first, worker) is not None
 
 
 values = st.floats(0, 1e3, width=32, allow_subnormal=False)

@@ -483,6 +483,58 @@ def test_the_recommended_period_is_the_smallest_affordable_one(
         assert periods == {PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K}
 
 
+@given(st.sampled_from([0.95, 0.99, 0.999]), st.floats(5.5, 9), st.sampled_from(["adam", "adopt"]))
+def test_a_slow_momentum_is_averaged_up_to_half_a_half_life_apart(beta1, exponent, name):
+    run = planned(
+        16,
+        48,
+        96,
+        betas=(beta1, 0.9999),
+        optimizer=name,
+        mix=0.7,
+        link=Link(bandwidth=10**exponent, latency=1e-3),
+    )
+    most = half_life(beta1) / 2
+
+    def at(K):
+        return {PARAMS: K, "exp_avg": max(1, int(most / K)) * K, "exp_avg_sq": 6 * K}
+
+    def affordable(K):
+        clocks = run.with_periods(at(K))
+        return clocks.waiting(clocks.desloc, Topology.STAR) <= run.share * run.compute
+
+    smallest = next((K for K in range(1, run.steps + 1) if affordable(K)), None)
+    assert recommended(run, Topology.STAR) == (smallest and at(smallest))
+
+
+@pytest.mark.parametrize("name", ["adam", "adopt"])
+def test_rare_averages_of_a_slow_momentum_are_no_risk(name):
+    run = planned(20, 340, 340, betas=(0.999, 0.9999), optimizer=name, mix=0.7, **GOOD)
+    assert [line for line in warnings(run) if "exp_avg" in line] == []
+    config = load("desloc_adopt", ["optimizer.betas=[0.999,0.9999]", "optimizer.mix=0.7"])
+    assert planned_run(config, LINK, num_params=1e6, flops=1, mfu=1).mix == 0.7
+
+
+@pytest.mark.parametrize("delay", [1, 4, 99])
+def test_advice_for_a_star_counts_what_a_delay_hides(delay):
+    link = Link(bandwidth=8e6, latency=0.01)
+    in_time = planned(16, 16, 96, bound=True, link=link)
+    late = replace(in_time, delay=delay)
+    before, after = (recommended(run, Topology.STAR) for run in (in_time, late))
+    assert after[PARAMS] < before[PARAMS]
+    assert late.with_periods(after).late_waiting() <= late.share * late.compute
+    assert recommended(late, Topology.RING) == recommended(in_time, Topology.RING)
+
+    def of_a_star(run):
+        return [line for line in warnings(run) if "on a star communication" in line]
+
+    assert len(of_a_star(in_time)) == 1
+    waits = late.late_waiting() > late.share * late.compute
+    assert [f"sync_delay={delay} does not hide" in line for line in of_a_star(late)] == [
+        True
+    ] * waits
+
+
 def test_every_optimizers_states_have_a_multiple():
     for name in ("adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"):
         config = load("quickstart", f"optimizer.name={name}")

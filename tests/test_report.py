@@ -443,6 +443,23 @@ def test_modelled_time_is_measured_compute_and_a_star_for_every_average(tmp_path
         assert (time.steps[-1], time.seconds[-1]) == (192, pytest.approx(time.total))
 
 
+def test_local_adam_and_ddp_wait_for_the_slowest_of_sites_of_unequal_speed(tmp_path: Path) -> None:
+    def slow(window: WindowRecord) -> WindowRecord:
+        """Client 3 takes a quarter of the steps in the same time."""
+        steps = window.step - window.start
+        clients = {
+            name: replace(client, seconds=2.0, steps=steps // 4 if name == "client-3" else steps)
+            for name, client in window.clients.items()
+        }
+        return replace(window, clients=clients)
+
+    _, run = record(tmp_path, change=slow, finish=False)
+    methods = modelled(load(run.path), DEFAULT_LINK)
+    assert methods["this run"].compute == pytest.approx(12 * 2)
+    for name in ("Local Adam", "DDP"):
+        assert methods[name].compute == pytest.approx(4 * 12 * 2)
+
+
 # Several runs
 
 

@@ -1,5 +1,6 @@
 """Sites of unequal speed: fewer local steps for a slow one, and weights by steps."""
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,14 @@ def test_sites_of_equal_speed_train_as_in_lock_step(tmp_path):
     assert_same(got, expected)
 
 
+def test_a_stated_pace_of_an_unknown_client_is_a_warning(tmp_path, caplog):
+    policy = {"step_seconds": {**PACES, "client-99": 0.2}}
+    with caplog.at_level(logging.WARNING):
+        unequal(tmp_path, policy=policy, num_steps=7).start()
+    [said] = [r.getMessage() for r in caplog.records if "step_seconds" in r.getMessage()]
+    assert said.startswith("federation.step_seconds names client-99, but no client")
+
+
 def test_speeds_are_measured_and_kept_in_checkpoints(tmp_path):
     """All take the first window whole; the slow ones then follow what they reported."""
     policy = {"step_seconds": {}}
@@ -161,12 +170,13 @@ def test_a_reply_without_its_weights_is_refused(weights, tmp_path):
         (["federation.step_seconds.client-1=0.5"], "step_seconds.*min_steps below 1"),
         (["federation.min_steps=0.5", "federation.step_seconds.client-1=0"], "step_seconds"),
         (["federation.min_steps=0.5", "federation.average=median"], "median.*min_steps=1"),
+        (["federation.min_steps=0.5", "federation.norm_bound=4"], "norm_bound=4.*min_steps=1"),
         (
             ["federation.min_steps=0.5", "optimizer.name=amsgrad", "sync.max_exp_avg_sq=96"],
             r"federation.min_steps=0.5: Adam's max_exp_avg_sq .* federation.min_steps=1",
         ),
     ],
-    ids=["none", "more", "equal", "instant", "median", "amsgrad"],
+    ids=["none", "more", "equal", "instant", "median", "norm", "amsgrad"],
 )
 def test_what_cannot_be_is_refused_with_the_setting(words, what):
     with pytest.raises(ConfigError, match=what):

@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
-        _outer, _lr_schedule, _sync, _sync_delay, _min_steps, _wire, _strategy,
+        _outer, _lr_schedule, _sync, _sync_delay, _sync_bound, _min_steps, _wire, _strategy,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
         raise ConfigError(problem)
@@ -240,6 +240,16 @@ def _sync_delay(config: Config) -> Iterator[str]:
         yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
     elif RESET in sync.values():
         yield f"{stated}: averages cannot be late where states are reset; set it to 0"
+
+
+def _sync_bound(config: Config) -> Iterator[str]:
+    moments = ("exp_avg", "exp_avg_sq")
+    averaged = any(isinstance(config.sync.get(name), int) for name in moments)
+    if config.sync_bound and config.strategy == "desloc" and not averaged:
+        yield (
+            f"sync_bound=true: neither {' nor '.join(moments)} is averaged, so there is nothing to "
+            "bound; leave it out"
+        )
 
 
 def _min_steps(config: Config) -> Iterator[str]:

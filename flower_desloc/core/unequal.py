@@ -1,13 +1,13 @@
 """Workers of unequal speed: a slow one takes fewer steps of a window, and weighs less in averages.
 
 A worker that takes k of a window's n local steps takes the federation's first k: with their step
-numbers, bias corrections and learning rates. Parameters are averaged with weights k, because a
-worker's distance from the last average is a sum of k updates. A moment is averaged with weights
-1 - beta^k, because after k steps
+numbers, bias corrections and learning rates. Parameters are averaged with weights k, moments
+with weights 1 - beta^k. After k steps
 
     u = beta^k (last mean of u) + (1 - beta^k) (a weighted mean of the worker's k gradients)
 
-so that every worker counts as much as its gradients do in its own moment.
+so a weight is the share of a worker's own gradients in its moment. It favours workers that have
+moved further: the distance from the last average counts about as k^2.
 """
 
 import math

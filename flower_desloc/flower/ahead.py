@@ -74,8 +74,10 @@ class StepsAhead:
             name: {key: tensor.clone() for key, tensor in stream.items()}
             for name, stream in worker.take(worker.model_streams()).items()
         }
-        yield
-        worker.put(before)
+        try:
+            yield
+        finally:
+            worker.put(before)
 
 
 STEPS_AHEAD = StepsAhead()

@@ -372,16 +372,13 @@ def _bounded(
     state: Mapping[str, Stream],
     of: Collection[str],
 ) -> Mapping[str, Stream]:
-    """Return ``streams``, a new average of Adam's u among them bounded by v, if it is asked for.
+    """Return ``streams`` with Adam's u bounded by v after an average of either, if asked for.
 
-    ``of`` are the streams that were averaged, ``state`` has the client's own v.
+    ``of`` are the streams that were averaged, ``state`` has all streams after the averages.
     """
-    if not request.bound or FIRST not in of:
+    if not request.bound or not (FIRST in of or SECOND in of):
         return streams
-    return {
-        **streams,
-        FIRST: bounded(streams[FIRST], state[SECOND], moment_ratio(worker.optimizer)),
-    }
+    return {**streams, FIRST: bounded(state[FIRST], state[SECOND], moment_ratio(worker.optimizer))}
 
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:

@@ -132,7 +132,15 @@ class RoundEngine:
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""
         self.members.wait_for_quorum()
-        return in_order(self._greet(step))
+        clients = in_order(self._greet(step))
+        known = {member.name for member in clients}
+        if unknown := sorted(self._policy.step_seconds.keys() - known):
+            log(
+                WARNING,
+                "federation.step_seconds names %s, but no client that is online has that name",
+                " and ".join(unknown),
+            )
+        return clients
 
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete their files of it."""

@@ -61,7 +61,7 @@ class WindowRequest:
     ahead: int = 0
     """Local steps of the next window that the client may take while its streams travel."""
     bound: bool = False
-    """Whether an average of Adam's first moment is bounded by the client's own second moment."""
+    """Whether Adam's first moment is bounded by the second after an average of either."""
     due: frozenset[str] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
     """Of every stream, the step of its last average or reset; 0 before the first."""

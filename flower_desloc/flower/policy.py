@@ -81,6 +81,11 @@ class Policy:
             raise ValueError(
                 f"average={self.average}: it counts every client once; set min_steps=1"
             )
+        if bound is not None and self.min_steps < 1:
+            raise ValueError(
+                f"norm_bound={bound}: a client of more steps has a longer update, and would be "
+                "left out for it; set min_steps=1"
+            )
         if self.average != "mean" and self.weighting != "uniform":
             raise ValueError(
                 f"average={self.average}: it counts every client once; set weighting=uniform"

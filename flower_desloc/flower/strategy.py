@@ -80,7 +80,7 @@ class DesLoc(Strategy):
         message take them while the streams travel. The clients' optimizers must state their states'
         decays (``flower_desloc.optim.decays``).
     sync_bound : bool (default: False)
-        Whether clients bound an average of Adam's first moment by their own second moment
+        Whether clients bound Adam's first moment by their second after an average of either
         (``flower_desloc.optim.bounds``).
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.

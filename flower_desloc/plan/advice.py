@@ -23,6 +23,9 @@ low-communication configurations). Any other stream has the period of params."""
 BOUNDED: Final = {"exp_avg": 1, "exp_avg_sq": 6}
 """The multiples for Adam with ``sync_bound``, which were measured to cost less loss."""
 
+_SLOW: Final = "exp_avg"
+"""The moment that ``optimizer.mix`` makes a slow momentum."""
+
 _ADAMS: Final = ("adam", "adamw")
 
 FORGOTTEN: Final = 5
@@ -41,24 +44,36 @@ def can_bound(run: PlannedRun) -> bool:
     return first**2 < second
 
 
-def multiples(run: PlannedRun) -> Mapping[str, int]:
-    """Return the recommended K_u and K_v as multiples of K_x."""
-    return BOUNDED if can_bound(run) else MULTIPLES
+def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
+    """Return the recommended K_u and K_v as multiples of K_x, which is ``period``.
+
+    A slow momentum (``mix`` below 1) loses nothing while its average is kept: K_u is at most half
+    a half-life.
+    """
+    times = BOUNDED if can_bound(run) else MULTIPLES
+    if run.mix == 1:
+        return times
+    return {**times, _SLOW: max(1, _longest(run) // period)}
 
 
 def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
     """Return a period for every stream: multiples of the smallest affordable K_x.
 
     The multiples are those of ``multiples``. K_x is affordable if waiting takes at most
-    ``run.share`` of compute; a smaller K_x gives a better model. The result is None if no K_x up to
-    the run's length is affordable.
+    ``run.share`` of compute; a smaller K_x gives a better model. On a star, ``run.delay`` counts.
+    The result is None if no K_x up to the run's length is affordable.
     """
 
     def affordable(period: int) -> bool:
         other = run.with_periods(_at(run, period))
-        return other.waiting(other.desloc, topology) <= run.share * run.compute
+        return _waiting(other, topology) <= run.share * run.compute
 
-    periods = range(1, run.steps + 1)
+    # Where K_u has a greatest value, its multiple jumps from one K_x to the next.
+    jumps = 0 if run.mix == 1 else min(_longest(run), run.steps)
+    for period in range(1, jumps + 1):
+        if affordable(period):
+            return _at(run, period)
+    periods = range(jumps + 1, run.steps + 1)
     at = bisect_left(periods, True, key=affordable)  # waiting falls with the period
     return _at(run, periods[at]) if at < len(periods) else None
 
@@ -73,13 +88,13 @@ def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Ite
         )
     else:
         yield (
-            f"{PARAMS} every {period}: the smallest K_x at which communication takes at most "
-            f"{run.share:.0%} of compute on this {topology}"
+            f"{PARAMS} every {period}: the smallest K_x at which {_communication(run, topology)} "
+            f"takes at most {run.share:.0%} of compute on this {topology}"
         )
     for stream in run.moments:
         period = periods[stream.name]
         yield (
-            f"{stream.name} every {period}: {_multiple(run, stream.name)}; "
+            f"{stream.name} every {period}: {_multiple(run, stream.name, periods[PARAMS])}; "
             f"{_in_half_lives(stream, period)}"
         )
 
@@ -169,7 +184,7 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     if not isinstance(first, int):
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
-    if isinstance(of_params, int) and first > of_params:
+    if run.mix == 1 and isinstance(of_params, int) and first > of_params:
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
             f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
@@ -185,10 +200,10 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
 def _link_warnings(run: PlannedRun) -> Iterator[str]:
     period = run.periods[PARAMS]
     for topology in Topology:
-        waiting = run.waiting(run.desloc, topology) / run.compute
+        waiting = _waiting(run, topology) / run.compute
         if waiting > run.share:
             yield (
-                f"sync.{PARAMS}={period}: on a {topology} communication takes "
+                f"sync.{PARAMS}={period}: on a {topology} {_communication(run, topology)} takes "
                 f"{number_text(waiting)} times as long as compute, more than --share={run.share:g}"
             )
     needed = recommended(run, Topology.STAR)
@@ -209,8 +224,27 @@ def _link_warnings(run: PlannedRun) -> Iterator[str]:
         )
 
 
+def _waiting(run: PlannedRun, topology: Topology) -> float:
+    return run.late_waiting() if _is_late(run, topology) else run.waiting(run.desloc, topology)
+
+
+def _communication(run: PlannedRun, topology: Topology) -> str:
+    hidden = f" that sync_delay={run.delay} does not hide"
+    return f"communication{hidden if _is_late(run, topology) else ''}"
+
+
+def _is_late(run: PlannedRun, topology: Topology) -> bool:
+    return run.delay > 0 and topology is Topology.STAR
+
+
+def _longest(run: PlannedRun) -> int:
+    """Return half a half-life of a slow momentum, in steps."""
+    beta = next((s.beta for s in run.moments if s.name == _SLOW), None)
+    return int(half_life(beta or 0.0) / 2)
+
+
 def _at(run: PlannedRun, period: int) -> dict[str, int]:
-    times = multiples(run)
+    times = multiples(run, period)
     return {stream.name: times.get(stream.name, 1) * period for stream in run.streams}
 
 
@@ -226,10 +260,12 @@ def _in_half_lives(stream: PlannedStream, period: int) -> str:
     )
 
 
-def _multiple(run: PlannedRun, name: str) -> str:
-    times = multiples(run)
+def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
+    times = multiples(run, of_params)
     if name not in times:
         return "that of params"
+    if name == _SLOW and run.mix < 1:
+        return f"{times[name]} K_x, for a slow momentum half a half-life at most"
     if times[name] == 1:
         return "with params, which costs Adam the least loss if it is bounded"
     return f"{times[name]} K_x, the paper's default"

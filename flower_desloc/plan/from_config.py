@@ -85,6 +85,7 @@ def planned_run(
         phases=config.sync_phase,
         bound=config.sync_bound,
         formats=config.wire,
+        mix=config.optimizer.mix,
         partition=config.data.partition,
         delay=config.sync_delay,
     )

@@ -34,26 +34,34 @@ class ModelledTime:
         self.seconds.append(self.total)
 
 
-def seconds_per_step(run: RunRecord) -> float | None:
-    """Return the median over windows of the slowest client's measured seconds per step."""
-    paces = [
-        max(seconds) / (line["step"] - line["start"])
-        for line in run.windows
-        if line["step"] > line["start"]
-        and (seconds := [c["seconds"] for c in line["clients"].values() if c["seconds"]])
-    ]
+def seconds_per_step(run: RunRecord, *, lock_step: bool = False) -> float | None:
+    """Return the median over windows of the slowest client's measured seconds per step.
+
+    A step is one of the federation's, of which sites of unequal speed take a part; with
+    ``lock_step`` it is one of the client's own.
+    """
+    paces = []
+    for line in run.windows:
+        steps = line["step"] - line["start"]
+        found = [
+            client["seconds"] / ((lock_step and client.get("steps")) or steps)
+            for client in line["clients"].values()
+            if steps and client["seconds"]
+        ]
+        paces += [max(found)] if found else []
     return median(paces) if paces else None
 
 
 def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     """Return the modelled time of the run, and of Local Adam and DDP for the same steps.
 
-    Empty if no step was measured. Every average moves its bytes through the server's link, up and
+    Empty if no step was measured. Both are in lock-step, also where this run has sites of unequal
+    speed. Every average moves its bytes through the server's link, up and
     down again (``star_seconds``). The steps that the clients of
     this run take before they merge an average pass meanwhile; nothing else overlaps.
     """
-    pace = seconds_per_step(run)
-    if pace is None:
+    pace, lock_step = seconds_per_step(run), seconds_per_step(run, lock_step=True)
+    if pace is None or lock_step is None:
         return {}
     config, sizes = run.summary["config"], run.summary["stream_bytes"]
     # From the summary: an older version's configuration may no longer be valid.
@@ -77,7 +85,8 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
             if name == "this run":
                 hidden = min(delay, following - line["step"])
                 seconds = max(0.0, seconds - pace * hidden)
-            time.add(line["step"], pace * steps, seconds * (steps if name == "DDP" else 1))
+            compute = steps * (pace if name == "this run" else lock_step)
+            time.add(line["step"], compute, seconds * (steps if name == "DDP" else 1))
     if GRADIENTS in run.periods:
         del methods["Local Adam"]
     return methods
