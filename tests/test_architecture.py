@@ -212,9 +212,12 @@ PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
 
 
 def test_only_one_file_imports_what_flower_does_not_call_public():
+    apps = modules(ROOT, ["examples"]) | modules(ROOT / "hub", ["desloc_quickstart"])
+    assert {"examples.toy.runs", "examples.stock_app.stock_app"} <= apps.keys()
+    assert "desloc_quickstart.client_app" in apps
     private = {
         module
-        for module, path in FILES.items()
+        for module, path in (FILES | apps).items()
         for name in imported_names(path)
         if name.startswith("flwr.") and not name.startswith(PUBLIC)
     }
