@@ -7,7 +7,8 @@
 #
 # A piece that has a result is not repeated, and an interrupted training resumes, so run it again until
 # it says "complete". FOLDER holds a text file or folder for each domain; without it the text is that of the
-# quickstart. --rehearse runs every line on the CPU, with small models.
+# quickstart. --rehearse runs the pieces on the CPU, with small models, into FOLDER/rehearsal. It leaves
+# out bf16, and compiles the model only in client_step.
 # Then: python benchmarks/gpu_tables.py draws docs/gpu.png and prints the tables.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,7 +22,7 @@ while [ $# -gt 0 ]; do
     --rehearse) device=cpu ;;
     --data) data=$(realpath "$2"); shift ;;
     --results) results=$2; shift ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
     optimizer_step | client_step | des_loc | local_adopt | favg_opt) pieces+=("$1") ;;
     *) echo "$0: $1: no such option or piece; see --help" >&2; exit 2 ;;
   esac
@@ -32,6 +33,7 @@ python=${PYTHON:-python}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 minutes=9
 runs=${TMPDIR:-/tmp}/desloc-gpu-$device
+[ "$device" = cuda ] || results=$results/rehearsal  # no result that a real run would skip on
 mkdir -p "$results" "$runs"
 
 if [ "$device" = cuda ]; then
@@ -44,7 +46,7 @@ if [ "$device" = cuda ]; then
     model.precision=bf16 model.compile=true)
   steps=300 every=32
 else
-  optimizer=(--compile --rounds 3) client=(--compile --windows 3 --steps 2)
+  optimizer=(--compile --small --rounds 3) client=(--compile --windows 3 --steps 2)
   model=(desloc_adopt data.max_bytes=200000 model.hidden_size=32 model.intermediate_size=64
     model.num_attention_heads=2 data.seq_len=64 data.batch_size=2 evaluation.sequences=4)
   steps=24 every=4
@@ -77,7 +79,7 @@ export python device results data runs steps every
 failed=0
 for piece in "${pieces[@]}"; do
   if [ -f "$results/gpu_$piece.json" ]; then
-    echo "== $piece: has a result"
+    echo "== $piece: has a result in $results"
     continue
   fi
   echo "== $piece, $(date +%T)"

@@ -5,10 +5,10 @@
 Eager optimizers are compared with Adam's foreach form; with --compile, compiled ones with Adam's
 compiled. Two models: the tensors of a Llama, and 300 small ones, where overhead dominates. The
 optimizers alternate in one process, each right after the Adam it is compared with, and each after
-five untimed steps of its own; a ratio is the median over rounds. On a GPU a timing is ten steps
-between two synchronisations, divided by ten. `one list` is ADOPT's step called once for all
-tensors, `loop` once for each tensor; `torch-adopt` is the package of ADOPT's authors, if it is
-installed.
+five untimed steps of its own; a ratio is the median over rounds. --small, for rehearsals, takes
+smaller models. On a GPU a timing is ten steps between two synchronisations, divided by ten. `one
+list` is ADOPT's step called once for all tensors, `loop` once for each tensor; `torch-adopt` is the
+package of ADOPT's authors, if it is installed.
 """
 
 import statistics
@@ -143,14 +143,16 @@ def main(
     threads: int = 2,
     rounds: int = 15,
     compile: bool = False,  # noqa: A002
+    small: bool = False,
     json: Path | None = None,
 ) -> None:
     """Time of a step of ADOPT and SGDM, relative to PyTorch's Adam in the same form."""
     torch.set_num_threads(threads)
     where = torch.device(device)
+    large = LLAMA_135M if device != "cpu" else llama(576, 1536, 6, 8192)
     models = {
-        "llama": LLAMA_135M if device != "cpu" else llama(576, 1536, 6, 8192),
-        "300 small": SMALL_TENSORS,
+        "llama": llama(48, 128, 2, 256) if small else large,
+        "300 small": SMALL_TENSORS[: 30 if small else None],
     }
     found = {
         model: {

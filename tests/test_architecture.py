@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -128,7 +130,8 @@ def test_a_tensor_passes_the_files_of_the_architecture_page(tmp_path):
 
 def test_the_package_root_has_at_most_twelve_entries():
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    entries = {path.relative_to(PACKAGE).parts[0] for path in files}
+    # py.typed, an empty marker, has its place prescribed (PEP 561).
+    entries = {path.relative_to(PACKAGE).parts[0] for path in files} - {"py.typed"}
     assert len(entries) <= 12, sorted(entries)
 
 
@@ -176,13 +179,45 @@ def test_the_core_neither_reads_nor_writes_nor_prints(path):
     ]
 
 
+def test_every_library_that_the_wheel_imports_is_declared():
+    files = modules(ROOT, ["flower_desloc", "client_app", "server_app", "examples/toy"]).values()
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    imported = {
+        name.partition(".")[0]
+        for tree in trees
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    homes = packages_distributions()
+    ours = {"flower_desloc", "client_app", "server_app", "examples"}
+    needed = {homes[name][0] for name in imported - ours - sys.stdlib_module_names}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = {re.split(r"[\[<>=]", one)[0] for one in project["project"]["dependencies"]}
+    assert {normalised(name) for name in needed} <= {normalised(name) for name in declared}
+    # Flower's `uv sync` of the app installs nothing: docs/dependencies.md.
+    assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
+
+
+def normalised(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
 
 
 def test_only_one_file_imports_what_flower_does_not_call_public():
+    apps = modules(ROOT, ["examples"]) | modules(ROOT / "hub", ["desloc_quickstart"])
+    assert {"examples.toy.runs", "examples.stock_app.stock_app"} <= apps.keys()
+    assert "desloc_quickstart.client_app" in apps
     private = {
         module
-        for module, path in FILES.items()
+        for module, path in (FILES | apps).items()
         for name in imported_names(path)
         if name.startswith("flwr.") and not name.startswith(PUBLIC)
     }

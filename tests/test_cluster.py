@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,16 +58,21 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     try:
         for node, own in arguments.items():
-            output_of(
-                [BIN / "ray", "start", *own, *common],
-                env={
-                    **environment,
-                    "DESLOC_TEST_NODE": node,
-                    "PYTHONPATH": "",
-                    "FLWR_HOME": str(short),  # by which they are found again
-                },
-                timeout=120,
-            )
+            start = [BIN / "ray", "start", *own, *common]
+            variables = {
+                **environment,
+                "DESLOC_TEST_NODE": node,
+                "PYTHONPATH": "",
+                "FLWR_HOME": str(short),  # by which they are found again
+            }
+            try:
+                output_of(start, env=variables, timeout=120)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                errors = getattr(error, "stderr", None) or b""  # of a timeout; bytes
+                print(f"ray start failed, and is tried again: {error}", errors)
+                if node == "a":
+                    end_all(short)
+                output_of(start, env=variables, timeout=120)
         yield address
     finally:
         end_all(short)

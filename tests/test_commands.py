@@ -13,8 +13,14 @@ from flower_desloc.cli import app
 from flower_desloc.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    ROOT / "hub" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+IN_A_TABLE = re.compile(r"`((?:python )?benchmarks/[^`]+)`")
+"""The commands of benchmarks/README.md."""
 
 NOT_HERE = {
     "python3 -m venv": "makes an environment: test_wheel.py, and whoever runs the tests",
@@ -23,6 +29,11 @@ NOT_HERE = {
     ".venv/bin/ruff": "part of README's test command",
     ".venv/bin/mypy": "part of README's test command",
     ".venv/bin/python -m pytest": "this command",
+    "pip install": "installs; test_hub.py imports the app from its folder",
+    "UV_FIND_LINKS=": "installs PyTorch; test_hub.py runs the app",
+    "python -m desloc_quickstart.task": "run by test_hub.py",
+    "benchmarks/gpu.sh": "run by test_gpu_script.py",
+    "lines() {": "counts lines in the repository's history, which a copy may lack",
     "git clone": "needs a network",
     "openssl": "run below, in their order",
     "ssh-keygen": "run below, in their order",
@@ -52,10 +63,13 @@ OF_ONES_OWN = ("run.init_from", "task_options.base", "my/own.yaml", "./rest.yaml
 def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        for block in BLOCK.findall(page.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
+        text = page.read_text()
+        tables = IN_A_TABLE.findall(text) if page.parent.name == "benchmarks" else []
+        for block in [*BLOCK.findall(text), *tables]:
+            function = "() {\n" in block  # of the shell: the block is one command
+            for line in [block] if function else block.replace("\\\n", " ").splitlines():
                 if command := line.partition(" # ")[0].strip():
-                    found.append((page.name, " ".join(command.split())))
+                    found.append((page.relative_to(ROOT).as_posix(), " ".join(command.split())))
     return [each for each in dict.fromkeys(found) if not each[1].startswith("#")]
 
 
@@ -74,7 +88,13 @@ def test_a_command_of_the_documentation_is_accepted(page, command, tmp_path, mon
     command = command.replace("$T", "data.source=DIR data.domains=[wiki,python,math,french]")
     program, what, *rest = shlex.split(command.replace("DIR", str(tmp_path)))
     if program == "python":
-        assert (ROOT / what).exists()
+        script = ROOT / what
+        assert script.exists()
+        sources = script.rglob("*.py") if script.is_dir() else [script]
+        known = " ".join(path.read_text() for path in sources)
+        for word in rest:  # a benchmark takes minutes: its options are those of its functions
+            if word.startswith("--"):
+                assert re.search(rf"\b{word[2:].replace('-', '_')}\b", known), word
         return
     assert program == "desloc"
     if any(mark in command for mark in OF_ONES_OWN):
@@ -94,7 +114,7 @@ def test_a_command_of_the_documentation_is_accepted(page, command, tmp_path, mon
 @pytest.mark.skipif(not (which("openssl") and which("ssh-keygen")), reason="they are not installed")
 def test_the_pages_certificates_and_keys_are_made_and_accepted(tmp_path):
     tools = ("openssl", "ssh-keygen")
-    lines = [c for page, c in commands() if page == "deployment.md" and c.startswith(tools)]
+    lines = [c for page, c in commands() if page == "docs/deployment.md" and c.startswith(tools)]
     check = "openssl verify -x509_strict -CAfile ca.crt -verify_hostname fed.example.org server.pem"
     for line in [*lines, check]:
         made = subprocess.run(shlex.split(line), cwd=tmp_path, capture_output=True, text=True)

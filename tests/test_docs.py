@@ -1,10 +1,12 @@
 """Pages that are made from the code say what the code says; links lead somewhere."""
 
+import html
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -73,3 +75,21 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     api = (tmp_path / "api" / "index.html").read_text()
     missing = [name for name in flower_desloc.__all__ if f'id="flower_desloc.{name}"' not in api]
     assert not missing
+    assert not [*tmp_path.rglob("mkdocs_hooks.py*"), *tmp_path.rglob("make_configuration.py*")]
+    pages = [page for page in tmp_path.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) > 20
+    assert not [dead for page in pages for dead in dead_links(page)]
+
+
+def dead_links(page):
+    """Return the links of a page to files and anchors that the site does not have."""
+    for link in re.findall(r'(?:href|src)="([^"]+)"', page.read_text()):
+        link = html.unescape(link)
+        if re.match(r"\w+:|//", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / unquote(path)).resolve() if path else page
+        target = target / "index.html" if target.is_dir() else target
+        named = f'id="{unquote(anchor)}"' if anchor and target.suffix == ".html" else ""
+        if not target.exists() or named not in (target.read_text() if named else ""):
+            yield page.parent.name, link

@@ -369,6 +369,14 @@ def test_a_module_that_exits_while_it_is_imported_is_named(tmp_path, monkeypatch
     assert "task=leaves:Task: it cannot be imported here (SystemExit: 3)" in done.output
 
 
+def test_a_library_that_a_module_lacks_is_named(tmp_path, monkeypatch):
+    (tmp_path / "needs.py").write_text("import nolibrary\n")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", "quickstart", "task=needs:Task", "--dry-run"])
+    assert done.exit_code == 2
+    assert "the folder that holds nolibrary, or install it, at every site" in done.output
+
+
 def test_the_command_imports_from_the_folder_where_it_is_called(tmp_path, monkeypatch):
     shutil.copy(EXAMPLES / "cnn.py", tmp_path / "cnn_beside_me.py")
     command = ["run", str(EXAMPLES / "cnn.yaml"), "task=cnn_beside_me:CNN", "--dry-run"]

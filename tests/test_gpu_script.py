@@ -25,10 +25,13 @@ def gpu_sh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_piece_is_rehearsed_and_not_repeated(tmp_path):
     first = gpu_sh(tmp_path, "--rehearse", "favg_opt")
     assert first.returncode == 0, first.stderr
-    summary = json.loads((tmp_path / "results" / "gpu_favg_opt.json").read_text())
+    rehearsed = tmp_path / "results" / "rehearsal" / "gpu_favg_opt.json"
+    summary = json.loads(rehearsed.read_text())
     assert summary["status"] == "completed"
     assert summary["config"]["periods"]["exp_avg"] == "never"
     assert "has a result" in gpu_sh(tmp_path, "--rehearse", "favg_opt").stdout
+    # Nothing that a real run skips on, or that gpu_tables.py reads.
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["rehearsal"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

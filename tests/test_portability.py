@@ -1,4 +1,4 @@
-"""The engine in one process needs nothing that only Linux has.
+"""The engine in one process needs nothing that only Linux has; on Windows the others say so.
 
 This cannot show that another system runs it: what is hidden here are the modules, functions and
 signals that Windows and macOS do not have, and Linux's files.
@@ -7,8 +7,14 @@ signals that Windows and macOS do not have, and Linux's files.
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from tiny import TINY
+from typer.testing import CliRunner
+
+from flower_desloc.cli import app
+from flower_desloc.sites import supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,3 +57,13 @@ def test_a_run_in_one_process_does_without_linux(tmp_path):
     command = [sys.executable, "-c", SCRIPT, *settings, "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "completed after 4 steps" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["run quickstart", "federate quickstart", "supernode"])
+def test_where_flowers_processes_cannot_run_the_command_says_so(command, tmp_path, monkeypatch):
+    folder = [] if command == "supernode" else ["--output-dir", str(tmp_path)]
+    monkeypatch.setattr(supervisor, "sys", SimpleNamespace(platform="win32"))
+    result = CliRunner().invoke(app, [*command.split(), *folder])
+    assert result.exit_code == 1, result.output
+    assert "this needs Linux or macOS; use --engine inprocess" in result.output
+    assert not list(tmp_path.iterdir())

@@ -287,6 +287,13 @@ def test_a_gpu_that_is_not_there_ends_the_run_before_anything_starts(tmp_path, m
         assert "run.preflight=warn" not in result.stderr
 
 
+def test_fewer_clients_at_once_are_advised_only_if_there_are_several(tmp_path):
+    config = load("quickstart", ["model.hidden_size=65536"])
+    for at_once in (1, 2):
+        found, *_ = on_this_machine(Needs(config), Hardware(CPU, at_once, 8), tmp_path)
+        assert ("--workers 1" in found.what) == (at_once > 1), found.what
+
+
 def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
     config = load("quickstart", f"{TINY} data.batch_size=1048576 data.seq_len=1024")
     hardware = Hardware(CPU, 1, 2**20)

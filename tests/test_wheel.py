@@ -57,7 +57,8 @@ def test_a_wheel_is_the_library_with_the_app_inside(unpacked):
         *("pyproject.toml", "README.md", "LICENSE", "configs/*.yaml", "studies/*.yaml"),
         *("client_app/**/*.py", "server_app/**/*.py", "examples/toy/**/*.py"),
     )
-    library = files(ROOT, *(f"flower_desloc/**/*.{end}" for end in ("py", "yaml", "json")))
+    library = files(ROOT, *(f"flower_desloc/**/*.{end}" for end in ("py", "yaml", "json", "typed")))
+    assert "flower_desloc/py.typed" in library  # type checkers read the annotations
     meant = library | {f"{APP}/{name}": text for name, text in app.items()}
     held = files(unpacked, "**/*")
     assert {name for name in held if name not in meant} == {

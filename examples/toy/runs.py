@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from flwr.common.logger import FLOWER_LOGGER
 from rich.console import Console
 from rich.progress import track
 
@@ -108,4 +107,4 @@ def processes(jobs: int) -> Iterator[Pool]:
 def _prepare() -> None:
     torch.set_num_threads(1)
     np.seterr(over="ignore", invalid="ignore")  # the client reports a run that diverges
-    FLOWER_LOGGER.setLevel(logging.WARNING)
+    logging.getLogger("flwr").setLevel(logging.WARNING)

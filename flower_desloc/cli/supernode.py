@@ -5,7 +5,9 @@ import sys
 
 import typer
 
+from flower_desloc.cli.terminal import FAILED, failing
 from flower_desloc.sites.deployment.node import COMMAND
+from flower_desloc.sites.supervisor import ProcessError, require_unix
 
 
 def supernode(context: typer.Context) -> None:
@@ -13,6 +15,8 @@ def supernode(context: typer.Context) -> None:
 
     All arguments are those of `flower-supernode`; `desloc supernode --help` shows them.
     """
+    with failing(FAILED, ProcessError):
+        require_unix()
     sys.stdout.flush()
     # Replaces this process, and with it everything that the command line has imported.
     os.execv(COMMAND[0], [*COMMAND, *context.args])  # noqa: S606

@@ -28,8 +28,10 @@ def imported(path: str, key: str) -> Any:
     try:
         return resolve_name(path)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
-        top = path.partition(":")[0].partition(".")[0]
         what = f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error})"
-        if isinstance(error, ModuleNotFoundError) and error.name == top:
-            what += f"; call desloc in the folder that holds {top}, or install it, at every site"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and "." not in missing:  # the module itself, or what it imports
+            what += (
+                f"; call desloc in the folder that holds {missing}, or install it, at every site"
+            )
         raise ConfigError(" ".join(what.split())) from error

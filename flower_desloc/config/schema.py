@@ -97,11 +97,12 @@ class Data:
     """The data: its source, and which client gets which part."""
 
     source: str = "builtin"
-    """`builtin`: text that every Python installation contains, in natural domains; otherwise a
-    file, a folder with a file or folder for each domain (JSONL, Parquet, text; also .gz), or a name
-    for `datasets.load_dataset`, as `name` or `name:config`. For images, `builtin` is scikit-learn's
-    digits; a file is Parquet, and a folder holds Parquet files, or image files in a folder for each
-    label."""
+    """`builtin`: text of the Python installation, in natural domains, of which `docs` holds the
+    READMEs of the installed packages, so data and losses depend on which ones are installed;
+    otherwise a file, a folder with a file or folder for each domain (JSONL, Parquet, text; also
+    .gz), or a name for `datasets.load_dataset`, as `name` or `name:config`. For images, `builtin`
+    is scikit-learn's digits; a file is Parquet, and a folder holds Parquet files, or image files in
+    a folder for each label."""
     domains: list[str] = field(default_factory=list)
     """The domains to use, in this order; empty: all domains of the source. For a named data set
     these are its configs, and those of other data sets, as `name:config`."""

@@ -237,7 +237,8 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         yield Finding(f"the memory of a step cannot be estimated: {error}")
     else:
         total, free = memory()
-        fewer = f"{_SMALLER}, or fewer clients at once (--workers 1)"
+        several = hardware.at_once > 1
+        fewer = f"{_SMALLER}, or fewer clients at once (--workers 1)" if several else _SMALLER
         clients = "a client" if hardware.at_once == 1 else f"{hardware.at_once} clients"
         who = f"the server and {clients} at a time"
         yield from _memory(who, wanted, total, fewer, free=free)

@@ -75,6 +75,12 @@ class Supervised:
             time.sleep(0.05)
 
 
+def require_unix() -> None:
+    """Raise ``ProcessError`` on Windows, where no Flower process can be supervised."""
+    if sys.platform == "win32":  # select() only takes sockets there, and there is no SIGKILL
+        raise ProcessError("Flower's processes: this needs Linux or macOS; use --engine inprocess")
+
+
 @contextmanager
 def supervised(
     home: Path, command: Sequence[str], environment: Mapping[str, str], *, restart: bool = False

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import aiohttp
 import datasets
-from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
+import httpx
+import requests
 from huggingface_hub.errors import HfHubHTTPError
 
 from flower_desloc.config.errors import one_line
@@ -16,7 +18,16 @@ T = TypeVar("T")
 WAITS = (5.0, 20.0, 60.0)
 """Seconds between attempts. The libraries make several attempts themselves before they fail."""
 
-_NETWORK_ERRORS = (*CONNECTION_ERRORS_TO_RETRY, HfHubHTTPError, ConnectionError, TimeoutError)
+_NETWORK_ERRORS = (
+    # Of the clients by which datasets and fsspec read; they retry on the same ones.
+    aiohttp.ClientError,
+    httpx.RequestError,
+    requests.ConnectionError,
+    requests.Timeout,
+    HfHubHTTPError,
+    ConnectionError,
+    TimeoutError,
+)
 _TOO_MANY_REQUESTS = 429
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from flower_desloc.sites.deployment.environment import (
     private_home,
     program,
 )
-from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
+from flower_desloc.sites.supervisor import ProcessError, Supervised, require_unix, supervised
 
 CONNECTION = "local"
 """Name of the connection, as in Flower's own configuration: a command that is printed here also
@@ -151,8 +151,9 @@ def private_superlink(
 ) -> Iterator[SuperLink]:
     """Start a SuperLink, and end it with everything it started on exit.
 
-    ``add`` are further environment variables.
+    ``add`` are further environment variables. Raises ``ProcessError`` on Windows.
     """
+    require_unix()
     with private_home() as home:
         environment = flower_environment(home) | dict(add or {})
         address = host.superlink or f"127.0.0.1:{free_port()}"
