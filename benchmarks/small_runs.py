@@ -126,7 +126,7 @@ class Study:
         return {seed: math.nan if value is None else value for seed, value in found.items()}
 
     def mean(self, arm: Arm, what: str = "loss") -> float:
-        values = self.values(arm, what).values()
+        values = [value for seed, value in self.values(arm, what).items() if seed in SEEDS]
         return sum(values) / len(values)
 
     def above(self, arm: Arm, place: Arm, what: str = "loss") -> Estimate:

@@ -23,7 +23,7 @@ from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record
 
-NAMES = ["adam", "adopt"]
+NAMES = ["adam", "adopt", "amsgrad"]
 """The core's laws are those of every optimizer; here two stand for all."""
 
 # Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.

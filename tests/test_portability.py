@@ -65,5 +65,5 @@ def test_where_flowers_processes_cannot_run_the_command_says_so(command, tmp_pat
     monkeypatch.setattr(supervisor, "sys", SimpleNamespace(platform="win32"))
     result = CliRunner().invoke(app, [*command.split(), *folder])
     assert result.exit_code == 1, result.output
-    assert "this needs Linux or macOS; use --engine inprocess" in result.output
+    assert "this needs Linux or macOS" in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())

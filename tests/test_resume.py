@@ -235,12 +235,13 @@ def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bi
     case, whole = CASES[name], Fuse()
     expected = case.run(tmp_path / "whole", whole)
     saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
-    for point in (saved[2], saved[2] + 4, saved[3] - 1, saved[4] + 2):
+    points = (saved[2], saved[2] + 4, saved[3] - 1, saved[4] + 2)
+    for point, again in zip(points, (0, 12, 3, 12), strict=True):
         folder = tmp_path / str(point)
         with pytest.raises(Killed):
             case.run(folder, Fuse(point))
-        with pytest.raises(Killed):  # and once more, on the way back to where it was
-            case.run(folder, Fuse(12), resume=True, last=-2)
+        with pytest.raises(Killed):  # and once more, at the start or on the way back
+            case.run(folder, Fuse(again), resume=True, last=-2)
         # From the last there is, which is none of the first course.
         assert outcome(case.run(folder, resume=True)) == outcome(expected), point
 

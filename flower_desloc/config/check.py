@@ -245,6 +245,7 @@ def _sync_delay(config: Config) -> Iterator[str]:
 def _sync_bound(config: Config) -> Iterator[str]:
     moments = ("exp_avg", "exp_avg_sq")
     averaged = any(isinstance(config.sync.get(name), int) for name in moments)
+    averaged = averaged or bool(config.sync_once_at)
     if config.sync_bound and config.strategy == "desloc" and not averaged:
         yield (
             f"sync_bound=true: neither {' nor '.join(moments)} is averaged, so there is nothing to "

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Final
 
@@ -30,7 +31,8 @@ def imported(path: str, key: str) -> Any:
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         what = f"{key}={path}: it cannot be imported here ({type(error).__name__}: {error})"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and "." not in missing:  # the module itself, or what it imports
+        missing = missing and missing.partition(".")[0]
+        if missing and find_spec(missing) is None:  # the module itself, or what it imports
             what += (
                 f"; call desloc in the folder that holds {missing}, or install it, at every site"
             )

@@ -11,7 +11,10 @@ from flower_desloc.flower.server_state import ServerState
 
 
 class Recovery(Observer):
-    """Observer that writes checkpoints, if there are to be any, and resumes from ``resume``."""
+    """Observer that writes checkpoints, if there are to be any, and resumes from ``resume``.
+
+    Later checkpoints than ``resume`` are deleted at once: the run that follows is another.
+    """
 
     def __init__(
         self,
@@ -24,18 +27,16 @@ class Recovery(Observer):
         self._checkpoints, self._resume = checkpoints, resume
         self._engine, self._state, self._paces = engine, state, paces
         self._num_steps = 0
+        if resume is not None and checkpoints is not None:
+            # Before any client goes back: should this start fail, the next one resumes here too.
+            checkpoints.delete_after(resume.step)
 
     def started(self, plan: Plan) -> None:
-        """Delete later checkpoints of a run that resumes, and note which clients lost their state.
-
-        Such checkpoints are not part of the run that follows.
-        """
+        """Note which clients of a run that resumes have lost their state."""
         self._num_steps = plan.num_steps
         if self._resume is None:
             return
         log(INFO, "resuming after step %d", self._resume.step)
-        if self._checkpoints is not None:
-            self._checkpoints.delete_after(self._resume.step)
         self._note_lost_states()
 
     def window(self, record: WindowRecord) -> None:

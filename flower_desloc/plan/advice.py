@@ -265,6 +265,8 @@ def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
     if name not in times:
         return "that of params"
     if name == _SLOW and run.mix < 1:
+        if of_params > _longest(run):
+            return "with params, although a slow momentum is half forgotten by then"
         return f"{times[name]} K_x, for a slow momentum half a half-life at most"
     if times[name] == 1:
         return "with params, which costs Adam the least loss if it is bounded"

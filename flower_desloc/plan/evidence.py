@@ -78,29 +78,35 @@ def nearest(
     bound: bool = False,
     formats: Mapping[str, str] | None = None,
     partition: str = "iid",
+    as_measured: bool = True,
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    ``tokens`` are those of a worker and step. Of equally near measurements the first is of the
-    run's partition. Those in other formats, or with another ``bound`` (``sync_bound``), count only
-    where there are none with the run's. Empty for runs that average all streams together in fp32,
-    as Local does, never average the parameters, or reset a state.
+    ``tokens`` are those of a worker and step. The distance is infinite for measurements in other
+    formats, for those with a bound if the run has none (``bound``: ``sync_bound``), and for all if
+    the run differs from the measurements in other things (not ``as_measured``: late averages, a
+    slow momentum, sites of unequal speed, coins). Of equally near ones the first has the run's
+    bound and partition. Empty for runs that average all streams together in fp32, as Local does,
+    never average the parameters, or reset a state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
     wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
     if three[0] == NEVER or RESET in three or (len(set(three)) == 1 and not wanted):
         return []
     name = "adam" if optimizer == "adamw" else optimizer
-    apart = [
-        (gap.distance(num_params, tokens, three), gap)
-        for gap in measured()
-        if gap.optimizer == name
-    ]
-    apart = [each for each in apart if each[0] < math.inf]
     in_order = tuple(wanted[name] for name in _STREAMS if name in wanted)
-    apart = [each for each in apart if each[1].formats == in_order] or apart
-    apart = [each for each in apart if each[1].bound == bound] or apart
-    return sorted(apart, key=lambda each: (round(each[0], 3), each[1].partition != partition))
+
+    def order(gap: MeasuredGap) -> tuple[bool, float, bool, bool]:
+        near = round(gap.distance(num_params, tokens, three), 3)
+        return not comparable(gap), near, gap.bound != bound, gap.partition != partition
+
+    def comparable(gap: MeasuredGap) -> bool:
+        return as_measured and gap.formats == in_order and (bound or not gap.bound)
+
+    return [
+        (gap.distance(num_params, tokens, three) if comparable(gap) else math.inf, gap)
+        for gap in sorted((gap for gap in measured() if gap.optimizer == name), key=order)
+    ]
 
 
 def _relative(periods: Periods) -> tuple[float, ...]:

@@ -59,7 +59,7 @@ class PlannedRun:
     phases: Mapping[str, int] = field(default_factory=dict)
     """Steps by which the averages of streams are shifted."""
     bound: bool = False
-    """True if an average of only Adam's first moment is bounded (``sync_bound``)."""
+    """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Lossy formats of streams."""
     mix: float = 1.0
@@ -68,6 +68,11 @@ class PlannedRun:
     """Division of the data among the workers (``data.partition``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
+
+    @property
+    def as_measured(self) -> bool:
+        """True if the run differs from those of docs/ladder.md in nothing but what they vary."""
+        return not (self.delay or self.coins or self.phases or self.mix < 1)
 
     @property
     def periods(self) -> dict[str, Period]:

@@ -69,6 +69,7 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             bound=run.bound,
             formats=run.formats,
             partition=run.partition,
+            as_measured=run.as_measured,
         )
     if gaps:
         _print(

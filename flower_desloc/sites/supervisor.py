@@ -78,7 +78,10 @@ class Supervised:
 def require_unix() -> None:
     """Raise ``ProcessError`` on Windows, where no Flower process can be supervised."""
     if sys.platform == "win32":  # select() only takes sockets there, and there is no SIGKILL
-        raise ProcessError("Flower's processes: this needs Linux or macOS; use --engine inprocess")
+        raise ProcessError(
+            "Flower's processes: this needs Linux or macOS; `desloc run --engine inprocess` trains "
+            "without them"
+        )
 
 
 @contextmanager

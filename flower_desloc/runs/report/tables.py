@@ -132,6 +132,13 @@ def _expected(run: RunRecord) -> Tile | None:
         bound=config.get("sync_bound", False),
         formats=config.get("wire"),
         partition=config["data"]["partition"],
+        as_measured=(
+            not config.get("sync_delay")
+            and not config.get("sync_phase")
+            and config.get("sync_mode", "periodic") == "periodic"
+            and config["optimizer"].get("mix", 1) == 1
+            and config["federation"].get("min_steps", 1) == 1
+        ),
     )
     if not gaps:
         return None

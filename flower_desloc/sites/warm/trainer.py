@@ -67,7 +67,12 @@ class Trainer:
             kind = type(error)
             raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
         self.client = 0
-        send(connection, reply, context, raised, release=True)
+        try:
+            send(connection, reply, context, raised, release=True)
+        except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
+            kind, reply = type(error), None
+            raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
+            send(connection, None, context, raised, release=True)
         if ahead := sys.modules.get("flower_desloc.flower.ahead"):  # the app may be any
             ahead.STEPS_AHEAD.take()
         # After an error the process itself may be broken, as after an error of CUDA.
