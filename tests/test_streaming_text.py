@@ -195,7 +195,7 @@ def test_plain_text_that_is_held_out_is_not_trained_on(tmp_path):
 
 def test_a_part_without_text(source):
     (part, *_) = client_shares(source, WEIGHTS, "iid", Site(500, 1000))
-    with pytest.raises(ValueError, match=r"domain 'a' there is no document for part 500 of 1000"):
+    with pytest.raises(ValueError, match=r"domain 'a' has no document for part 500 of 1000"):
         next(iter(DocumentStream(part, [0])))
 
 
