@@ -96,17 +96,13 @@ def nearest(
     name = "adam" if optimizer == "adamw" else optimizer
     in_order = tuple(wanted[name] for name in _STREAMS if name in wanted)
 
-    def order(gap: MeasuredGap) -> tuple[bool, float, bool, bool]:
-        near = round(gap.distance(num_params, tokens, three), 3)
-        return not comparable(gap), near, gap.bound != bound, gap.partition != partition
-
-    def comparable(gap: MeasuredGap) -> bool:
-        return as_measured and gap.formats == in_order and (bound or not gap.bound)
-
-    return [
-        (gap.distance(num_params, tokens, three) if comparable(gap) else math.inf, gap)
-        for gap in sorted((gap for gap in measured() if gap.optimizer == name), key=order)
-    ]
+    found = []
+    for gap in (gap for gap in measured() if gap.optimizer == name):
+        near = gap.distance(num_params, tokens, three)
+        same = as_measured and gap.formats == in_order and (bound or not gap.bound)
+        order = not same, round(near, 3), gap.bound != bound, gap.partition != partition
+        found.append((order, near if same else math.inf, gap))
+    return [(apart, gap) for _, apart, gap in sorted(found, key=lambda each: each[0])]
 
 
 def _relative(periods: Periods) -> tuple[float, ...]:

@@ -64,15 +64,13 @@ class Trainer:
         try:
             reply = resolve_name(self.reference)(message, context)
         except Exception as error:
-            kind = type(error)
-            raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
+            raised = _described(error)
         self.client = 0
         try:
             send(connection, reply, context, raised, release=True)
         except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
-            kind, reply = type(error), None
-            raised = kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
-            send(connection, None, context, raised, release=True)
+            reply = None
+            send(connection, None, context, _described(error), release=True)
         if ahead := sys.modules.get("flower_desloc.flower.ahead"):  # the app may be any
             ahead.STEPS_AHEAD.take()
         # After an error the process itself may be broken, as after an error of CUDA.
@@ -91,6 +89,12 @@ class Trainer:
         sys.stdout.flush()
         # Not sys.exit: another thread may be in the middle of a window. Its state file is whole.
         os._exit(0)
+
+
+def _described(error: Exception) -> tuple[str, str, str, str]:
+    """Return module, class, words and traceback of the error that is being handled."""
+    kind = type(error)
+    return kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
 
 
 def main(arguments: list[str]) -> Any:
