@@ -43,9 +43,9 @@ Flower refuses an unknown key with `Invalid run configuration`; these are all, w
 `overrides` and `output-dir`. Any other setting is an override.
 
 A file may build on a preset with `extends: quickstart`; it then states what differs. Its `sync`
-section, if it has one, replaces the preset's: which streams have which clock is one decision.
+section, if it has one, replaces the preset's as a whole.
 
-The end of training is an average of `params` whatever their period: what a run leaves is a mean.
+After the last step `params` are averaged, whatever their period.
 
 What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
 `partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
