@@ -6,11 +6,11 @@
     python benchmarks/ladder.py compare DES-LOC                 # tables with another reference
 
 `collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
-runs that are already there. `missing` prints a study of the cells that have no result for a seed
-yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
-be repeated. `draw` writes the page's tables and the gaps that `desloc plan` shows: the difference
-to Local with the same seed, partition, optimizer, size, batch and horizon, in per cent, as mean
-over the seeds with the 95 % t-interval.
+runs that are already there; paper_tables.py draws those of paper_baselines. `missing` prints a
+study of the cells that have no result for a seed yet; --only TEXT keeps the cells whose labels
+contain all words of TEXT, separated by `;`, and can be repeated. `draw` writes the page's tables
+and the gaps that `desloc plan` shows: the difference to Local with the same seed, partition,
+optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
 The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
 Seeds from 100 on tune learning rates and are not included.
 """
@@ -64,6 +64,7 @@ OTHER_PERIODS = {
 }
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
+FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
@@ -186,6 +187,10 @@ def method(config: Run) -> str:
 def periods_name(config: Run) -> str:
     """Return the name of a method that sends fp32."""
     sync = config["sync"]
+    if config["strategy"] in FLOWERS:
+        return FLOWERS[config["strategy"]]
+    if config["outer"]["name"] != "none":
+        return "DiLoCo"
     if "gradients" in sync:
         return "DDP"
     first, second = sync["exp_avg"], sync["exp_avg_sq"]
@@ -214,6 +219,7 @@ def read_run(folder: Path) -> Run | None:
         return None
     config = yaml.safe_load(outcome["config"])
     name = method(config)
+    rate = config["fedadam" if config["strategy"] == "fedadam" else "optimizer"]["lr"]
     record: Run = {
         "cell": slug(folder.parent.name),
         "seed": config["run"]["seed"],
@@ -227,10 +233,10 @@ def read_run(folder: Path) -> Run | None:
         "steps": config["run"]["steps"],
         "period": PERIOD
         if periods_name(config) in OTHER_PERIODS
-        else config["sync"].get("params", 1),
+        else config["sync"].get("params", PERIOD),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
-        "rate": config["optimizer"]["lr"],
+        "rate": rate,
         "status": outcome["status"],
         "seconds": round(outcome["seconds"], 1),
         "date": date.fromtimestamp((folder / "outcome.json").stat().st_mtime).isoformat(),
@@ -239,12 +245,18 @@ def read_run(folder: Path) -> Run | None:
         return record
     summary = json.loads((folder / "summary.json").read_text())
     windows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    parts = windows[-1]["evaluation"]["central"]["parts"]
+    central = [w["evaluation"]["central"] for w in windows if "central" in w.get("evaluation", {})]
+    parts = central[-1]["parts"]
+    trained = windows[-1]["clients"].values()
+    fairness = summary.get("fairness")
     return record | {
         "params": summary["stream_bytes"]["params"] // 4,
         "loss": summary["evaluation"]["central"]["loss"]["final"],
         "perplexity": summary["evaluation"]["central"]["perplexity"]["final"],
         "loss_by_domain": {name: part["loss"] for name, part in parts.items()},
+        "worst_client": fairness["worst"]["loss"] if fairness else None,
+        "param_norm": statistics.fmean(client["param_norm"] for client in trained),
+        "activation_norm": max(one["overall"]["activation_norm"] for one in central[1:]),
         "momentum_drift": momentum_drift(windows),
         "bytes_sent_by_a_client": summary["bytes"]["measured"]["up"]["total"] // summary["clients"],
         "versions": summary["versions"],

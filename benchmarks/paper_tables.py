@@ -1,21 +1,28 @@
 """The numbers of docs/paper.md that are not in a study's own table.
 
     python benchmarks/paper_tables.py rates runs/rates_of_change
-    python benchmarks/paper_tables.py norms runs/paper_baselines
     python benchmarks/paper_tables.py doubling runs/doubling --step 288
-    python benchmarks/paper_tables.py clients runs/paper_baselines
-    python benchmarks/paper_tables.py against runs/paper_baselines --reference "Local ADOPT"
+    python benchmarks/paper_tables.py against runs/low_frequency --reference "Local ADOPT"
+    python benchmarks/paper_tables.py baselines
 
 Prints a Markdown table: for each cell the mean over the seeds ± the sample standard deviation.
+`baselines` writes the comparison of methods into docs/paper.md, from the runs that `ladder.py
+collect runs/paper_baselines` has collected; differences to Local are paired by seed, with the 95 %
+t-interval.
 """
 
 import argparse
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import ladder
+from paired import DOCS, PARTITIONS, RESULTS, Estimate
+from paired import table as markdown
 
 from flower_desloc.runs.folder import read_lines
 
@@ -39,26 +46,6 @@ def rates(lines: list[Line], _step: int) -> Row:
     return row
 
 
-def norms(lines: list[Line], _step: int) -> Row:
-    """Return the final norms, and the largest held-out activations during training (RQ4)."""
-    last = [line for line in lines if line["clients"]][-1]["clients"].values()
-    seen = [
-        line["evaluation"]["central"]["overall"]["activation_norm"]
-        for line in lines
-        if line["round"] > 0 and "central" in line.get("evaluation", {})
-    ]
-    gradients = [
-        norm for line in lines for c in line["clients"].values() for norm in c["grad_norms"]
-    ]
-    return {
-        "parameters": statistics.fmean(client["param_norm"] for client in last),
-        "activations, last": seen[-1],
-        "activations, largest": max(seen),
-        "gradients, median": statistics.median(gradients),
-        "gradients, largest in the second half": max(gradients[len(gradients) // 2 :]),
-    }
-
-
 def doubling(lines: list[Line], step: int) -> Row:
     """Return held-out loss and gradient norms around ``step``, when workers join (RQ3)."""
     loss = {
@@ -78,21 +65,6 @@ def doubling(lines: list[Line], step: int) -> Row:
         "gradient before": _gradient(before, old.__contains__),
         "after, old": _gradient(joined, old.__contains__),
         "after, new": _gradient(joined, lambda name: name not in old),
-    }
-
-
-def clients(lines: list[Line], _step: int) -> Row:
-    """Return the best, the worst and the spread of the held-out losses on clients' own data."""
-    parts = next(
-        line["evaluation"]["federated"]["parts"]
-        for line in reversed(lines)
-        if "federated" in line.get("evaluation", {})
-    )
-    losses = [part["loss"] for part in parts.values()]
-    return {
-        "best client": min(losses),
-        "worst client": max(losses),
-        "standard deviation": statistics.pstdev(losses),
     }
 
 
@@ -133,22 +105,78 @@ def against(study: Path, reference: str) -> Iterator[tuple[str, Columns]]:
             yield ", ".join(labels), {f"% above {reference}": more}
 
 
+def baselines(partition: str) -> str:
+    """Return the comparison of methods (RQ3), with norms (RQ4), from the collected runs."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    runs = json.loads((RESULTS / "paper_baselines.json").read_text())["runs"]
+    for run in runs:
+        if run["partition"] == partition and run["seed"] < ladder.TUNING:
+            # DiLoCo's AdamW is compared with Local Adam.
+            optimizer = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
+            found[optimizer, run["method"]][run["seed"]] = run
+    rows = []
+    for (optimizer, method), seeds in sorted(found.items(), key=lambda item: _order(*item[0])):
+        if any(run["status"] != "completed" for run in seeds.values()):
+            rows.append([f"{method}, {ladder.NAMES[optimizer]}", "diverged", *[""] * 8])
+            continue
+        local = found[optimizer, ladder.LOCAL]
+        pairs = [(run, local[seed]) for seed, run in seeds.items() if seed in local]
+        above = {
+            key: Estimate.of(100 * (run[key] / other[key] - 1) for run, other in pairs)
+            for key in ("loss", "perplexity")
+        }
+        sent = statistics.fmean(
+            run["bytes_sent_by_a_client"] / other["bytes_sent_by_a_client"] for run, other in pairs
+        )
+        is_local = method == ladder.LOCAL
+        rates = sorted({run["rate"] for run in seeds.values()})
+        columns = {
+            key: [run[key] for run in seeds.values()]
+            for key in ("loss", "worst_client", "param_norm", "activation_norm")
+        }
+        rows.append(
+            [
+                f"{method}, {ladder.NAMES[optimizer]}",
+                ", ".join(f"{rate:g}" for rate in rates),
+                f"{sent:.2f}",
+                len(seeds),
+                f"{statistics.fmean(columns['loss']):.3f}",
+                *("" if is_local else ladder.text(one) for one in above.values()),
+                *(_spread(columns[key]) for key in list(columns)[1:]),
+            ]
+        )
+    heads = ["", "rate", "bytes", "seeds", "loss", "above Local's, %", "perplexity, %"]
+    return markdown([*heads, "worst client", "parameters", "activations"], rows)
+
+
+def _order(optimizer: str, method: str) -> tuple[str, int, str]:
+    order = (ladder.LOCAL, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
+    return optimizer, order.index(method) if method in order else len(order), method
+
+
 def _spread(values: list[float]) -> str:
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-TABLES = {table.__name__: table for table in (rates, norms, doubling, clients)}
+TABLES = {table.__name__: table for table in (rates, doubling)}
 
 
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("table", choices=[*TABLES, "against"])
-    parser.add_argument("study", type=Path, help="a study's folder, with its results.json")
+    parser.add_argument("table", choices=[*TABLES, "against", "baselines"])
+    parser.add_argument("study", type=Path, nargs="?", help="folder of a study, with results.json")
     parser.add_argument("--step", type=int, default=288, help="when the workers doubled")
     parser.add_argument("--reference", help="label of the cell to compare with, on the first axis")
     given = parser.parse_args()
+    if given.table == "baselines":
+        for partition, name in PARTITIONS.items():
+            if text := baselines(partition):
+                ladder.write_between(DOCS / "paper.md", f"baselines {name}", text)
+        return
+    if given.study is None:
+        parser.error("which study's folder?")
     if given.table == "against":
         rows = against(given.study, given.reference)
     else:

@@ -99,14 +99,6 @@ def test_the_doubling_is_told_by_losses_and_gradients_around_it(study, monkeypat
     assert (told["after, old"], told["after, new"]) == ("2 ± 0", "9 ± 0")
 
 
-def test_the_norms_are_the_last_and_the_largest(study, monkeypatch, capsys):
-    heading, _, row, _ = printed(monkeypatch, capsys, "norms", str(study))
-    told = dict(zip(heading, row, strict=True))
-    assert told["parameters"] == "2 ± 0"
-    assert told["activations, last"] == "4 ± 0"
-    assert told["activations, largest"] == "7 ± 0"
-
-
 def test_cells_are_compared_seed_by_seed(study, monkeypatch, capsys):
     arguments = ("against", str(study), "--reference", "Local")
     _, _, ours, theirs = printed(monkeypatch, capsys, *arguments)

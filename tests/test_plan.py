@@ -830,8 +830,11 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert "of DES-LOC above Local: the nearest measurements" in said
     assert "unknown" not in said
     longer = [f"sync.{name}=1600" for name in STREAMS]
-    for arguments in (["1.7b"], ["leanest"], *(["desloc_adam", *small, each] for each in longer)):
+    for arguments in (["1.7b"], *(["desloc_adam", *small, each] for each in longer)):
         assert "unknown: no measurement is near" in plan(*arguments)[1], arguments
+    late = ["desloc_adam", *small, "sync_delay=8"]
+    for arguments in (late, ["desloc_adam", *small, "wire.params=bf16"]):
+        assert "unknown: measurements differ in" in plan(*arguments)[1], arguments
     assert "above Local" not in plan("local_adam")[1]
     assert "above Local" not in plan("desloc_sgdm")[1]
     assert "16/16/96 lossy" in plan("lean")[1]

@@ -13,6 +13,8 @@ NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
 SAFE: Final = 0.5
 """Per cent of loss above Local below which rare averages count as harmless."""
+OTHER_KIND: Final = "measurements differ in averaged streams, formats, bound or delay"
+"""Why the distance of all measurements is infinite."""
 NOISE: Final = 8
 """Largest ratio of the gradient noise scale to a worker's batch in the measurements."""
 

@@ -15,7 +15,7 @@ from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
 from flower_desloc.plan.advice import can_bound, reasons, recommended, warnings
-from flower_desloc.plan.evidence import NEAR, SAFE, MeasuredGap, nearest
+from flower_desloc.plan.evidence import NEAR, OTHER_KIND, SAFE, MeasuredGap, nearest
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
@@ -155,6 +155,8 @@ def _bytes(run: PlannedRun) -> Table:
 
 def _verdict(apart: float, gap: MeasuredGap) -> str:
     """Return in words what the nearest measurement says of this run."""
+    if math.isinf(apart):
+        return f"unknown: {OTHER_KIND}"
     if apart > NEAR:
         return "unknown: no measurement is near this run's model, batch and periods"
     if gap.is_safe:

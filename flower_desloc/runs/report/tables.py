@@ -1,5 +1,6 @@
 """The words and numbers of a report: headline, comparison, events, settings."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from flower_desloc.config.units import (
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import NEAR, NOISE, nearest
+from flower_desloc.plan.evidence import NEAR, NOISE, OTHER_KIND, nearest
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import worst_first
@@ -147,7 +148,8 @@ def _expected(run: RunRecord) -> Tile | None:
     where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
     measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
     if apart > NEAR:
-        return Tile("rare averages", "unknown", f"no measurement is near; nearest: {measured}")
+        why = OTHER_KIND if math.isinf(apart) else "no measurement is near"
+        return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
     if noise is not None and noise > NOISE:
         why = f"noisier than measured, above {NOISE} {TIMES} the batch"
         return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
