@@ -48,7 +48,7 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     """
     merged: dict[str, Any] = {"run": {"name": Path(config).stem}}
     for layer in _file_layers(config, presets, seen=()):
-        # A file's sync section replaces the preset's; the override sync.params=32 changes one period.
+        # A file's sync section replaces the preset's; an override changes one period.
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
