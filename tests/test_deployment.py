@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -378,20 +379,27 @@ def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation
     (tmp_path / "sitecustomize.py").write_text(FAST_HEARTBEATS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     tolerant = ["federation.on_failure=continue", "federation.min_clients=1"]
-    clocks = ["sync.params=20", "sync.exp_avg=never", "sync.exp_avg_sq=never", "sync_once_at=[20]"]
-    arguments = [*SMALL, *clocks, "run.steps=100", *tolerant, "--nodes", "3"]
+    # Long windows: node 0 is stopped between the arrival of a request and its reply.
+    clocks = ["sync.params=50", "sync.exp_avg=never", "sync.exp_avg_sq=never"]
+    arguments = [*SMALL, *clocks, "sync_once_at=[50]", "run.steps=400", *tolerant, "--nodes", "3"]
+    number = 0
     with federation.start(*arguments, PYTHONPATH=path) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if "window 2/5" in line:
-                kill_two_nodes_and_wait_until_they_are_back(federation, lambda: "".join(lines))
+            if "window 2/8" in line:  # the averages of step 50 have arrived
+                number = kill_two_nodes_and_restart_them(federation, lambda: "".join(lines))
     assert process.returncode == 0, "".join(lines)
     everybody = ["client-0", "client-1", "client-2"]
-    _before, *windows, killed, alone, last = federation.windows()
-    assert [sorted(window["clients"]) for window in [*windows, last]] == [everybody] * 3
-    assert [sorted(window["clients"]) for window in (killed, alone)] == [["client-0"]] * 2
+    _before, *windows = federation.windows()
+    clients = [sorted(window["clients"]) for window in windows]
+    killed, last = windows[number - 1], windows[-1]
+    alone = clients.count(["client-0"])
+    assert alone >= 2  # the window in which they were killed, and one that began without them
+    assert clients[: number - 1] == [everybody] * (number - 1)
+    assert clients[number - 1 : number - 1 + alone] == [["client-0"]] * alone
+    assert clients[number - 1 + alone :] == [everybody] * (9 - number - alone) != []
     assert sorted(killed["left_out"]) == ["client-1", "client-2"]
     assert last["left_out"] == {}
     assert all("Node Unavailable" in reason for reason in killed["left_out"].values())
@@ -402,35 +410,43 @@ def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation
     assert federation.left() == []
 
 
-def kill_two_nodes_and_wait_until_they_are_back(
-    federation: Federation, log: Callable[[], str]
-) -> None:
-    """Kill SuperNodes 1 and 2 in window 3, and restart them in window 4, which waits for them."""
+def kill_two_nodes_and_restart_them(federation: Federation, log: Callable[[], str]) -> int:
+    """Kill SuperNodes 1 and 2 in a window, and restart them in the next; return the window."""
     nodes = [federation.find("deployment.node ", f"partition-id={n} ") for n in range(3)]
     homes = [environment_of(node)["FLWR_HOME"] for node in nodes]
-    trainers = [federation.find("sites.warm.trainer", home=home) for home in homes]
-    supervisors = [node.parent() for node in nodes]
+    trainers = []
+    for home in reversed(homes):  # without clients 1 and 2 no window ends
+        trainers.insert(0, federation.find("sites.warm.trainer", home=home))
+        trainers[0].suspend()
+    trainers[0].resume()
 
     def count(number: int, words: str) -> int:
         return (Path(homes[number]) / "log").read_text(errors="replace").count(words)
 
-    killed = set()
+    def is_at_a_stand() -> bool:
+        received = {count(number, RECEIVED) for number in range(3)}
+        return received == {len(federation.windows())}
 
-    def kill_those_that_received_window_3() -> bool:
-        for number in {1, 2} - killed:
-            if count(number, RECEIVED) == 3:
-                supervisors[number].suspend()
-                nodes[number].kill()
-                killed.add(number)
-        return killed == {1, 2}
+    def stays_at_a_stand() -> bool:
+        if not is_at_a_stand():
+            return False
+        time.sleep(1)  # a reply of before may be on its way
+        return is_at_a_stand()
 
-    wait_until(kill_those_that_received_window_3, log)
+    wait_until(stays_at_a_stand, log)
+    window = len(federation.windows())
+    supervisors = [node.parent() for node in nodes]
+    for number in (1, 2):
+        supervisors[number].suspend()
+        nodes[number].kill()
+        trainers[number].resume()
     wait_until(lambda: has_ended(trainers[2]), log)  # it may be writing the file
     (state,) = (federation.output / ".clients").rglob("client-2")
     shutil.rmtree(state)
-    wait_until(lambda: count(0, RECEIVED) == 4, log)
+    wait_until(lambda: count(0, RECEIVED) > window, log)
     trainers[0].suspend()
-    for number in killed:
+    for number in (1, 2):
         supervisors[number].resume()
     wait_until(lambda: count(1, ONLINE) == count(2, ONLINE) == 2, log)
     trainers[0].resume()
+    return window
