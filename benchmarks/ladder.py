@@ -6,13 +6,12 @@
     python benchmarks/ladder.py compare DES-LOC                 # tables with another reference
 
 `collect` adds the finished runs of a study's folder to benchmarks/results/STUDY.json and keeps the
-runs that are already there; paper_tables.py draws those of paper_baselines. `missing` prints a
-study of the cells that have no result for a seed yet; --only TEXT keeps the cells whose labels
-contain all words of TEXT, separated by `;`, and can be repeated. `draw` writes the page's tables
-and the gaps that `desloc plan` shows: the difference to Local with the same seed, partition,
-optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
-The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
-Seeds from 100 on tune learning rates and are not included.
+runs that are already there. `missing` prints a study of the cells that have no result for a seed
+yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
+be repeated. `draw` writes the page's tables and the gaps that `desloc plan` shows: the difference
+to Local with the same seed, partition, optimizer, size, batch and horizon, in per cent, as mean
+over the seeds with the 95 % t-interval. The last column is the smaller of two margins of the loss,
+0.5 and 1 %, that is above the interval. Seeds from 100 on tune learning rates and are not included.
 """
 
 import json
@@ -42,6 +41,7 @@ MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
 CHECKS = ("ladder_check", "ladder_check_fresh")  # other text
 TUNED = "ladder_tuned"  # every method at a rate of its own
+PAPER = "paper_baselines"  # the paper's horizons, tuned too
 OTHER_BETAS = ("ladder_half_lives",)
 MARGINS = (0.5, 1.0)
 TUNING = 100
@@ -65,6 +65,8 @@ OTHER_PERIODS = {
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
 FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
+NOT_PLANNED = ("early average", "DDP", "FAVG-OPT", "DiLoCo", *FLOWERS.values())
+"""Methods that `desloc plan` says nothing of."""
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
@@ -342,7 +344,7 @@ def results() -> list[Run]:
     """Return all collected runs, each with the name of its study."""
     return [
         run | {"study": path.stem}
-        for path in sorted(RESULTS.glob("ladder_*.json"))
+        for path in sorted([*RESULTS.glob("ladder_*.json"), RESULTS / f"{PAPER}.json"])
         for run in json.loads(path.read_text()).get("runs", [])
     ]
 
@@ -488,7 +490,7 @@ def setting(rung: Rung) -> str:
     words += [f"{rung.steps} steps"] if rung.steps != STEPS else []
     words += [NAMES[rung.optimizer]] if rung.optimizer != "adam" else []
     words += ["other text"] if rung.study in CHECKS else []
-    words += ["own rates"] if rung.study in (TUNED, CHECKS[1]) else []
+    words += ["own rates"] if rung.study in (TUNED, CHECKS[1], PAPER) else []
     return ", ".join(words)
 
 
@@ -503,7 +505,7 @@ def draw_point(panel: Any, method: str, at: float, gap: Estimate, *, flat: bool 
 def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
     """Return the gaps at Local's K_x as the Python file that `desloc plan` and reports read.
 
-    A gap with tuned rates replaces one at Local's rate. Averages at single steps are left out.
+    A gap with tuned rates replaces one at Local's rate.
     """
     found: dict[tuple[Any, ...], Estimate] = {}
     for rung, methods in sorted(rows.items(), key=lambda item: item[0].study == TUNED):
@@ -511,7 +513,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
             continue
         for name, row in methods.items():
             few = row.loss.seeds < MIN_SEEDS
-            if few or row.sync.get("params") != rung.period or name == "early average":
+            if few or row.sync.get("params") != rung.period or name in NOT_PLANNED:
                 continue
             periods = tuple(row.sync[stream] for stream in ("params", "exp_avg", "exp_avg_sq"))
             sent = sum(period != "never" for period in periods)

@@ -25,7 +25,7 @@ from flower_desloc.tools.engines.in_process import run_in_process
 
 CLIENTS, STEPS = 4, 512
 SEEDS, SPARE = (0, 1, 2), 100
-"""Of the comparisons, and of the tuning."""
+"""Of the comparisons, which may have more below 100, and of the tuning."""
 COMMON = (
     "run.eval_every=0", "run.checkpoint_every=0",
     "model.hidden_size=32", "model.intermediate_size=128", "model.num_hidden_layers=2",
@@ -126,12 +126,12 @@ class Study:
         return {seed: math.nan if value is None else value for seed, value in found.items()}
 
     def mean(self, arm: Arm, what: str = "loss") -> float:
-        values = [value for seed, value in self.values(arm, what).items() if seed in SEEDS]
+        values = [value for seed, value in self.values(arm, what).items() if seed < SPARE]
         return sum(values) / len(values)
 
     def above(self, arm: Arm, place: Arm, what: str = "loss") -> Estimate:
-        """Compare an arm with another over the seeds of the comparison, in per cent."""
-        ours = {seed: value for seed, value in self.values(arm, what).items() if seed in SEEDS}
+        """Compare an arm with another over the seeds that both have, in per cent."""
+        ours = {seed: value for seed, value in self.values(arm, what).items() if seed < SPARE}
         return Estimate.above(ours, self.values(place, what))
 
     def best(self, arms: Iterable[Arm]) -> Arm | None:
