@@ -377,7 +377,8 @@ def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
 
 
 def rate_text(rate: float, local: float) -> str:
-    return f"{rate:g}" if rate == local else f"{rate:g}, Local {local:g}"
+    same = math.isclose(rate, local, rel_tol=0.01)  # rates are rounded
+    return f"{rate:g}" if same else f"{rate:g}, Local {local:g}"
 
 
 def text(gap: Estimate) -> str:

@@ -30,6 +30,7 @@ Line = dict[str, Any]
 Row = dict[str, float]
 Columns = dict[str, list[float]]
 Table = Callable[[list[Line], int], Row]
+LABELS = {"u as often as x, lean, bounded": "`lean`"}
 
 
 def rates(lines: list[Line], _step: int) -> Row:
@@ -114,10 +115,11 @@ def baselines(partition: str) -> str:
             # DiLoCo's AdamW is compared with Local Adam.
             optimizer = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
             found[optimizer, run["method"]][run["seed"]] = run
-    rows = []
+    rows: list[list[object]] = []
     for (optimizer, method), seeds in sorted(found.items(), key=lambda item: _order(*item[0])):
+        label = f"{LABELS.get(method, method)}, {ladder.NAMES[optimizer]}"
         if any(run["status"] != "completed" for run in seeds.values()):
-            rows.append([f"{method}, {ladder.NAMES[optimizer]}", "diverged", *[""] * 8])
+            rows.append([label, "diverged", *[""] * 8])
             continue
         local = found[optimizer, ladder.LOCAL]
         pairs = [(run, local[seed]) for seed, run in seeds.items() if seed in local]
@@ -129,15 +131,15 @@ def baselines(partition: str) -> str:
             run["bytes_sent_by_a_client"] / other["bytes_sent_by_a_client"] for run, other in pairs
         )
         is_local = method == ladder.LOCAL
-        rates = sorted({run["rate"] for run in seeds.values()})
+        rates = sorted({f"{run['rate']:.2g}" for run in seeds.values()})
         columns = {
             key: [run[key] for run in seeds.values()]
             for key in ("loss", "worst_client", "param_norm", "activation_norm")
         }
         rows.append(
             [
-                f"{method}, {ladder.NAMES[optimizer]}",
-                ", ".join(f"{rate:g}" for rate in rates),
+                label,
+                ", ".join(rates),
                 f"{sent:.2f}",
                 len(seeds),
                 f"{statistics.fmean(columns['loss']):.3f}",
@@ -150,7 +152,7 @@ def baselines(partition: str) -> str:
 
 
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:
-    order = (ladder.LOCAL, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
+    order = (ladder.LOCAL, *LABELS, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
     return optimizer, order.index(method) if method in order else len(order), method
 
 

@@ -47,7 +47,7 @@ def final_loss(summary: Run) -> float:
     return float(summary["evaluation"]["central"]["loss"]["final"])
 
 
-def run(preset: str, overrides: str, data: Path, folder: Path) -> Run:
+def run(preset: str, overrides: str, data: Path, folder: Path, clients: int = CLIENTS) -> Run:
     """Return the summary of one run, with its metrics as ``lines``; ``folder`` holds it meanwhile.
 
     A run whose weights are no longer finite returns an empty summary.
@@ -56,7 +56,7 @@ def run(preset: str, overrides: str, data: Path, folder: Path) -> Run:
     overrides = f"{' '.join(COMMON)} data.source={data} {overrides}"
     try:
         run_in_process(
-            {"config": preset, "overrides": overrides, "output-dir": str(folder)}, CLIENTS
+            {"config": preset, "overrides": overrides, "output-dir": str(folder)}, clients
         )
     except FederationError as error:
         if "diverged" not in str(error):
@@ -79,12 +79,11 @@ class Study:
     settings: Callable[[Arm], str]
     """An arm's overrides."""
     preset: Callable[[Arm], str] = lambda _: "desloc_adam"
-    measures: dict[str, Callable[[Run], float]] = field(
-        default_factory=lambda: {"loss": final_loss}
-    )
+    measures: dict[str, Callable[[Run], Any]] = field(default_factory=lambda: {"loss": final_loss})
     """What is kept of a run, as functions of its summary; NaN for a run that diverged."""
     around: Callable[[Arm], AbstractContextManager[Any]] = nullcontext
     """A context in which an arm is run."""
+    clients: int = CLIENTS
 
     def __post_init__(self) -> None:
         self.path = RESULTS / f"{self.name}.json"
@@ -107,7 +106,11 @@ class Study:
             overrides = f"run.steps={STEPS} data.partition={arm.partition} {self.settings(arm)}"
             with self.around(arm):
                 summary = run(
-                    self.preset(arm), f"{overrides} run.seed={seed}", data, work / str(seed)
+                    self.preset(arm),
+                    f"{overrides} run.seed={seed}",
+                    data,
+                    work / str(seed),
+                    self.clients,
                 )
             ended = {name: of(summary) if summary else None for name, of in self.measures.items()}
             self._add({**arm._asdict(), "seed": seed, **ended})
