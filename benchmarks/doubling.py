@@ -147,8 +147,8 @@ def draw() -> None:
             ]
         )
         steps = [step for step in map(int, runs[0]["losses"]) if step >= 1024]
-        points = [(s, Estimate.of(run["losses"][str(s)] for run in runs)) for s in steps]
-        lines.setdefault(f"joined at step {arm.join}", []).append(
+        points = [(s, Estimate(fmean(run["losses"][str(s)] for run in runs))) for s in steps]
+        lines.setdefault(f"four workers become eight at step {arm.join}", []).append(
             (arm.method, COLOURS[arm.method], "o-", points)
         )
     heads = ["joined at", "method", "seeds", "loss before", "change, %"]

@@ -1,7 +1,6 @@
 """The numbers of docs/paper.md that are not in a study's own table.
 
     python benchmarks/paper_tables.py rates runs/rates_of_change
-    python benchmarks/paper_tables.py doubling runs/doubling --step 288
     python benchmarks/paper_tables.py against runs/low_frequency --reference "Local ADOPT"
     python benchmarks/paper_tables.py baselines
 
@@ -15,7 +14,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ from flower_desloc.runs.folder import read_lines
 Line = dict[str, Any]
 Row = dict[str, float]
 Columns = dict[str, list[float]]
-Table = Callable[[list[Line], int], Row]
 LABELS = {"u as often as x, lean, bounded": "`lean`"}
 
 
-def rates(lines: list[Line], _step: int) -> Row:
+def rates(lines: list[Line]) -> Row:
     """Return the median rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment (RQ1)."""
     row: Row = {}
     for stream in ("exp_avg", "exp_avg_sq"):
@@ -47,38 +45,6 @@ def rates(lines: list[Line], _step: int) -> Row:
     return row
 
 
-def doubling(lines: list[Line], step: int) -> Row:
-    """Return held-out loss and gradient norms around ``step``, when workers join (RQ3)."""
-    loss = {
-        line["step"]: line["evaluation"]["central"]["overall"]["loss"]
-        for line in lines
-        if "central" in line.get("evaluation", {})
-    }
-    after = [s for s in sorted(loss) if s > step]
-    before = [line for line in lines if step - 64 <= line["start"] and 0 < line["step"] <= step]
-    joined = [line for line in lines if line["start"] == step]
-    old = set(before[-1]["clients"])
-    return {
-        "loss before": loss[step],
-        "first loss after": loss[after[0]],
-        "worst of the next four": max(loss[s] for s in after[:4]),
-        "final loss": loss[max(loss)],
-        "gradient before": _gradient(before, old.__contains__),
-        "after, old": _gradient(joined, old.__contains__),
-        "after, new": _gradient(joined, lambda name: name not in old),
-    }
-
-
-def _gradient(lines: Iterable[Line], is_one: Callable[[str], bool]) -> float:
-    return statistics.fmean(
-        norm
-        for line in lines
-        for name, client in line["clients"].items()
-        if is_one(name)
-        for norm in client["grad_norms"]
-    )
-
-
 def cells(study: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     """Return the cells of a study by their labels."""
     found = json.loads((study / "results.json").read_text())["cells"]
@@ -86,12 +52,12 @@ def cells(study: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     return {tuple(v for k, v in c.items() if isinstance(v, str) and k != "key"): c for c in found}
 
 
-def from_runs(study: Path, table: Table, step: int) -> Iterator[tuple[str, Columns]]:
-    """Yield the label of each cell, and a table's columns with a value for each seed."""
+def rates_of_change(study: Path) -> Iterator[tuple[str, Columns]]:
+    """Yield the label of each cell, and its rates of change for each seed."""
     for labels, cell in cells(study).items():
         # In the study's folder, which may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
-        rows = [table(list(read_lines(run / "metrics.jsonl")), step) for run in runs]
+        rows = [rates(list(read_lines(run / "metrics.jsonl"))) for run in runs]
         if rows:
             yield ", ".join(labels), {name: [row[name] for row in rows] for name in rows[0]}
 
@@ -161,15 +127,11 @@ def _spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-TABLES = {table.__name__: table for table in (rates, doubling)}
-
-
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("table", choices=[*TABLES, "against", "baselines"])
+    parser.add_argument("table", choices=["rates", "against", "baselines"])
     parser.add_argument("study", type=Path, nargs="?", help="folder of a study, with results.json")
-    parser.add_argument("--step", type=int, default=288, help="when the workers doubled")
     parser.add_argument("--reference", help="label of the cell to compare with, on the first axis")
     given = parser.parse_args()
     if given.table == "baselines":
@@ -182,7 +144,7 @@ def main() -> None:
     if given.table == "against":
         rows = against(given.study, given.reference)
     else:
-        rows = from_runs(given.study, TABLES[given.table], given.step)
+        rows = rates_of_change(given.study)
     for number, (label, columns) in enumerate(rows):
         if number == 0:
             print("| |", " | ".join(columns), "|")
