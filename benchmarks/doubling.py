@@ -113,6 +113,11 @@ def cells() -> Cells:
         yield Arm(method, join, "iid"), seed
 
 
+def final_losses(arm: Arm) -> dict[int, float]:
+    """Return the last held-out loss by seed."""
+    return {seed: run["losses"][str(STEPS)] for seed, run in study.found[arm].items()}
+
+
 def change(losses: dict[str, float], join: int) -> float:
     """Return by how many per cent the loss changed over the first window with new workers."""
     return 100 * (losses[str(join + 128)] / losses[str(join)] - 1)
@@ -125,12 +130,7 @@ def draw() -> None:
         runs = [run for seed, run in study.found[arm].items() if seed in SEEDS]
         if not runs:
             continue
-        local = study.found[arm._replace(method="Local")]
-        pairs = [(run, local[run["seed"]]) for run in runs if run["seed"] in local]
-        final = Estimate.of(
-            100 * (ours["losses"][str(STEPS)] / theirs["losses"][str(STEPS)] - 1)
-            for ours, theirs in pairs
-        )
+        final = Estimate.above(final_losses(arm), final_losses(arm._replace(method="Local")))
         norms = [
             f"{fmean(run['gradients'][when] for run in runs):.3f}"
             for when in ("before", "old", "new")

@@ -32,13 +32,16 @@ NAMES = {"params": "x", "exp_avg": "u"}
 BOTH, NONE = "x, u", "none"
 """Streams with feedback."""
 KINDS = {
-    ("lean", 16): [(FP32, BOTH), *((LEAN, which) for which in (BOTH, "x", "u", NONE))],
+    ("lean", 16): [
+        (FP32, BOTH),
+        *((LEAN, which) for which in (BOTH, "x", "u", NONE)),
+        *((FOUR, which) for which in (BOTH, NONE)),
+    ],
     ("lean", 64): [(FP32, BOTH), (LEAN, BOTH), (LEAN, NONE)],
     ("Local", 16): [(FP32, BOTH), (LEAN, BOTH), (LEAN, NONE)],
     ("Local", 64): [(FP32, BOTH), (LEAN, BOTH), (LEAN, NONE)],
 }
 """Formats and feedback by method and K_x."""
-KINDS["lean", 16] += [(FOUR, BOTH), (FOUR, NONE)]
 Arm = namedtuple("Arm", "method formats feedback k_x partition")
 
 

@@ -75,7 +75,7 @@ def against(study: Path, reference: str) -> Iterator[tuple[str, Columns]]:
 def baselines(partition: str) -> str:
     """Return the comparison of methods (RQ3), with norms (RQ4), from the collected runs."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    runs = json.loads((RESULTS / "paper_baselines.json").read_text())["runs"]
+    runs = json.loads((RESULTS / f"{ladder.PAPER}.json").read_text())["runs"]
     for run in runs:
         if run["partition"] == partition and run["seed"] < ladder.TUNING:
             # DiLoCo's AdamW is compared with Local Adam.
@@ -88,13 +88,14 @@ def baselines(partition: str) -> str:
             rows.append([label, "diverged", *[""] * 8])
             continue
         local = found[optimizer, ladder.LOCAL]
-        pairs = [(run, local[seed]) for seed, run in seeds.items() if seed in local]
-        above = {
-            key: Estimate.of(100 * (run[key] / other[key] - 1) for run, other in pairs)
+        above = [
+            Estimate.above(_by_seed(seeds, key), _by_seed(local, key))
             for key in ("loss", "perplexity")
-        }
+        ]
         sent = statistics.fmean(
-            run["bytes_sent_by_a_client"] / other["bytes_sent_by_a_client"] for run, other in pairs
+            run["bytes_sent_by_a_client"] / local[seed]["bytes_sent_by_a_client"]
+            for seed, run in seeds.items()
+            if seed in local
         )
         is_local = method == ladder.LOCAL
         rates = sorted({f"{run['rate']:.2g}" for run in seeds.values()})
@@ -109,12 +110,16 @@ def baselines(partition: str) -> str:
                 f"{sent:.2f}",
                 len(seeds),
                 f"{statistics.fmean(columns['loss']):.3f}",
-                *("" if is_local else ladder.text(one) for one in above.values()),
+                *("" if is_local else ladder.text(one) for one in above),
                 *(_spread(columns[key]) for key in list(columns)[1:]),
             ]
         )
     heads = ["", "rate", "bytes", "seeds", "loss", "above Local's, %", "perplexity, %"]
     return markdown([*heads, "worst client", "parameters", "activations"], rows)
+
+
+def _by_seed(runs: dict[int, Line], key: str) -> dict[int, float]:
+    return {seed: run[key] for seed, run in runs.items()}
 
 
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:

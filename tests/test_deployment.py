@@ -413,26 +413,26 @@ def kill_two_nodes_and_restart_them(federation: Federation, log: Callable[[], st
     """Kill SuperNodes 1 and 2 in a window, and restart them in the next; return the window."""
     nodes = [federation.find("deployment.node ", f"partition-id={n} ") for n in range(3)]
     homes = [environment_of(node)["FLWR_HOME"] for node in nodes]
-    trainers = []
-    for home in reversed(homes):  # without clients 1 and 2 no window ends
-        trainers.insert(0, federation.find("sites.warm.trainer", home=home))
-        trainers[0].suspend()
-    trainers[0].resume()
+    stopped = []
+    for home in homes[1:]:  # each as soon as it is found; without clients 1 and 2 no window ends
+        stopped.append(federation.find("sites.warm.trainer", home=home))
+        stopped[-1].suspend()
+    trainers = [federation.find("sites.warm.trainer", home=homes[0]), *stopped]
 
     def count(number: int, words: str) -> int:
         return (Path(homes[number]) / "log").read_text(errors="replace").count(words)
 
-    def is_at_a_stand() -> bool:
+    def all_have_the_last_request() -> bool:
         received = {count(number, RECEIVED) for number in range(3)}
         return received == {len(federation.windows())}
 
-    def stays_at_a_stand() -> bool:
-        if not is_at_a_stand():
+    def is_stalled() -> bool:
+        if not all_have_the_last_request():
             return False
         time.sleep(1)  # a reply of before may be on its way
-        return is_at_a_stand()
+        return all_have_the_last_request()
 
-    wait_until(stays_at_a_stand, log)
+    wait_until(is_stalled, log)
     window = len(federation.windows())
     supervisors = [node.parent() for node in nodes]
     for number in (1, 2):

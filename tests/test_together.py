@@ -46,8 +46,8 @@ class Case:
 
     def present(self, m: int, t: int) -> bool:
         number = sum(window.stop <= t for window in self.windows)
-        nobody = all((k, number) in self.away for k in range(CLIENTS))
-        return nobody or (m, number) not in self.away
+        all_away = all((k, number) in self.away for k in range(CLIENTS))
+        return all_away or (m, number) not in self.away
 
     def takes(self, m: int, t: int) -> bool:
         window = next(w for w in self.windows if w.start <= t < w.stop)
