@@ -39,7 +39,7 @@ from client_app.client import build_worker
 from flower_desloc.config import dump, load
 from flower_desloc.config.schema import Config
 from flower_desloc.core.streams import prime
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import Worker
 from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.compute import autocast
 

@@ -30,7 +30,7 @@ import typer
 from common import report
 from flower_runs import run_app
 
-from flower_desloc.flower.client import STATE_DIR
+from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.tools.engines.deployment import deployment
 from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.config import Config, load
-from flower_desloc.core.local_steps import local_steps
+from flower_desloc.core.worker import Worker
 from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
 from flower_desloc.tasks import ClientData, Site, Task, build_task
 
@@ -89,12 +89,14 @@ def client_window(
     model = copy.deepcopy(start[0])
     optimizer = build_optimizer(config, model.parameters())  # a copy lacks an optimizer's own parts
     optimizer.load_state_dict(copy.deepcopy(start[1].state_dict()))
-    how = {"lr_schedule": build_lr_schedule(config), "clipping": build_clipping(config)}
-
-    def loss(step: int) -> Tensor:
-        return task.loss(model, shard.train_batch(step))
-
-    local_steps(model, optimizer, loss, start=at.start, stop=at.stop, **how)
+    worker = Worker(
+        module=model,
+        optimizer=optimizer,
+        loss_at=lambda step: task.loss(model, shard.train_batch(step)),
+        lr_schedule=build_lr_schedule(config),
+        clipping=build_clipping(config),
+    )
+    worker.steps(at.start, at.stop)
     return model, optimizer
 
 

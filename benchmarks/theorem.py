@@ -34,8 +34,7 @@ from scipy.special import expit
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from flower_desloc import Clipping, Mean, local_steps, prime, put, take
-from flower_desloc.core.lr_schedule import constant
+from flower_desloc import Mean, Worker, prime, put, take
 from flower_desloc.optim import SGDM
 from flower_desloc.plan.theory import psi, step_size_bound
 from flower_desloc.runs.figures import style
@@ -297,8 +296,7 @@ def step_maps(curvatures: Sequence[float], eta: float) -> dict[tuple[bool, bool]
             def loss(_: int, x: Tensor = module["x"], c: float = c) -> Tensor:
                 return c / 2 * x.square().sum()
 
-            how = {"lr_schedule": constant(), "clipping": Clipping()}
-            local_steps(module, optimizer, loss, start=0, stop=1, **how)
+            Worker(module=module, optimizer=optimizer, loss_at=loss).steps(0, 1)
             mean.add(take(module, optimizer, streams))
             team.append((module, optimizer))
         for worker in team:

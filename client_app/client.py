@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from flwr.app import Context
 
 from client_app.worker import build_single_worker, device_of
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.worker import Worker
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 
 

@@ -11,8 +11,8 @@ from client_app.worker import config_of, model_of, task_of, with_micro_batch_siz
 from flower_desloc.config import Config
 from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.flower.client import state_folder
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client_state import state_folder
 from flower_desloc.setup.build import build_local_optimizer
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from flower_desloc.config import Config, dump, parse
 from flower_desloc.config.schema import AUTO
 from flower_desloc.core import streams
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.observer import DATA, MICRO_BATCH
-from flower_desloc.flower.worker import Worker
 from flower_desloc.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
 from flower_desloc.setup.machine import about_device
 from flower_desloc.setup.preflight import micro_batch_size

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
     from flower_desloc.core.formats import Format
-    from flower_desloc.core.local_steps import Clipping, SeedsStates, StepMetrics, local_steps
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
     from flower_desloc.core.streams import (
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
         stream_names,
         take,
     )
+    from flower_desloc.core.worker import Clipping, SeedsStates, StepMetrics, Worker
     from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
     from flower_desloc.flower.client import client_app
     from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.flower.worker import Worker
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
 __version__ = "0.1.0"
@@ -57,7 +56,6 @@ __all__ = [
     "check_optimizer",
     "client_app",
     "from_record",
-    "local_steps",
     "prime",
     "put",
     "set_step",
@@ -69,7 +67,7 @@ __all__ = [
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
     "core.formats": ["Format"],
-    "core.local_steps": ["Clipping", "SeedsStates", "StepMetrics", "local_steps"],
+    "core.worker": ["Clipping", "SeedsStates", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
     "core.streams": ["check_optimizer", "prime", "put", "set_step", "stream_names", "take"],
@@ -78,7 +76,6 @@ _HOMES = {
     "flower.policy": ["Policy"],
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
-    "flower.worker": ["Worker"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
 }
 

@@ -18,7 +18,7 @@ from reference import State, Tree
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flower_desloc import Clipping, Mean, SyncSchedule, Window, local_steps, prime, put, take
+from flower_desloc import Clipping, Mean, SyncSchedule, Window, Worker, prime, put, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.streams import stream_names
@@ -234,15 +234,14 @@ class Federation:
     ) -> None:
         """Take worker m's local steps of the window."""
         module, optimizer = self.workers[m]
-        local_steps(
-            module,
-            optimizer,
-            lambda t: self.problem.loss(module, m, t),
-            start=window.start,
-            stop=window.stop,
+        worker = Worker(
+            module=module,
+            optimizer=optimizer,
+            loss_at=lambda t: self.problem.loss(module, m, t),
             lr_schedule=lr_schedule,
             clipping=clipping,
         )
+        worker.steps(window.start, window.stop)
 
     def average(self, due: Iterable[str], who: Iterable[int]) -> None:
         """Put the mean of the streams in ``due`` over the workers ``who`` into every worker."""

@@ -13,13 +13,13 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, t
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
 from flower_desloc.flower.records import to_record
-from flower_desloc.flower.worker import Worker
 
 RUN = "run"
 

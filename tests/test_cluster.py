@@ -17,7 +17,7 @@ from tiny import TINY
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
-from flower_desloc.flower.client import STATE_DIR, STATE_SHARED, state_folder
+from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED, state_folder
 from flower_desloc.sites.supervisor import end_all
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,13 +19,13 @@ from torch import nn
 from flower_desloc import DesLoc, SyncSchedule, prime, stream_names, take
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
-from flower_desloc.flower.worker import Worker
 from flower_desloc.setup.build import check_streams
 
 ROOT = Path(__file__).resolve().parents[1]

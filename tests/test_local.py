@@ -8,9 +8,10 @@ import torch
 from federation import Quadratic, Regression, TiedMLP
 from torch import nn
 
-from flower_desloc import Clipping, StepMetrics, local_steps, prime, put, take
-from flower_desloc.core.local_steps import accumulated, needs_seed, seed_states
-from flower_desloc.core.lr_schedule import constant, wsd
+from flower_desloc import Clipping, StepMetrics, Worker, prime, put, take
+from flower_desloc.core.accumulation import accumulated
+from flower_desloc.core.lr_schedule import wsd
+from flower_desloc.core.worker import needs_seed
 from flower_desloc.optim import SGDM, Adam
 
 PROBLEM = Regression()
@@ -24,15 +25,8 @@ def worker(lr=0.05, make=Adam):
 
 
 def steps(module, optimizer, start, stop, **changed) -> StepMetrics:
-    settings = {"lr_schedule": constant(), "clipping": Clipping()} | changed
-    return local_steps(
-        module,
-        optimizer,
-        lambda t: PROBLEM.loss(module, 0, t),
-        start=start,
-        stop=stop,
-        **settings,
-    )
+    settings = {"loss_at": lambda t: PROBLEM.loss(module, 0, t)} | changed
+    return Worker(module=module, optimizer=optimizer, **settings).steps(start, stop)
 
 
 def assert_same(a: nn.Module, b: nn.Module) -> None:
@@ -47,8 +41,7 @@ def test_the_batches_are_those_of_the_steps_in_order():
         asked.append(t)
         return PROBLEM.loss(module, 0, t)
 
-    settings = {"lr_schedule": constant(), "clipping": Clipping()}
-    local_steps(module, optimizer, loss_at, start=7, stop=12, **settings)
+    steps(module, optimizer, 7, 12, loss_at=loss_at)
     assert asked == [7, 8, 9, 10, 11]
 
 
@@ -145,15 +138,8 @@ def test_a_parameter_the_loss_does_not_use_stays():
     )
     optimizer = Adam(module.parameters(), lr=0.1)
     prime(optimizer)
-    local_steps(
-        module,
-        optimizer,
-        lambda t: module["vector"].square().sum(),
-        start=0,
-        stop=3,
-        lr_schedule=constant(),
-        clipping=Clipping(norm=1.0),
-    )
+    loss_at = lambda t: module["vector"].square().sum()  # noqa: E731
+    steps(module, optimizer, 0, 3, loss_at=loss_at, clipping=Clipping(norm=1.0))
     assert torch.equal(module["unused"], torch.ones(3))
     assert torch.equal(module["matrix"], Quadratic().module().matrix)
     assert not torch.equal(module["vector"], Quadratic().module().vector)
@@ -219,17 +205,12 @@ def test_a_step_in_parts_is_a_step():
         adam = Adam(module.parameters(), lr=0.1)
         prime(adam)
         params = list(module.parameters())
-        metrics = local_steps(
-            module,
-            adam,
-            lambda t, parts=parts, module=module, batch=batch, params=params: accumulated(
-                (module(b + t).square().mean() / parts for b in batch.chunk(parts)), params
-            ),
-            start=0,
-            stop=4,
-            lr_schedule=constant(),
-            clipping=Clipping(norm=0.1),
-        )
+
+        def loss_at(t, parts=parts, module=module, batch=batch, params=params):
+            losses = (module(b + t).square().mean() / parts for b in batch.chunk(parts))
+            return accumulated(losses, params)
+
+        metrics = steps(module, adam, 0, 4, loss_at=loss_at, clipping=Clipping(norm=0.1))
         finals.append([torch.tensor(metrics.losses), torch.tensor(metrics.grad_norms), *params])
     torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-9)
 
@@ -252,9 +233,8 @@ def test_only_the_states_that_are_zero_are_seeded_and_an_average_is_kept(average
     put(module, optimizer, {averaged: {k: t + 0.5 for k, t in moment(module, optimizer, averaged)}})
     names = needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded))
     assert names == [name for name in SeedsBoth.seeded if name != averaged]
-    seed_states(
-        *(optimizer, names, lambda t: PROBLEM.loss(module, 0, t)), step=4, clipping=Clipping()
-    )
+    loss_at = lambda t: PROBLEM.loss(module, 0, t)  # noqa: E731
+    Worker(module=module, optimizer=optimizer, loss_at=loss_at).seed(names, step=4)
     assert all((t == 0.5).all() for _, t in moment(module, optimizer, averaged))
     assert needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded)) == []
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from flower_desloc.core.noise import noise_scale, noise_totals
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client import evaluated
 from flower_desloc.flower.messages import TOTALS
-from flower_desloc.flower.worker import Worker, evaluated
 
 
 def linear(rows, params):

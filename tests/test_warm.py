@@ -92,7 +92,7 @@ def goodbye(message, context):
 REAL = """\
 import torch
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import Worker
 from flower_desloc.optim import ADOPT
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))

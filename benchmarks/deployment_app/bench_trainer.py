@@ -6,9 +6,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from client_app.client import build_worker
-from flower_desloc.core.local_steps import local_steps
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.worker import Worker
 
 fedavg = ClientApp()
 
@@ -23,15 +22,7 @@ def train(message: Message, context: Context) -> Message:
     params = message.content.array_records["arrays"].to_torch_state_dict()
     worker.module.load_state_dict(params, strict=False)  # tied weights are sent once
     step = config["server-round"]
-    local_steps(
-        worker.module,
-        worker.optimizer,
-        worker.loss_at,
-        start=step - 1,
-        stop=step,
-        lr_schedule=worker.lr_schedule,
-        clipping=worker.clipping,
-    )
+    worker.steps(step - 1, step)
     arrays = ArrayRecord(dict(worker.module.named_parameters()))
     done = time.time()
     metrics = MetricRecord({"num-examples": 1, "seconds": done - built})

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from flwr.app import Context
 
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.worker import Worker
 
 
 def build(config: Mapping[str, str | int | float | bool], _context: Context) -> Worker:

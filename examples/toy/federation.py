@@ -11,12 +11,11 @@ from torch import nn
 
 from examples.toy.problem import SPLITS, START, Noise, Reals, noisy_value
 from examples.toy.setting import ToyMethod, ToySetting
-from flower_desloc.core.local_steps import Clipping
-from flower_desloc.flower.client import client_app
+from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.flower.client import Config, client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.strategy import DesLoc
-from flower_desloc.flower.worker import Config, Worker
 
 
 class Points(nn.Module):

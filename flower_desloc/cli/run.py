@@ -24,7 +24,7 @@ from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, fai
 from flower_desloc.config import Config, dump
 from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.config.run_config import app_run_config
-from flower_desloc.flower.client import STATE_DIR
+from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since, to_resume
 from flower_desloc.setup.machine import cores
 from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flower_desloc.core.local_steps import StepMetrics
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import StepMetrics, Worker
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ An app gives ``client_app`` a function that builds a ``Worker``.
 """
 
 import math
-import os
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import WARNING
@@ -17,16 +15,21 @@ from flwr.clientapp import ClientApp
 
 from flower_desloc.core.averaging import Stream, distance
 from flower_desloc.core.late import merged
-from flower_desloc.core.local_steps import StepMetrics, needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.core.streams import BUFFERS, prime, starts_at_zero, stream_names
+from flower_desloc.core.streams import BUFFERS, check_finite, prime, starts_at_zero, stream_names
 from flower_desloc.core.unequal import weight
+from flower_desloc.core.worker import StepMetrics, Worker, needs_seed
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
-from flower_desloc.flower.client_state import Held, StateFiles, average_of
+from flower_desloc.flower.client_state import (
+    Held,
+    StateFiles,
+    average_of,
+    client_name,
+    state_files,
+)
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.members import is_name
 from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
@@ -34,28 +37,18 @@ from flower_desloc.flower.messages import (
     HELLO,
     STATE_LOST,
     STATE_NEW,
+    TOTALS,
     WindowReply,
     WindowRequest,
 )
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.flower.worker import (
-    Config,
-    Metrics,
-    Worker,
-    evaluated,
-    require_finite,
-    trained,
-)
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio
 from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
 
-STATE_DIR = "DESLOC_STATE_DIR"
-"""Environment variable: the folder of the state of clients whose node config has no state-dir."""
-
-STATE_SHARED = "DESLOC_STATE_SHARED"
-"""Environment variable: if set, clients move between machines, and all see that folder."""
+Config = Mapping[str, str | int | float | bool]
+Metrics = dict[str, int | float | list[int] | list[float]]
 
 _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
@@ -69,7 +62,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         request = WindowRequest.from_content(message.content)
         _require_same_code(request)
         worker = build(request.config, context)
-        files = _state_files(request, context)
+        files = state_files(context, request.run_key)
         files.go_back(request.attempts)
         held = files.held_at(request.start)
         about = ConfigRecord(
@@ -89,7 +82,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
         request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
         message.content.clear()  # free the request's tensors before the reply, which is as large
-        reply = train_window(worker, request, _state_files(request, context))
+        reply = train_window(worker, request, state_files(context, request.run_key))
         bundles = request.bundles
         del request
         return Message(reply.to_content(bundles=bundles), reply_to=message)
@@ -98,7 +91,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
     def evaluate(message: Message, context: Context) -> Message:
         request = WindowRequest.from_content(message.content)
         worker = build(request.config, context)
-        reply = evaluate_average(worker, request, _state_files(request, context))
+        reply = evaluate_average(worker, request, state_files(context, request.run_key))
         return Message(reply.to_content(), reply_to=message)
 
     @app.query(ARE_YOU_THERE.partition(".")[2])
@@ -107,7 +100,7 @@ def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
 
     @app.query(GOODBYE.partition(".")[2])
     def goodbye(message: Message, context: Context) -> Message:
-        _state_files(WindowRequest.from_content(message.content), context).delete()
+        state_files(context, WindowRequest.from_content(message.content).run_key).delete()
         return Message(RecordDict(), reply_to=message)
 
     return app
@@ -152,7 +145,7 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     taken = _taken(held, request, last - request.start)
     streams = worker.take(request.versions)
     metrics = {
-        **trained(worker, steps, begin[PARAMS], streams[PARAMS]),
+        **_trained(worker, steps, begin[PARAMS], streams[PARAMS]),
         "start-step": request.start,
         "stop-step": request.stop,
         "steps": last - request.start,
@@ -163,7 +156,7 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     if held is None:
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
-    require_finite(streams)
+    _require_finite(streams)
     due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
     coding: Mapping[str, Stream] = {}
     if request.formats:
@@ -190,7 +183,7 @@ def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> Win
         prime(worker.optimizer)
     worker.put({PARAMS: params})
     grads, steps = worker.gradient(request.start)
-    require_finite({GRADIENTS: grads})
+    _require_finite({GRADIENTS: grads})
     metrics: Metrics = {
         "num-examples": worker.num_examples,
         "train-loss": steps.losses[0],
@@ -219,28 +212,19 @@ def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) 
         return evaluated(worker, request.start)
 
 
-def client_name(context: Context) -> str:
-    """Return a name that survives restarts: the partition's, or the one the site gave."""
-    node = context.node_config
-    if "partition-id" in node:
-        return f"client-{node['partition-id']}"
-    return str(node.get("name", f"node-{context.node_id}"))
-
-
-def state_folder(context: Context) -> Path:
-    """Return the folder in which the clients of a node keep their state.
-
-    Raises ``FileNotFoundError`` if clients move between machines, and this one does not have it.
-    """
-    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
-    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
-    folder = Path(str(context.node_config.get("state-dir", default))).expanduser()
-    if os.environ.get(STATE_SHARED) and not folder.is_dir():
-        raise FileNotFoundError(
-            f"{socket.gethostname()} does not have {folder}, where the clients keep their state; "
-            "put --output-dir on a disk that all machines of the Ray cluster share"
-        )
-    return folder
+def evaluated(worker: Worker, step: int) -> WindowReply:
+    """Evaluate the model as it is after ``step`` steps on the client's held-out data, if any."""
+    if worker.evaluate is None:
+        return WindowReply(metrics={"num-examples": 0})
+    totals = worker.evaluate()
+    noise = worker.noise(step)
+    return WindowReply(
+        metrics={
+            "num-examples": worker.num_examples,
+            **worker.metrics(totals),
+            **{f"{TOTALS}{name}": value for name, value in {**totals, **noise}.items()},
+        }
+    )
 
 
 def _received(
@@ -381,6 +365,28 @@ def _bounded(
     return {**streams, FIRST: bounded(state[FIRST], state[SECOND], moment_ratio(worker.optimizer))}
 
 
+def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
+    """Return the metrics of local steps that led from the parameters ``before`` to ``after``."""
+    return {
+        "num-examples": worker.num_examples,
+        "train-loss": sum(steps.losses) / len(steps.losses),
+        "losses": steps.losses,
+        "grad-norms": steps.grad_norms,
+        "learning-rates": steps.learning_rates,
+        "update-norm": distance(after, before),
+        "param-norm": distance(after),
+    }
+
+
+def _require_finite(streams: Mapping[str, Stream]) -> None:
+    """Raise ``FloatingPointError`` for values that only a diverged training gives."""
+    try:
+        for name, stream in streams.items():
+            check_finite(name, stream)
+    except ValueError as error:
+        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
+
+
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
     return worker.steps(start, stop, origin) if stop > start else StepMetrics([], [], [])
 
@@ -453,16 +459,6 @@ def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
         log(WARNING, "%s; this client starts as a new one", error)
         files.delete()
         return use()
-
-
-def _state_files(request: WindowRequest, context: Context) -> StateFiles:
-    for what, name in (("run", request.run_key), ("client", client_name(context))):
-        # Both become file names, and the run's comes from outside.
-        if not is_name(name):
-            raise ValueError(
-                f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
-            )
-    return StateFiles(state_folder(context), request.run_key, client_name(context))
 
 
 def _require_same_code(request: WindowRequest) -> None:

@@ -18,17 +18,27 @@ a torn file is detected, and the client starts as a new one.
 """
 
 import contextlib
+import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from flwr.app import Context
 from torch import Tensor
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.checkpoint import KEEP
+from flower_desloc.flower.members import is_name
+
+STATE_DIR = "DESLOC_STATE_DIR"
+"""Environment variable: the folder of the state of clients whose node config has no state-dir."""
+
+STATE_SHARED = "DESLOC_STATE_SHARED"
+"""Environment variable: if set, clients move between machines, and all see that folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +192,41 @@ def _held(path: Path) -> Held | None:
         return Held(**about)
     except TypeError:  # no such file, or a foreign one
         return None
+
+
+def state_files(context: Context, run_key: str) -> StateFiles:
+    """Return the state files of a node's client for a run.
+
+    Raises ``ValueError`` for a name of either that cannot be a file's.
+    """
+    for what, name in (("run", run_key), ("client", client_name(context))):
+        # Both become file names, and the run's comes from outside.
+        if not is_name(name):
+            raise ValueError(
+                f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
+            )
+    return StateFiles(state_folder(context), run_key, client_name(context))
+
+
+def client_name(context: Context) -> str:
+    """Return a name that survives restarts: the partition's, or the one the site gave."""
+    node = context.node_config
+    if "partition-id" in node:
+        return f"client-{node['partition-id']}"
+    return str(node.get("name", f"node-{context.node_id}"))
+
+
+def state_folder(context: Context) -> Path:
+    """Return the folder in which the clients of a node keep their state.
+
+    Raises ``FileNotFoundError`` if clients move between machines, and this one does not have it.
+    """
+    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
+    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
+    folder = Path(str(context.node_config.get("state-dir", default))).expanduser()
+    if os.environ.get(STATE_SHARED) and not folder.is_dir():
+        raise FileNotFoundError(
+            f"{socket.gethostname()} does not have {folder}, where the clients keep their state; "
+            "put --output-dir on a disk that all machines of the Ray cluster share"
+        )
+    return folder

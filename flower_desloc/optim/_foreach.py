@@ -32,7 +32,7 @@ class ForeachOptimizer(Optimizer):
 
     streams: ClassVar[tuple[str, ...]]
     # One whose states must not be zero at a later step also has ``seeded`` and ``seed_states``:
-    # see core.local_steps.SeedsStates.
+    # see core.worker.SeedsStates.
     update: Callable[..., None]
     """``update(params, gradients, *states, **arguments)``, in place."""
     varying: ClassVar[tuple[str, ...]] = ("lr",)

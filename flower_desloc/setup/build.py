@@ -12,7 +12,6 @@ from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import imported, is_path
 from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core import lr_schedule
-from flower_desloc.core.local_steps import Clipping
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
 from flower_desloc.core.streams import (
@@ -23,6 +22,7 @@ from flower_desloc.core.streams import (
     stream_names,
     take,
 )
+from flower_desloc.core.worker import Clipping
 from flower_desloc.optim.bounds import moment_ratio
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.tasks import find_task

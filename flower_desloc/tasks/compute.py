@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flower_desloc.config import Config
 from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import AUTO
-from flower_desloc.core.local_steps import accumulated
+from flower_desloc.core.accumulation import accumulated
 
 Loss = Callable[..., Tensor]
 """``loss(model, *tensors)``: the mean loss of a model on tensors with one example in each row."""

@@ -9,9 +9,8 @@ from flwr.app import Context
 from torch import Tensor
 
 from client_app.client import build_worker
-from flower_desloc.core.local_steps import StepMetrics
-from flower_desloc.flower.client import client_app
-from flower_desloc.flower.worker import Config, Worker
+from flower_desloc.core.worker import StepMetrics, Worker
+from flower_desloc.flower.client import Config, client_app
 
 T = TypeVar("T")
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 class PaddedWorker(Worker):
     step_seconds: float
 
-    def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
+    def steps(self, start: int, stop: int, origin: int = 0) -> StepMetrics:
         return self._padded(
             stop - start, lambda: super(PaddedWorker, self).steps(start, stop, origin)
         )

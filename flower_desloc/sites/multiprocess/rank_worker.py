@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from flower_desloc.core.accumulation import accumulated
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.local_steps import StepMetrics, accumulated
 from flower_desloc.core.streams import prime, take
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 
 BuildModel = Callable[[], nn.Module]

@@ -1,15 +1,14 @@
 """The client's worker on rank 0, whose every method acts on all ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.local_steps import StepMetrics
 from flower_desloc.core.streams import check_like
-from flower_desloc.flower.worker import Worker
+from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.sites.multiprocess.ranks import Ranks
 
@@ -47,11 +46,11 @@ class MultiProcessWorker(Worker):
         streams = self.ranks.call("take", list(names), folder=self.folder)
         return streams
 
-    def seed(self, names: list[str], step: int) -> None:
+    def seed(self, names: Collection[str], step: int) -> None:
         """Let the optimizer of every rank seed the named states."""
         self.ranks.call("seed", names, step)
 
-    def steps(self, start: int, stop: int, origin: int) -> StepMetrics:
+    def steps(self, start: int, stop: int, origin: int = 0) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop`` on all ranks."""
         steps: StepMetrics = self.ranks.call("steps", start, stop, origin)
         return steps

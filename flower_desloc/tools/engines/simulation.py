@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from flower_desloc.config import Config
-from flower_desloc.flower.client import STATE_DIR, STATE_SHARED
+from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED
 from flower_desloc.sites.deployment.environment import as_argument
 from flower_desloc.tools.engines.superlink import (
     CONNECTION,

@@ -1,0 +1,205 @@
+"""A worker: its model, optimizer and data, and the local steps it takes between two sync events."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.noise import noise_totals
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.streams import put, set_step, stream_names, take
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Gradient clipping: to a global ``norm`` rho, or each coordinate to +-``value``.
+
+    The paper's experiments clip the norm (rho = 1); its listings clip coordinates.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
+    """For a client of several processes: the norm of all gradients from that of this process's."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Measurements of one window's local steps, one number per step.
+
+    ``grad_norms`` are before clipping, ``learning_rates`` of the first parameter group.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+
+    def __add__(self, later: "StepMetrics") -> "StepMetrics":
+        return StepMetrics(
+            self.losses + later.losses,
+            self.grad_norms + later.grad_norms,
+            self.learning_rates + later.learning_rates,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A client's model, optimizer and data.
+
+    Only its streams outlive a message, so one worker can serve several clients, if ``loss_at`` and
+    ``evaluate`` are the client's own.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    """Primed (``flower_desloc.prime``)."""
+    loss_at: Callable[[int], Tensor]
+    """The loss of the batch after so many completed steps; a pure function of the step, so that a
+    window can be repeated."""
+    num_examples: int = 1
+    """The weight of this client under weighting by examples."""
+    lr_schedule: LRSchedule = field(default_factory=constant)
+    """Factor of each parameter group's own learning rate."""
+    clipping: Clipping = field(default_factory=Clipping)
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    """Totals over the client's held-out data, such as nats and tokens."""
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
+    """Metrics from totals."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """What the server should know of this client, such as its device."""
+
+    def steps(self, start: int, stop: int, origin: int = 0) -> StepMetrics:
+        """Take the local steps ``start + 1 .. stop`` of the federation.
+
+        ``origin`` is the step at which the optimizer's states were last reset; it counts from
+        there.
+        """
+        set_step(self.optimizer, start - origin)
+        self.module.train()
+        params, groups = self._params(), self.optimizer.param_groups
+        for group in groups:
+            group.setdefault("initial_lr", group["lr"])
+        losses, grad_norms, rates = [], [], []
+        for step in range(start, stop):
+            for p in params:
+                p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
+            loss = self.loss_at(step)
+            loss.backward()
+            grad_norms.append(clip(params, self.clipping))
+            losses.append(loss.detach())
+            factor = self.lr_schedule(step)
+            for group in groups:
+                group["lr"] = group["initial_lr"] * factor
+            rates.append(float(groups[0]["lr"]))
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        # Read once per window: a read in the loop would synchronise device and host.
+        return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
+
+    def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
+        """Return the gradient after ``step`` completed steps, by parameter name.
+
+        It is not clipped and no step is taken: the server does both. The gradient of a parameter
+        that the loss does not depend on is zero.
+        """
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss_at(step)
+        loss.backward()
+        grads = {
+            key: torch.zeros_like(p) if p.grad is None else p.grad
+            for key, p in self.module.named_parameters()
+            if p.requires_grad
+        }
+        self.optimizer.zero_grad(set_to_none=True)
+        norm = get_total_norm(grads.values())
+        return grads, StepMetrics([float(loss.detach())], [float(norm)], [])
+
+    def seed(self, names: Collection[str], step: int) -> None:
+        """Let an optimizer that starts with zeros at a later ``step`` seed the named states.
+
+        This costs the gradient of one batch, which is then used again for the step itself.
+        """
+        assert isinstance(self.optimizer, SeedsStates)
+        self.module.train()
+        self.loss_at(step).backward()
+        clip(self._params(), self.clipping)
+        self.optimizer.seed_states(names)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def noise(self, step: int) -> Mapping[str, float]:
+        """Return the totals of the gradient noise over the next two batches, if they are finite."""
+        self.module.train()
+        losses = (self.loss_at(each) for each in (step, step + 1))
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        totals = noise_totals(losses, params)
+        return totals if all(map(math.isfinite, totals.values())) else {}
+
+    def model_streams(self) -> list[str]:
+        """Return the streams that a model is made of: params, and buffers if it has any."""
+        names = stream_names(self.module, self.optimizer)
+        return [name for name in names if name in (PARAMS, BUFFERS)]
+
+    def like(self, names: Iterable[str]) -> dict[str, Stream]:
+        """Return tensors of the shapes and types that the named streams have."""
+        return dict(take(self.module, self.optimizer, names))
+
+    def put(self, streams: Mapping[str, Stream]) -> None:
+        """Write ``streams`` into the module and the optimizer."""
+        put(self.module, self.optimizer, streams)
+
+    def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the named streams as views; read them before the worker is used again."""
+        return take(self.module, self.optimizer, names)
+
+    def _params(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+
+
+@runtime_checkable
+class SeedsStates(Protocol):
+    """An optimizer some of whose states must not be zero where a worker starts at a later step."""
+
+    seeded: Collection[str]
+    """Names of the states that can be seeded."""
+
+    def seed_states(self, names: Collection[str]) -> None:
+        """Set the named states from the present gradients, as the first step would."""
+
+
+def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> list[str]:
+    """Return those of ``states``, the optimizer's streams, that are zero and must not be."""
+    if not isinstance(optimizer, SeedsStates):
+        return []
+    return [
+        name
+        for name in optimizer.seeded
+        if not any(tensor.any() for tensor in states[name].values())
+    ]
+
+
+def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+    """Clip the gradients of ``params`` in place; return their norm before that."""
+    grads = [p.grad for p in params if p.grad is not None]
+    if clipping.whole is not None:
+        norm = clipping.whole(get_total_norm(grads))
+        if clipping.norm is not None:
+            clip_grads_with_norm_(params, clipping.norm, norm)
+    else:
+        norm = (
+            get_total_norm(grads)
+            if clipping.norm is None
+            else clip_grad_norm_(params, clipping.norm)
+        )
+    if clipping.value is not None:
+        torch._foreach_clamp_min_(grads, -clipping.value)
+        torch._foreach_clamp_max_(grads, clipping.value)
+    return norm
