@@ -159,7 +159,7 @@ def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, m
 
     monkeypatch.setattr(bundles, "_SMALL", 200)  # the matrix is not bundled, the others are
     plain = run(tmp_path / "plain")
-    monkeypatch.setattr("flower_desloc.flower.engine.HttpGrid", InProcessGrid)
+    monkeypatch.setattr("flower_desloc.flower.exchange.HttpGrid", InProcessGrid)
     deployed = run(tmp_path / "deployed")
     assert plain[:2] == deployed[:2]
     assert plain[2] == {False}

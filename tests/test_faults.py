@@ -279,8 +279,8 @@ def test_clients_that_come_and_go_are_recorded(tmp_path):
 
 def test_a_node_that_has_lost_its_request_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
-    monkeypatch.setattr("flower_desloc.flower.engine.Probe", partial(Probe, after=0.0))
-    monkeypatch.setattr("flower_desloc.flower.engine.HttpGrid", InProcessGrid)
+    monkeypatch.setattr("flower_desloc.flower.exchange.Probe", partial(Probe, after=0.0))
+    monkeypatch.setattr("flower_desloc.flower.exchange.HttpGrid", InProcessGrid)
     faults = faulty("adam", None, tmp_path, timeout=10**6)
     faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
     assert_close(faults.run.start(), faults.expected())

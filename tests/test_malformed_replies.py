@@ -452,14 +452,17 @@ def strategy(clients: Clients) -> DesLoc:
 def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients, strategy, wrong):
     clients.wrong, clients.asked = wrong, "train"
     strategy.engine.begin(1, WINDOW)
-    strategy.engine.meter.read()
+    strategy.engine.exchange.meter.read()
 
     def requests() -> dict[int, Message]:
         params = strategy.state.averages["params"]
         asked = strategy.configure_train(1, params, ConfigRecord(), None)
         return {message.metadata.dst_node_id: message for message in asked}
 
-    replies = strategy.engine.ask(requests().values(), lambda m: requests()[m.node_id])
+    def again(node: int) -> Message:
+        return requests()[strategy.engine.without_state(node).node_id]
+
+    replies = strategy.engine.exchange.ask(requests().values(), again)
     _, metrics = strategy.aggregate_train(1, replies)
     assert list(strategy.engine.round.clients) == ["client-0", f"client-{EACH + 1}"]
     left_out = strategy.engine.round.left_out
@@ -472,7 +475,7 @@ def test_a_malformed_reply_is_left_out_with_a_reason_and_changes_nothing(clients
             ends = streams(0)[name][key], streams(EACH + 1)[name][key]
             torch.testing.assert_close(tensor, (ends[0] + ends[1]) / 2, rtol=0, atol=1e-7)
     # Malformed replies are counted as well, and never as negative bytes.
-    up = strategy.engine.meter.read().up
+    up = strategy.engine.exchange.meter.read().up
     size = sum(t.nbytes for t in streams(0)["params"].values())
     assert all(up[name] >= 2 * size for name in STREAMS)
     assert all(count >= 0 for count in up.values())
@@ -485,7 +488,7 @@ def test_a_malformed_evaluation_is_left_out_with_a_reason_and_changes_nothing(
 ):
     clients.wrong, clients.asked = wrong, "evaluate"
     asked = strategy.configure_evaluate(1, strategy.state.averages["params"], ConfigRecord(), None)
-    metrics = strategy.aggregate_evaluate(1, strategy.engine.ask(asked, lambda m: None))
+    metrics = strategy.aggregate_evaluate(1, strategy.engine.exchange.ask(asked, lambda m: None))
     assert list(strategy.engine.round.left_out) == [f"client-{m}" for m in range(1, EACH + 1)]
     assert all(why.startswith("evaluation: ") for why in strategy.engine.round.left_out.values())
     assert dict(metrics) == {"loss": 2.0, "client-0/loss": 2.0, f"client-{EACH + 1}/loss": 2.0}

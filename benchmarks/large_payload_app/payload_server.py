@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid import InMemoryGrid
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower import engine
+from flower_desloc.flower import exchange
 from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_array, to_array
@@ -23,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
     """Write the seconds of the window to the file ``output``."""
     config = context.run_config
     if not config["bundles"]:
-        engine.HttpGrid = InMemoryGrid  # as in a simulation: array by array
+        exchange.HttpGrid = InMemoryGrid  # as in a simulation: array by array
     seconds = transfer(grid, int(config["values"]), int(config["tensors"]))
     Path(str(config["output"])).write_text(json.dumps(seconds))
 

@@ -1,48 +1,31 @@
 """The round engine: greet the clients, ask them, collect their replies, repeat below the quorum.
 
 One round is one window. A strategy says what to send and how to average; the engine knows the
-clients, takes their replies in one fixed order, and keeps the record of the round.
+clients and keeps the record of the round. Messages pass through its ``exchange``.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
-from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.exchange import (
-    Probe,
-    event_kind,
-    exchange,
-    poll_for_objects_often,
-    time_to_live,
-)
+from flower_desloc.flower.exchange import Exchange
 from flower_desloc.flower.fingerprint import fingerprint
-from flower_desloc.flower.internals import HttpGrid, log
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
-from flower_desloc.flower.messages import (
-    ARE_YOU_THERE,
-    GOODBYE,
-    HELLO,
-    STATE_LOST,
-    STATE_NEW,
-    WindowReply,
-    WindowRequest,
-)
-from flower_desloc.flower.meter import TrafficMeter
+from flower_desloc.flower.messages import GOODBYE, HELLO, STATE_NEW, Metrics, WindowRequest
 from flower_desloc.flower.metrics import client_record, evaluation_record, number
 from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Observer, WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import records_of
 
 Settings = Mapping[str, str | int | float | bool]
 """The app's own settings, sent with every request."""
@@ -110,21 +93,11 @@ class RoundEngine:
         """Step of the server's last checkpoint; -1: none."""
         self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
         """The starts of the server (``WindowRequest.attempts``)."""
-        self.meter = TrafficMeter()
+        self.exchange = Exchange(grid, policy.timeout)
         self.members = Members(grid, policy, seed, self.note)
         self.observers: list[Observer] = []
         """Called in this order."""
-        self._grid, self._policy, self._settings = grid, policy, settings
-        self._is_deployment = isinstance(grid, HttpGrid)
-        if self._is_deployment:
-            poll_for_objects_often()
-        # A SuperNode serves one message after the other; a simulation several, and loses none.
-        self._probe = (
-            Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
-            if self._is_deployment
-            else None
-        )
-        self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
+        self._policy, self._settings = policy, settings
         self._events: list[Event] = []
 
     # Clients
@@ -144,11 +117,12 @@ class RoundEngine:
 
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete their files of it."""
-        content = WindowRequest(run_key=self.run_key).to_content(0)
-        requests = [self._message(content, m.node_id, GOODBYE) for m in self.members.online()]
+        goodbye = WindowRequest(run_key=self.run_key)
+        online = self.members.online()
+        requests = [self.exchange.request(m.node_id, GOODBYE, goodbye) for m in online]
         # The run is over: a silent client must not delay its result for long.
         patience = min(self._policy.timeout, _GOODBYE_TIMEOUT)
-        for reply in exchange(self._grid, requests, patience=patience):
+        for reply in self.exchange.replies(requests, patience=patience):
             if reply.has_error():
                 log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
 
@@ -182,53 +156,25 @@ class RoundEngine:
             f"left out: {self.round.left_out}"
         )
 
-    def request(
-        self,
-        member: Member,
-        message_type: str,
-        request: WindowRequest,
-        averages: Mapping[str, ArrayRecord],
-    ) -> Message:
-        """Return the message of a request, which carries ``averages``.
+    def without_state(self, node_id: int) -> Member:
+        """Return the client of a node, which has replied that it has lost its state."""
+        member = self.members.at(node_id)
+        log(INFO, "%s has lost its state and is sent everything", member.name)
+        self.note("state lost", member.name, "it is sent everything")
+        member.held.clear()
+        return member
 
-        The records are shared between messages: never change them.
-        """
-        bundles = self._is_deployment and member.reads_bundles
-        content = replace(request, bundles=bundles).to_content(self.round.number)
-        for name, record in averages.items():
-            content[name] = self._bundled(record) if bundles else record
-        return self._message(content, member.node_id, message_type)
-
-    def ask(
-        self, requests: Iterable[Message], again: Callable[[Member], Message]
-    ) -> Iterator[Message]:
-        """Send ``requests`` and yield one reply to each, in their order.
-
-        A client that replies that it has lost its state is asked once more, with what ``again``
-        returns for it: at once and not at the end, because the order of summation is fixed.
-        """
-        for reply in self._exchange(requests):
-            if _has_lost_state(reply):
-                member = self.members.at(reply.metadata.src_node_id)
-                log(INFO, "%s has lost its state and is sent everything", member.name)
-                self.note("state lost", member.name, "it is sent everything")
-                member.held.clear()
-                yield from self._exchange([again(member)])
-            else:
-                yield reply
-            del reply  # free its memory before the next one is received
-
-    def add(self, member: Member, reply: WindowReply) -> None:
-        """Record that a reply was averaged."""
-        self.round.clients[member.name] = client_record(reply)
+    def add(self, member: Member, metrics: Metrics) -> None:
+        """Record that a reply with these metrics was averaged."""
+        self.round.clients[member.name] = client_record(metrics)
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
-        if member.held and STATE_NEW in reply.metrics:
+        if member.held and STATE_NEW in metrics:
             self.note("state lost", member.name, "it started from the last averages")
 
     @contextmanager
-    def leaving_out(self, message: Message, prefix: str = "") -> Iterator[Member]:
-        """Leave the sender out of the round if the block raises ``ValueError``."""
-        member = self.members.at(message.metadata.src_node_id)
+    def leaving_out(self, node_id: int, kind: EventKind, prefix: str = "") -> Iterator[Member]:
+        """Leave a node's client out of the round if the block raises ``ValueError``."""
+        member = self.members.at(node_id)
         try:
             yield member
         except ValueError as error:
@@ -236,7 +182,7 @@ class RoundEngine:
             reason = f"{prefix}{error}"
         else:
             return
-        self.leave_out(member, reason, event_kind(message))
+        self.leave_out(member, reason, kind)
 
     def leave_out(self, member: Member, reason: str, kind: EventKind) -> None:
         """Record why a client is left out; raises ``FederationError`` if that ends the run."""
@@ -271,7 +217,7 @@ class RoundEngine:
             train_loss=None if metrics is None else number(metrics["train-loss"]),
             clients=now.clients,
             left_out=now.left_out,
-            traffic=self.meter.read(),
+            traffic=self.exchange.meter.read(),
             drift=now.drift,
             seconds={
                 "total": time.perf_counter() - now.began,
@@ -286,8 +232,6 @@ class RoundEngine:
         for observer in self.observers:
             observer.window(record)
 
-    # Messages
-
     def _greet(self, step: int) -> Iterator[Member]:
         """Greet the unknown nodes and yield their clients, for the window after ``step`` steps."""
         hello = WindowRequest(
@@ -299,36 +243,5 @@ class RoundEngine:
             config={**self._settings, "code": fingerprint()},
         )
         nodes = self.members.new_nodes()
-        asked = (self._message(hello.to_content(0), node_id, HELLO) for node_id in nodes)
-        return self.members.add(self._exchange(asked))
-
-    def _exchange(self, requests: Iterable[Message]) -> Iterator[Message]:
-        for reply in exchange(
-            self._grid, self._counted(requests), patience=self._policy.timeout, probe=self._probe
-        ):
-            self.meter.received(reply)
-            yield reply
-            del reply  # free its memory before the next one is received
-
-    def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
-        for message in requests:
-            self.meter.sent(message)
-            yield message
-        self._bundles.clear()
-
-    def _message(self, content: RecordDict, node_id: int, message_type: str) -> Message:
-        ttl = time_to_live(self._policy.timeout)
-        group = str(self.round.number)
-        return Message(content, node_id, message_type, group_id=group, ttl=ttl)
-
-    def _bundled(self, record: ArrayRecord) -> ArrayRecord:
-        """Return a record in bundles; one for all the requests that carry it."""
-        if id(record) not in self._bundles:
-            self._bundles[id(record)] = record, bundled(record)
-        return self._bundles[id(record)][1]
-
-
-def _has_lost_state(reply: Message) -> bool:
-    return reply.has_content() and any(
-        STATE_LOST in record for record in records_of(MetricRecord, reply.content).values()
-    )
+        asked = (self.exchange.request(node_id, HELLO, hello) for node_id in nodes)
+        return self.members.add(self.exchange.replies(asked))

@@ -2,21 +2,115 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
+from flwr.app import DEFAULT_TTL, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from flower_desloc.flower.internals import http_grid, pull_objects
+from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.internals import HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.messages import ARE_YOU_THERE, STATE_LOST, WindowRequest
+from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
+from flower_desloc.flower.records import records_of
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
+
+
+class Exchange:
+    """The messages between the server and the nodes of a grid, whose bytes it counts.
+
+    Parameters
+    ----------
+    grid : Grid
+        Flower's connection to the nodes.
+    timeout : float
+        Seconds without any reply after which a node that has not replied is given up.
+
+    """
+
+    def __init__(self, grid: Grid, timeout: float) -> None:
+        self.meter = TrafficMeter()
+        self._grid, self._timeout = grid, timeout
+        self._is_deployment = isinstance(grid, HttpGrid)
+        self._probe: Probe | None = None
+        if self._is_deployment:
+            poll_for_objects_often()
+            # A SuperNode serves one message after the other; a simulation several, and loses none.
+            self._probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
+        self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
+
+    def request(
+        self,
+        node_id: int,
+        message_type: str,
+        request: WindowRequest,
+        averages: Mapping[str, ArrayRecord] | None = None,
+        *,
+        server_round: int = 0,
+        bundles: bool = False,
+    ) -> Message:
+        """Return the message of a request, which carries ``averages``.
+
+        The records are shared between messages: never change them. ``bundles`` says whether the
+        node can read bundles of small arrays.
+        """
+        bundles = bundles and self._is_deployment
+        content = replace(request, bundles=bundles).to_content(server_round)
+        for name, record in (averages or {}).items():
+            content[name] = self._bundled(record) if bundles else record
+        return self._message(content, node_id, message_type, str(server_round))
+
+    def ask(
+        self, requests: Iterable[Message], again: Callable[[int], Message]
+    ) -> Iterator[Message]:
+        """Send ``requests`` and yield one reply to each, in their order.
+
+        A node whose client replies that it has lost its state is asked once more, with what
+        ``again`` returns for the node: at once and not at the end, because the order of summation
+        is fixed.
+        """
+        for reply in self.replies(requests):
+            if _has_lost_state(reply):
+                yield from self.replies([again(reply.metadata.src_node_id)])
+            else:
+                yield reply
+            del reply  # free its memory before the next one is received
+
+    def replies(
+        self, requests: Iterable[Message], *, patience: float | None = None
+    ) -> Iterator[Message]:
+        """Send ``requests`` and yield one reply to each, in their order (see ``exchange``)."""
+        counted, patience = self._counted(requests), patience or self._timeout
+        for reply in exchange(self._grid, counted, patience=patience, probe=self._probe):
+            self.meter.received(reply)
+            yield reply
+            del reply  # free its memory before the next one is received
+
+    def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
+        for message in requests:
+            self.meter.sent(message)
+            yield message
+        self._bundles.clear()
+
+    def _message(
+        self, content: RecordDict, node_id: int, message_type: str, group: str = "0"
+    ) -> Message:
+        # Flower keeps a message for so many seconds.
+        ttl = max(DEFAULT_TTL, 2 * self._timeout)
+        return Message(content, node_id, message_type, group_id=group, ttl=ttl)
+
+    def _bundled(self, record: ArrayRecord) -> ArrayRecord:
+        """Return a record in bundles; one for all the requests that carry it."""
+        if id(record) not in self._bundles:
+            self._bundles[id(record)] = record, bundled(record)
+        return self._bundles[id(record)][1]
 
 
 @dataclass
@@ -93,9 +187,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def time_to_live(patience: float) -> float:
-    """Return for how long Flower should keep a message, in seconds."""
-    return max(DEFAULT_TTL, 2 * patience)
+def _has_lost_state(reply: Message) -> bool:
+    return reply.has_content() and any(
+        STATE_LOST in record for record in records_of(MetricRecord, reply.content).values()
+    )
 
 
 def _push_request(grid: Grid, request: Message) -> _Asked:

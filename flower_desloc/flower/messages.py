@@ -154,11 +154,14 @@ class WindowRequest:
         )
 
 
+Metrics = Mapping[str, int | float | list[int] | list[float]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowReply:
     """A client's answer: its due streams and its metrics."""
 
-    metrics: Mapping[str, int | float | list[int] | list[float]]
+    metrics: Metrics
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     def to_content(self, *, bundles: bool = False) -> RecordDict:

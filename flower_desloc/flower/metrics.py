@@ -7,7 +7,7 @@ from flwr.app import MetricRecord, MetricRecordValues
 
 from flower_desloc.core.averaging import Weight
 from flower_desloc.core.noise import noise_scale
-from flower_desloc.flower.messages import TOTALS, WindowReply
+from flower_desloc.flower.messages import TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.policy import Policy
 
@@ -23,9 +23,8 @@ def number(value: MetricRecordValues) -> float:
     return math.nan if isinstance(value, list) else float(value)
 
 
-def client_record(reply: WindowReply) -> ClientRecord:
-    """Return the record of a reply; only its first two metrics are required."""
-    metrics = reply.metrics
+def client_record(metrics: Metrics) -> ClientRecord:
+    """Return the record of a reply with these metrics; only the first two are required."""
 
     def one(name: str) -> float:
         return number(metrics.get(name, 0.0))

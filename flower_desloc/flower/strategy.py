@@ -7,7 +7,7 @@ clients for their local steps, exchange messages, average what is due, record.
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO
 from typing import cast
@@ -26,6 +26,7 @@ from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, RoundEngine
+from flower_desloc.flower.exchange import event_kind
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
@@ -263,7 +264,8 @@ class DesLoc(Strategy):
         del server_round
         usable: dict[str, WindowReply] = {}
         for message in replies:
-            with self.engine.leaving_out(message, "evaluation: ") as member:
+            sender, kind = message.metadata.src_node_id, event_kind(message)
+            with self.engine.leaving_out(sender, kind, "evaluation: ") as member:
                 reply = self._read(message, frozenset())
                 check_evaluation(reply, self.metrics)
                 member.held |= {name: self.state.versions[name] for name in self._model_streams()}
@@ -272,12 +274,13 @@ class DesLoc(Strategy):
 
     def _add(self, averager: Mean | Gathered, message: Message) -> list[Member]:
         """Add a reply to the average; return its client, or none if it is left out."""
-        with self.engine.leaving_out(message) as member:
+        sender, kind = message.metadata.src_node_id, event_kind(message)
+        with self.engine.leaving_out(sender, kind) as member:
             due = self.engine.round.window.due
             reply = self._read(message, due)
             reply.check_values()
             averager.add(reply.streams, weight_of(reply, due, self.policy))
-            self.engine.add(member, reply)
+            self.engine.add(member, reply.metrics)
             return [member]
         return []
 
@@ -340,7 +343,7 @@ class DesLoc(Strategy):
         def attempt() -> MetricRecord | None:
             params = self.state.averages[PARAMS]
             requests = self.configure_train(server_round, params, config, grid)
-            replies = self.engine.ask(requests, lambda m: self._request(m, _TRAIN, config))
+            replies = self._ask(requests, _TRAIN, config)
             return self.aggregate_train(server_round, replies)[1]
 
         return self.engine.until_quorum(attempt)
@@ -363,7 +366,7 @@ class DesLoc(Strategy):
         params = self.state.averages[PARAMS]
         with self.engine.timed("evaluation"):
             requests = self.configure_evaluate(server_round, params, config, grid)
-            replies = self.engine.ask(requests, lambda m: self._request(m, _EVALUATE, config))
+            replies = self._ask(requests, _EVALUATE, config)
             federated = self.aggregate_evaluate(server_round, replies)
             if federated is not None:
                 result.evaluate_metrics_clientapp[server_round] = federated
@@ -372,6 +375,16 @@ class DesLoc(Strategy):
                 central = evaluate_fn(server_round, to_record(from_record(params)))
                 if central is not None:
                     result.evaluate_metrics_serverapp[server_round] = central
+
+    def _ask(
+        self, requests: Iterable[Message], message_type: str, config: ConfigRecord
+    ) -> Iterator[Message]:
+        """Send requests and yield the replies; a client that lost its state is asked again."""
+
+        def again(node_id: int) -> Message:
+            return self._request(self.engine.without_state(node_id), message_type, config)
+
+        return self.engine.exchange.ask(requests, again)
 
     def _request(self, member: Member, message_type: str, config: ConfigRecord) -> Message:
         """Return the request of this window, with the streams that the client lacks."""
@@ -400,7 +413,14 @@ class DesLoc(Strategy):
             config=settings_of(config),
         )
         records = {name: record for name, (record, _) in sent.items()}
-        return self.engine.request(member, message_type, request, records)
+        return self.engine.exchange.request(
+            member.node_id,
+            message_type,
+            request,
+            records,
+            server_round=self.engine.round.number,
+            bundles=member.reads_bundles,
+        )
 
     def _steps_ahead(self) -> int:
         """Return how many steps of the next window come before its averages are merged."""
