@@ -93,6 +93,7 @@ def client_window(
         module=model,
         optimizer=optimizer,
         loss_at=lambda step: task.loss(model, shard.train_batch(step)),
+        num_examples=1,
         lr_schedule=build_lr_schedule(config),
         clipping=build_clipping(config),
     )

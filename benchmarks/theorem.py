@@ -296,7 +296,7 @@ def step_maps(curvatures: Sequence[float], eta: float) -> dict[tuple[bool, bool]
             def loss(_: int, x: Tensor = module["x"], c: float = c) -> Tensor:
                 return c / 2 * x.square().sum()
 
-            Worker(module=module, optimizer=optimizer, loss_at=loss).steps(0, 1)
+            Worker(module=module, optimizer=optimizer, loss_at=loss, num_examples=1).steps(0, 1)
             mean.add(take(module, optimizer, streams))
             team.append((module, optimizer))
         for worker in team:

@@ -238,6 +238,7 @@ class Federation:
             module=module,
             optimizer=optimizer,
             loss_at=lambda t: self.problem.loss(module, m, t),
+            num_examples=1,
             lr_schedule=lr_schedule,
             clipping=clipping,
         )

@@ -25,7 +25,7 @@ def worker(lr=0.05, make=Adam):
 
 
 def steps(module, optimizer, start, stop, **changed) -> StepMetrics:
-    settings = {"loss_at": lambda t: PROBLEM.loss(module, 0, t)} | changed
+    settings = {"loss_at": lambda t: PROBLEM.loss(module, 0, t), "num_examples": 1} | changed
     return Worker(module=module, optimizer=optimizer, **settings).steps(start, stop)
 
 
@@ -234,7 +234,7 @@ def test_only_the_states_that_are_zero_are_seeded_and_an_average_is_kept(average
     names = needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded))
     assert names == [name for name in SeedsBoth.seeded if name != averaged]
     loss_at = lambda t: PROBLEM.loss(module, 0, t)  # noqa: E731
-    Worker(module=module, optimizer=optimizer, loss_at=loss_at).seed(names, step=4)
+    Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=1).seed(names, 4)
     assert all((t == 0.5).all() for _, t in moment(module, optimizer, averaged))
     assert needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded)) == []
 

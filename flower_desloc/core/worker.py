@@ -64,7 +64,7 @@ class Worker:
     loss_at: Callable[[int], Tensor]
     """The loss of the batch after so many completed steps; a pure function of the step, so that a
     window can be repeated."""
-    num_examples: int = 1
+    num_examples: int
     """The weight of this client under weighting by examples."""
     lr_schedule: LRSchedule = field(default_factory=constant)
     """Factor of each parameter group's own learning rate."""
