@@ -1,6 +1,5 @@
 """The words and numbers of a report: headline, comparison, events, settings."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from flower_desloc.config.units import (
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import NEAR, NOISE, OTHER_KIND, nearest
+from flower_desloc.plan.evidence import nearest, unknown
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric, metric_text
 from flower_desloc.runs.figures.losses import worst_first
@@ -122,8 +121,7 @@ def _expected(run: RunRecord) -> Tile | None:
     config, sizes = run.config, run.summary["stream_bytes"]
     if run.task != TEXT or config.get("strategy", "desloc") != "desloc" or not sizes.get(PARAMS):
         return None
-    values = torch.empty(0, dtype=getattr(torch, config["model"]["dtype"])).element_size()
-    num_params = sizes[PARAMS] / values
+    num_params = sizes[PARAMS] / getattr(torch, config["model"]["dtype"]).itemsize
     tokens = config["data"]["batch_size"] * config["data"]["seq_len"]
     gaps = nearest(
         run.summary["config"]["optimizer"],
@@ -144,14 +142,9 @@ def _expected(run: RunRecord) -> Tile | None:
     if not gaps:
         return None
     apart, gap = gaps[0]
-    noise = run.summary.get("noise_scale")
     where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
     measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
-    if apart > NEAR:
-        why = OTHER_KIND if math.isinf(apart) else "no measurement is near"
-        return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
-    if noise is not None and noise > NOISE:
-        why = f"noisier than measured, above {NOISE} {TIMES} the batch"
+    if why := unknown(apart, run.summary.get("noise_scale")):
         return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
     verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
     return Tile("rare averages", verdict, f"loss above Local, {measured}")
