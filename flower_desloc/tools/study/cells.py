@@ -119,9 +119,24 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
     The search is repeated from its start: the finished runs alone determine how far it is.
     """
     state = CellState(study=study, cell=cell)
-    if cell.search is not None:
-        _search(state, store)
-        if state.searching or state.position is None:
+    if (search := cell.search) is not None:
+        scores = state.search_scores
+        while positions := untried(scores, search.start, search.max_values):
+            for position in positions:
+                if not cell.is_possible(position):
+                    scores[position] = math.inf  # beyond the setting's limits
+                    continue
+                finished, missing = _find(cell, search.seeds, position, store)
+                state.missing += missing
+                state.search_runs += finished
+                if not missing:
+                    scores[position] = fmean(run.score(study.score) for run in finished)
+            if state.missing:
+                state.searching = True
+                state.later = len(set(study.seeds) - set(search.seeds))
+                return state
+        state.position = best(scores)
+        if state.position is None:
             return state
     state.runs, state.missing = _find(cell, study.seeds, state.position, store)
     return state
@@ -132,27 +147,6 @@ def counts(states: Mapping[str, CellState]) -> tuple[int, int, int]:
     finished = set[str]().union(*(state.finished for state in states.values()))
     missing = sum(len(state.missing) for state in states.values())
     return len(finished), missing, sum(state.later for state in states.values())
-
-
-def _search(state: CellState, store: Store) -> None:
-    search, study = state.cell.search, state.study
-    assert search is not None
-    while positions := untried(state.search_scores, search.start, search.max_values):
-        for position in positions:
-            if not state.cell.is_possible(position):
-                state.search_scores[position] = math.inf  # beyond the setting's limits
-                continue
-            finished, missing = _find(state.cell, search.seeds, position, store)
-            state.missing += missing
-            state.search_runs += finished
-            if not missing:
-                score = fmean(run.score(study.score) for run in finished)
-                state.search_scores[position] = score
-        if state.missing:
-            state.searching = True
-            state.later = len(set(study.seeds) - set(search.seeds))
-            return
-    state.position = best(state.search_scores)
 
 
 def _find(
