@@ -3,14 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
 from flower_desloc.config.run_config import app_run_config
@@ -79,6 +79,21 @@ class RunArguments:
             "overrides": " ".join(self.overrides),
             "output-dir": str(output_dir.expanduser().resolve()),
         }
+
+
+def opening_comments(folder: Path) -> dict[str, str]:
+    """Return the comment that each YAML file of a folder opens with, by the file's stem."""
+    comments = {}
+    for path in sorted(folder.glob("*.yaml")):
+        lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        comments[path.stem] = " ".join(word for line in lines for word in line.lstrip("#").split())
+    return comments
+
+
+def listing(comments: Mapping[str, str]) -> str:
+    """Return names and what they stand for, one a line."""
+    width = max(map(len, comments), default=0)
+    return "\n".join(f"  {name:<{width}}  {what}" for name, what in comments.items())
 
 
 def override(key: str, value: str) -> str:
