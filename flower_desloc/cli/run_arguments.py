@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -37,22 +37,17 @@ class RunArguments:
     """One run of the app, validated before anything starts."""
 
     preset: str
-    given: list[str]
-    """The overrides on the command line, with absolute paths."""
     overrides: list[str]
-    """The overrides for the app: the given ones and those of the command's options."""
+    """With absolute paths."""
     config: Config
 
     @classmethod
     def parse(
-        cls,
-        preset: str,
-        overrides: Sequence[str],
-        add: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
+        cls, preset: str, overrides: Sequence[str], nodes: int | None = None
     ) -> "RunArguments":
         """Return the run of a command line, or end the command with exit code 2.
 
-        ``add`` returns the overrides of the command's own options, from the given ones.
+        ``nodes`` is the number of clients, all of which are needed unless the overrides say less.
         """
         with failing(USAGE, ConfigError):
             if not preset:
@@ -60,17 +55,23 @@ class RunArguments:
                 fail(USAGE, f"which preset? There are\n{known}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
-            given = _split(overrides)
-            every = [*given, *add(given)]
-            config = _load(preset, every)
+            words = _split(overrides)
+            if nodes is not None:
+                given = {word.partition("=")[0] for word in words}
+                if "federation.num_clients" in given:
+                    raise ConfigError("federation.num_clients: a deployment has --nodes instead")
+                words.append(f"federation.num_clients={nodes}")
+                if "federation.min_clients" not in given:
+                    words.append(f"federation.min_clients={nodes}")
+            config = _load(preset, words)
             if absolute := _absolute_paths(config):
-                given, every = [*given, *absolute], [*every, *absolute]
-                config = _load(preset, every)
+                words += absolute
+                config = _load(preset, words)
             config = with_init_from(config)
             check_streams(config)
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
-        return cls(preset, given, every, config)
+        return cls(preset, words, config)
 
     def run_config(self, output_dir: Path) -> dict[str, str]:
         """Return the run config for `flwr run`."""
