@@ -1,21 +1,16 @@
 """Training and held-out losses by client and by domain."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flower_desloc.runs.figures import measures, style
-from flower_desloc.runs.figures.curves import (
-    common_metric,
-    heldout,
-    heldout_parts,
-    mean,
-    metric_text,
-    reported,
-)
+from flower_desloc.runs.figures.curves import common_metric, heldout, heldout_parts, mean, reported
 from flower_desloc.runs.groups import SeedGroup, Spread, grouped
 from flower_desloc.runs.record import RunRecord
+from flower_desloc.runs.summary import metric_text
 
 KINDS = {"central": "domain", "federated": "client"}
 
@@ -25,10 +20,11 @@ def draw_losses(runs: Sequence[RunRecord]) -> Figure | None:
 
     Of several runs, the training loss as the mean over clients.
     """
+    trained = any(measures.TRAINING_LOSS.curves(run) for run in runs)
     if len(runs) > 1:
-        return measures.draw_training_loss(runs)
+        measure = replace(measures.TRAINING_LOSS, meaning="mean over clients, each step")
+        return measures.draw(runs, [measure], columns=1, height=3.6) if trained else None
     (run,) = runs
-    trained = bool(measures.TRAINING_LOSS.curves(run))
     domains = bool(heldout_parts(run, "loss", "central"))
     if not trained and not domains:
         return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.runs.groups import flat
 from flower_desloc.setup.build import check_streams
 from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, load_once
-from flower_desloc.tools.study.search import Search, nearest
+from flower_desloc.tools.study.search import Search
 
 _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
 _AXIS_VALUE: Final = ("config", "overrides", "sweep")
@@ -181,7 +182,7 @@ def _with_common_anchors(cells: Sequence[Cell]) -> Iterator[Cell]:
             yield cell
             continue
         anchor = anchors.setdefault((search.key, search.factor), search.anchor)
-        start = nearest(search.anchor, anchor, search.factor)
+        start = round(math.log(search.anchor / anchor) / math.log(search.factor))
         yield replace(cell, search=replace(search, anchor=anchor, start=start))
 
 
