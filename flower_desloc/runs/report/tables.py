@@ -51,11 +51,6 @@ class Tile:
     note: str = ""
 
 
-def sentence(run: RunRecord) -> str:
-    """Return in one sentence what was run."""
-    return f"{run.optimizer_and_clients}, task {run.task}, seed {run.seed}; {run.averaged}."
-
-
 def progress(run: RunRecord) -> str:
     """Return how far the run came."""
     done, planned = run.num_steps, run.summary["config"]["steps"]
