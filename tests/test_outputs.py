@@ -642,7 +642,7 @@ def test_the_panels_of_the_overview_show_the_numbers_of_the_record(
     ]
     fill(drifts, [run], DRIFT)
     for line, stream in zip(drifts.lines, PERIODS, strict=True):
-        assert [*line.get_ydata()] == [*drift(run, stream).y]
+        assert [*line.get_ydata()] == [*drift(run)[stream].y]
     assert drifts.get_yscale() == "log"
 
 

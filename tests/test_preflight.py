@@ -30,8 +30,8 @@ from flower_desloc.setup.sketch import Sketch
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.batches import TextBatch
 from flower_desloc.tasks.compute import TrainingLoss
+from flower_desloc.tools.dry_run import timed_step
 from flower_desloc.tools.engines.in_process import run_in_process
-from flower_desloc.tools.step_time import timed_step
 
 CPU = torch.device("cpu")
 TINY = (

@@ -24,7 +24,7 @@ from flower_desloc.flower.observer import Event, WindowRecord
 from flower_desloc.plan.evidence import measured
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
-from flower_desloc.runs.figures.curves import Band, Curve
+from flower_desloc.runs.figures.curves import Curve, aligned
 from flower_desloc.runs.groups import Spread
 from flower_desloc.runs.report import NoRunError, RunRecord, find, grouped, load, write_report
 from flower_desloc.runs.report.sections import sections
@@ -413,16 +413,6 @@ def test_events_are_counted_by_client_and_kind(tmp_path: Path) -> None:
     assert "events" in keys([loaded])
 
 
-def test_older_runs_without_events_list_the_clients_left_out(
-    tmp_path: Path,
-) -> None:
-    folder = happened(tmp_path).path
-    change_lines(folder, lambda line: line.pop("events"))
-    counts, told = event_counts(load(folder)), events(load(folder))
-    assert counts.rows == [["client-10", "2"]]
-    assert told.rows == [["0 to 48", "client-10", "left out", "2", "no reply"]]
-
-
 # The model of time
 
 
@@ -612,9 +602,8 @@ def test_seeds_evaluated_after_different_steps_are_interpolated():
     """With probabilistic windows the seeds have different steps, so a mean per step would jump."""
     line = Curve(np.array([2.0, 6.0]), np.array([4.0, 8.0]))
     other = Curve(np.array([1.0, 3.0, 5.0]), np.array([10.0, 30.0, 50.0]))
-    band = Band.of([line, other]).between()
-    np.testing.assert_array_equal(band.x, [2, 3, 5])
-    np.testing.assert_allclose(band.rows, [[4, 5, 7], [20, 30, 50]])
-    alone = Band.of([line]).between()
-    np.testing.assert_array_equal(alone.rows, [line.y])
-    assert not Band.of([]).between().x.size
+    table = aligned([line, other], interpolate=True)
+    np.testing.assert_array_equal(table.index, [2, 3, 5])
+    np.testing.assert_allclose(table, [[4, 20], [5, 30], [7, 50]])
+    np.testing.assert_array_equal(aligned([line], interpolate=True)[0], line.y)
+    assert aligned([], interpolate=True).empty

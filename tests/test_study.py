@@ -248,14 +248,14 @@ sweep: {key: optimizer.lr, max_runs: 5}
             for position in (-2, -3):
                 leave(store, cell.run(0, position), curve(3), diverged=True)
     rows = results(made, store)
-    assert [row.mean is None for row in rows] == [False] * 4 + [True] * 2
+    assert [row.spread.mean is None for row in rows] == [False] * 4 + [True] * 2
     for cell, row in zip(made.cells[:4], rows, strict=False):
         scores = [ends[cell.run(seed, 1).title] + 3 / 48 for seed in (0, 1, 2)]
         assert row.tuned == cell.search.value(1) == 0.00297
         assert row.bracketed
         assert row.tried[cell.search.value(2)] == math.inf
-        assert row.mean == pytest.approx(np.mean(scores), rel=1e-12)
-        assert row.std == pytest.approx(np.std(scores, ddof=1), rel=1e-12)
+        assert row.spread.mean == pytest.approx(np.mean(scores), rel=1e-12)
+        assert row.spread.std == pytest.approx(np.std(scores, ddof=1), rel=1e-12)
     headings, lines = table(rows)
     assert headings == [
         "method", "data", "tuned", "final held-out loss", "seeds", "sent by a client",
@@ -263,7 +263,8 @@ sweep: {key: optimizer.lr, max_runs: 5}
     ]  # fmt: skip
     # Of 48 steps: params 12 times, exp_avg 4, exp_avg_sq 2, of 1000 bytes each.
     assert lines[0] == [
-        "DES-LOC", "IID", "lr 0.00297", f"{rows[0].mean:.4f} ± {rows[0].std:.4f}", "3", "18.0 kB",
+        "DES-LOC", "IID", "lr 0.00297",
+        f"{rows[0].spread.mean:.4f} ± {rows[0].spread.std:.4f}", "3", "18.0 kB",
         "2.00 times", "2.67 times", "0:12",
     ]  # fmt: skip
     assert lines[2][5:7] == ["36.0 kB", "1.00 times"]
@@ -271,7 +272,7 @@ sweep: {key: optimizer.lr, max_runs: 5}
     assert markdown(rows).count("\n") == 1 + len(rows)
     write(rows, store.path)
     cells = json.loads((store.path / "results.json").read_text())["cells"]
-    assert [cell["std"] for cell in cells] == [row.std for row in rows]
+    assert [cell["std"] for cell in cells] == [row.spread.std for row in rows]
     assert cells[4]["tried"] == dict.fromkeys(
         (f"{made.cells[4].search.value(p):g}" for p in range(-3, 2)), None
     )
@@ -287,7 +288,11 @@ def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
     for seed, end in enumerate((1.0, 2.0, 3.0)):
         leave(store, made.cells[0].run(seed), curve(end), diverged=seed == 2)
     [row] = results(made, store)
-    assert (row.diverged, row.mean, row.std) == (1, 1.5 + 3 / 16, pytest.approx(0.5**0.5))
+    assert (row.diverged, row.spread.mean, row.spread.std) == (
+        1,
+        1.5 + 3 / 16,
+        pytest.approx(0.5**0.5),
+    )
     assert "diverged" in table([row])[0]
 
 
@@ -353,7 +358,7 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
     store = Store(tmp_path, made.name)
     assert run_study(made, store, Here(), Quiet()) == {}
     [row] = results(made, store)
-    assert row.mean is not None
+    assert row.spread.mean is not None
     assert "-" not in table([row])[1][0][len(made.axes) :]
 
 
@@ -380,7 +385,7 @@ axes:
     assert run_study(made, store, Here(), view) == {}
     rows = results(made, store)
     assert [row.diverged for row in rows] == [1] * 6, view.messages
-    assert [row.mean for row in rows] == [None] * 6
+    assert [row.spread.mean for row in rows] == [None] * 6
     assert all(cells[1] == "diverged" for cells in table(rows)[1])
 
 

@@ -53,17 +53,13 @@ def desloc(
     os.environ[IMPORT_FROM] = os.getcwd()  # noqa: PTH109  # also for the processes of a run
 
 
-app.command()(run.run)
-app.command()(federate.federate)
-app.command()(report.report)
-app.command()(partition.partition)
-app.command()(plan.plan)
-app.command()(study.study)
-app.command()(export.export)
-app.command()(evaluate.evaluate)
-app.command()(generate.generate)
-for verb in (toy.toy, supernode.supernode):  # they pass their arguments on
+for verb in (
+    *(run.run, federate.federate, report.report, partition.partition, plan.plan, study.study),
+    *(export.export, evaluate.evaluate, generate.generate),
+):
+    app.command()(verb)
+for wrapper in (toy.toy, supernode.supernode):  # they pass their arguments on
     app.command(
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(verb)
+    )(wrapper)

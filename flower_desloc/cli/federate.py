@@ -51,7 +51,7 @@ def federate(
     federation.min_clients unless it is set. A SuperNode that dies is restarted. No process is left
     behind; the exit code is that of `desloc run`.
     """
-    arguments = RunArguments.parse(preset, overrides or [], lambda given: _quorum(given, nodes))
+    arguments = RunArguments.parse(preset, overrides or [], nodes)
     output_dir = begun_in(arguments.config, output_dir.expanduser().resolve())
     with failing(USAGE, ConfigError):
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
@@ -59,7 +59,8 @@ def federate(
     config = arguments.config
     command = flwr_run(APP_FOLDER, arguments.run_config(output_dir))
     typer.echo(shlex.join(command))
-    again = ["desloc", "federate", arguments.preset, *arguments.given, "--nodes", str(nodes)]
+    words = [w for w in arguments.overrides if not w.startswith("federation.num_clients=")]
+    again = ["desloc", "federate", arguments.preset, *words, "--nodes", str(nodes)]
     for path in data_path or []:
         again += ["--data-path", str(path.expanduser().resolve())]
     again += [part for name in device or [] for part in ("--device", name)]
@@ -72,15 +73,6 @@ def federate(
             status = deploy(command, sites, config.federation.client_cpus, verbose=verbose)
         if not status.completed:
             fail(FAILED, status.error)
-
-
-def _quorum(words: Sequence[str], nodes: int) -> list[str]:
-    """Return the overrides of the number of clients: all nodes, unless the user states a quorum."""
-    given = {word.partition("=")[0] for word in words}
-    if "federation.num_clients" in given:
-        raise ConfigError("federation.num_clients: a deployment has --nodes instead")
-    own = {"federation.num_clients": nodes, "federation.min_clients": nodes}
-    return [f"{key}={value}" for key, value in own.items() if key not in given]
 
 
 def _node_configs(

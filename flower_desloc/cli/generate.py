@@ -1,7 +1,7 @@
 """`desloc generate`: text from a trained language model."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,16 +21,35 @@ def generate(
     of transformers, or a name on the hub. Prompt and new tokens together are limited to the model's
     maximum length: for a run that is `data.seq_len` tokens.
     """
-    # transformers takes seconds to import.
-    from flower_desloc.tools.models.generate import generate as continue_text
+    # These take seconds to import.
+    import torch
+    from transformers import TextStreamer
+
+    from flower_desloc.tasks.quiet import quiet
     from flower_desloc.tools.models.model import load
 
     if not 0 <= temperature < math.inf:
         fail(USAGE, f"--temperature {temperature}: must be a number at least 0")
     with failing(USAGE, ValueError):
         model, tokenizer = load(source)
-        count = continue_text(
-            model, tokenizer, prompt, tokens=tokens, temperature=temperature, seed=seed
+    start = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    length = start.shape[1]
+    longest = getattr(model.config, "max_position_embeddings", None) or length + tokens
+    if not length:
+        fail(USAGE, "the prompt is empty; give some text to continue")
+    if length >= longest:
+        fail(USAGE, f"the prompt has {length} tokens; the model takes {longest} at most")
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    torch.manual_seed(seed)
+    with quiet(), torch.no_grad():
+        out = model.generate(
+            start,
+            attention_mask=torch.ones_like(start),
+            max_new_tokens=min(tokens, longest - length),
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            pad_token_id=pad,
+            **(sampling if temperature else {"do_sample": False}),
         )
-    if count < tokens:
+    if (count := out.shape[1] - length) < tokens:
         typer.echo(f"({count} tokens: end of the text or of the model's length)", err=True)

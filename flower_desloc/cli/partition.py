@@ -12,7 +12,6 @@ from flower_desloc.cli.run_arguments import Overrides, Preset
 from flower_desloc.cli.terminal import USAGE, failing
 from flower_desloc.config import load
 from flower_desloc.config.units import TEXT, percent_text, size_text
-from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
 from flower_desloc.runs.terminal import number_table
 from flower_desloc.setup.initial import with_init_from
 from flower_desloc.tasks import Site, build_task
@@ -33,6 +32,9 @@ def partition(
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
     settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
     """
+    # matplotlib takes a second to import.
+    from flower_desloc.runs.figures.partition import draw_partition, title, unlikeness_text
+
     with failing(USAGE, ValueError):
         config = with_init_from(load(preset, overrides or []))
         task, number = build_task(config), config.federation.num_clients

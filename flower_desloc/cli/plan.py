@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 
 from flower_desloc.cli.limits import at_least_one, at_least_zero, below_one, option, positive
-from flower_desloc.cli.listing import listing, opening_comments
-from flower_desloc.cli.run_arguments import Overrides, Preset
+from flower_desloc.cli.run_arguments import Overrides, Preset, listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run

@@ -3,14 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flower_desloc.cli.listing import listing, opening_comments
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
 from flower_desloc.config.run_config import app_run_config
@@ -37,22 +37,17 @@ class RunArguments:
     """One run of the app, validated before anything starts."""
 
     preset: str
-    given: list[str]
-    """The overrides on the command line, with absolute paths."""
     overrides: list[str]
-    """The overrides for the app: the given ones and those of the command's options."""
+    """With absolute paths."""
     config: Config
 
     @classmethod
     def parse(
-        cls,
-        preset: str,
-        overrides: Sequence[str],
-        add: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
+        cls, preset: str, overrides: Sequence[str], nodes: int | None = None
     ) -> "RunArguments":
         """Return the run of a command line, or end the command with exit code 2.
 
-        ``add`` returns the overrides of the command's own options, from the given ones.
+        ``nodes`` is the number of clients, all of which are needed unless the overrides say less.
         """
         with failing(USAGE, ConfigError):
             if not preset:
@@ -60,17 +55,23 @@ class RunArguments:
                 fail(USAGE, f"which preset? There are\n{known}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
-            given = _split(overrides)
-            every = [*given, *add(given)]
-            config = _load(preset, every)
+            words = _split(overrides)
+            if nodes is not None:
+                given = {word.partition("=")[0] for word in words}
+                if "federation.num_clients" in given:
+                    raise ConfigError("federation.num_clients: a deployment has --nodes instead")
+                words.append(f"federation.num_clients={nodes}")
+                if "federation.min_clients" not in given:
+                    words.append(f"federation.min_clients={nodes}")
+            config = _load(preset, words)
             if absolute := _absolute_paths(config):
-                given, every = [*given, *absolute], [*every, *absolute]
-                config = _load(preset, every)
+                words += absolute
+                config = _load(preset, words)
             config = with_init_from(config)
             check_streams(config)
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
-        return cls(preset, given, every, config)
+        return cls(preset, words, config)
 
     def run_config(self, output_dir: Path) -> dict[str, str]:
         """Return the run config for `flwr run`."""
@@ -79,6 +80,21 @@ class RunArguments:
             "overrides": " ".join(self.overrides),
             "output-dir": str(output_dir.expanduser().resolve()),
         }
+
+
+def opening_comments(folder: Path) -> dict[str, str]:
+    """Return the comment that each YAML file of a folder opens with, by the file's stem."""
+    comments = {}
+    for path in sorted(folder.glob("*.yaml")):
+        lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        comments[path.stem] = " ".join(word for line in lines for word in line.lstrip("#").split())
+    return comments
+
+
+def listing(comments: Mapping[str, str]) -> str:
+    """Return names and what they stand for, one a line."""
+    width = max(map(len, comments), default=0)
+    return "\n".join(f"  {name:<{width}}  {what}" for name, what in comments.items())
 
 
 def override(key: str, value: str) -> str:

@@ -8,17 +8,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flower_desloc.cli.listing import listing, opening_comments
-from flower_desloc.cli.run_arguments import OutputDir, Overrides, Preset
+from flower_desloc.cli.run_arguments import (
+    OutputDir,
+    Overrides,
+    Preset,
+    listing,
+    opening_comments,
+)
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
 from flower_desloc.config.app_folder import STUDIES
 from flower_desloc.runs.terminal import number_table
 from flower_desloc.tools.study.cells import CellState, counts, study_state
 from flower_desloc.tools.study.grid import Study
-from flower_desloc.tools.study.progress import StudyProgress
 from flower_desloc.tools.study.results import table, write
-from flower_desloc.tools.study.run_study import run_study
+from flower_desloc.tools.study.run_study import StudyProgress, run_study
 from flower_desloc.tools.study.store import Store
 from flower_desloc.tools.study.study_file import read_study
 from flower_desloc.tools.study.workers import WorkerPool, default_jobs

@@ -13,8 +13,6 @@ NEAR: Final = 4
 """Distance up to which a measurement says something of a run."""
 SAFE: Final = 0.5
 """Per cent of loss above Local below which rare averages count as harmless."""
-OTHER_KIND: Final = "measurements differ in averaged streams, formats, bound or delay"
-"""Why the distance of all measurements is infinite."""
 NOISE: Final = 8
 """Largest ratio of the gradient noise scale to a worker's batch in the measurements."""
 
@@ -105,6 +103,20 @@ def nearest(
         order = not same, round(near, 3), gap.bound != bound, gap.partition != partition
         found.append((order, near if same else math.inf, gap))
     return [(apart, gap) for _, apart, gap in sorted(found, key=lambda each: each[0])]
+
+
+def unknown(apart: float, noise_scale: float | None = None) -> str:
+    """Return why the nearest measurement, at this distance, says nothing of a run; "" if it does.
+
+    ``noise_scale`` is the run's, in batches of a worker.
+    """
+    if math.isinf(apart):
+        return "measurements differ in averaged streams, formats, bound or delay"
+    if apart > NEAR:
+        return "no measurement is near this run's model, batch and periods"
+    if noise_scale is not None and noise_scale > NOISE:
+        return f"noisier than measured, above {NOISE} times the batch"
+    return ""
 
 
 def _relative(periods: Periods) -> tuple[float, ...]:

@@ -55,7 +55,10 @@ def planned_run(
     Raises ``ValueError`` if the configuration lacks something that a plan needs.
     """
     num_params = num_params or model_size(config)
-    workers = workers or num_workers(config)
+    if workers is None:  # the clients of a window when all are online
+        clients = config.federation
+        drawn = max(clients.min_clients, round(clients.fraction_train * clients.num_clients))
+        workers = min(drawn, clients.num_clients)
     if tokens is None and config.task == TEXT:
         tokens = workers * config.data.batch_size * config.data.seq_len
     if step_seconds is None:
@@ -107,7 +110,9 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
         )
     if BUFFERS in config.sync:
         raise ConfigError(f"sync.{BUFFERS}: a plan does not know their size; leave it out")
-    rho = rho or gradient_bound(config)
+    clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
+    # A coordinate is at most the norm.
+    rho = rho or min((clip for clip in clips if clip is not None), default=None)
     return tuple(
         PlannedStream(
             name=name,
@@ -130,24 +135,10 @@ def model_size(config: Config) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def gradient_bound(config: Config) -> float | None:
-    """Return rho, the bound on every coordinate of a clipped gradient; None without clipping."""
-    # A coordinate is at most the norm.
-    clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
-    return min((clip for clip in clips if clip is not None), default=None)
-
-
 def dtype_bytes(config: Config) -> int:
     """Return the bytes of one value of a stream."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     return dtype.itemsize
-
-
-def num_workers(config: Config) -> int:
-    """Return how many clients train in a window when all are online."""
-    federation = config.federation
-    number = max(federation.min_clients, round(federation.fraction_train * federation.num_clients))
-    return min(number, federation.num_clients)
 
 
 def _beta(config: Config, name: str) -> float | None:

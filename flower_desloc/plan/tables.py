@@ -15,7 +15,7 @@ from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
 from flower_desloc.plan.advice import can_bound, reasons, recommended, warnings
-from flower_desloc.plan.evidence import NEAR, OTHER_KIND, SAFE, MeasuredGap, nearest
+from flower_desloc.plan.evidence import SAFE, MeasuredGap, nearest, unknown
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
@@ -58,14 +58,13 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             f"{payloads:.3g} payloads"
         )
         console.print(Text(remark, style="dim"))
-    tokens = run.tokens / run.workers if run.tokens else None
     gaps = []
-    if tokens:
+    if run.tokens:
         gaps = nearest(
             run.optimizer,
             run.periods,
             run.num_params,
-            tokens,
+            run.tokens / run.workers,
             bound=run.bound,
             formats=run.formats,
             partition=run.partition,
@@ -155,10 +154,8 @@ def _bytes(run: PlannedRun) -> Table:
 
 def _verdict(apart: float, gap: MeasuredGap) -> str:
     """Return in words what the nearest measurement says of this run."""
-    if math.isinf(apart):
-        return f"unknown: {OTHER_KIND}"
-    if apart > NEAR:
-        return "unknown: no measurement is near this run's model, batch and periods"
+    if why := unknown(apart):
+        return f"unknown: {why}"
     if gap.is_safe:
         return f"safe: the nearest measurement is within {SAFE:g}% of Local"
     return f"not shown to be safe: the nearest measurement reaches {gap.high:+.2f}%"
@@ -182,28 +179,22 @@ def _gaps(gaps: Iterable[MeasuredGap]) -> Table:
 def _times(run: PlannedRun, topology: Topology) -> Table:
     share = f"{run.share:.3g}x at"
     table = _table("method", "waiting a step", "the run", "computing", share, "1x at")
-    for method in run.methods:
-        waiting = run.waiting(method, topology)
+
+    def cells(waiting: float) -> list[str]:
         step = run.compute + waiting
+        total = units.seconds_text(run.steps * step)
+        return [units.seconds_text(waiting), total, f"{100 * run.compute / step:.3g}%"]
+
+    for method in run.methods:
         enough = (run.bandwidth_for(method, topology, s) for s in (run.share, 1))
         table.add_row(
             method.name,
-            units.seconds_text(waiting),
-            units.seconds_text(run.steps * step),
-            f"{100 * run.compute / step:.3g}%",
+            *cells(run.waiting(method, topology)),
             *("none" if b is None else units.bandwidth_text(b) if b else "any" for b in enough),
             style="bold" if method is run.desloc else None,
         )
         if method is run.desloc and run.delay and topology is Topology.STAR:
-            waiting = run.late_waiting()
-            step = run.compute + waiting
-            table.add_row(
-                f"  late by {run.delay}",
-                units.seconds_text(waiting),
-                units.seconds_text(run.steps * step),
-                f"{100 * run.compute / step:.3g}%",
-                style="bold",
-            )
+            table.add_row(f"  late by {run.delay}", *cells(run.late_waiting()), style="bold")
     return table
 
 

@@ -50,6 +50,20 @@ class Spread:
         mean = fmean(numbers) if numbers else None
         return cls(mean, stdev(numbers) if len(numbers) > 1 else None, len(numbers), len(values))
 
+    def text(self, digits: int) -> str:
+        """Return mean ± standard deviation, and of how many values if some are not finite.
+
+        >>> Spread.of([1.0, 3.0]).text(2), Spread.of([1.0, None]).text(1), Spread.of([]).text(1)
+        ('2.00 ± 1.41', '1.0 (1 of 2)', '')
+        """
+        if self.mean is None:
+            return ""
+        text = f"{self.mean:.{digits}f}"
+        if self.std is not None:
+            text += f" ± {self.std:.{digits}f}"
+        partly = self.numbers < self.count
+        return f"{text} ({self.numbers} of {self.count})" if partly else text
+
 
 @dataclass(frozen=True)
 class SeedGroup:

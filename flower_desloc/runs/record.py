@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flower_desloc.config import Config, parse
+from flower_desloc.config import parse
 from flower_desloc.config.units import count_text, periods_text
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import Plan
@@ -111,19 +111,15 @@ class RunRecord:
         data: Mapping[str, Mapping[str, int]] = self.summary.get("client_data") or {}
         return {name: data[name] for name in sorted(data, key=natural)}
 
-    @cached_property
+    @property
     def where(self) -> str:
         """Place where the averaged model was evaluated: ``central``, otherwise ``federated``."""
-        places = {where for line in self.lines for where in line.get("evaluation", {})}
-        return "federated" if places == {"federated"} else "central"
+        return "federated" if self.summary["evaluation"].keys() == {"federated"} else "central"
 
     def final(self, metric: str) -> float | None:
         """Return a held-out metric of the last evaluation; None without one, or not finite."""
-        for line in reversed(self.lines):
-            if self.where in line.get("evaluation", {}):
-                value = line["evaluation"][self.where]["overall"].get(metric)
-                return None if value is None else float(value)
-        return None
+        value = self.summary["evaluation"].get(self.where, {}).get(metric, {}).get("final")
+        return None if value is None else float(value)
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
@@ -159,7 +155,11 @@ def load(path: Path) -> RunRecord:
         lines = list(read_lines(folder.metrics))
     if not folder.summary.exists():
         with _reading(folder.config, "not a configuration of this version"):
-            return RunRecord(path, config, lines, _unfinished(parse(text), lines))
+            settings = parse(text)
+            steps, sizes = settings.run.steps, _sizes(lines)
+            plan = Plan(num_steps=steps, num_windows=0, stream_bytes=sizes, clients={})
+            summary = build(lines, config=settings, plan=plan, status="unfinished")
+            return RunRecord(path, config, lines, summary)
     with _reading(folder.summary, "not the summary of a run"):
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
         if missing := {"status", "config", "bytes"} - {*summary}:
@@ -196,13 +196,7 @@ def natural(text: str) -> list[Any]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def _unfinished(config: Config, lines: Sequence[Line]) -> dict[str, Any]:
-    sizes = _stream_sizes(lines)
-    plan = Plan(num_steps=config.run.steps, num_windows=0, stream_bytes=sizes, clients={})
-    return build(lines, config=config, plan=plan, status="unfinished")
-
-
-def _stream_sizes(lines: Iterable[Line]) -> dict[str, int]:
+def _sizes(lines: Iterable[Line]) -> dict[str, int]:
     """Return the size of each stream that was sent."""
     sizes: dict[str, int] = {}
     for line in lines:

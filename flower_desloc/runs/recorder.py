@@ -1,7 +1,8 @@
 """The observer that writes everything about a run: files, curves, terminal output, figures."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Self, TextIO
@@ -16,10 +17,6 @@ from flower_desloc.runs.tensorboard import TensorBoard
 from flower_desloc.runs.terminal import TerminalView
 
 _log = logging.getLogger(__name__)
-
-
-View = TensorBoard | TerminalView
-"""Output that a run can do without."""
 
 
 class RunRecorder(Observer):
@@ -48,11 +45,12 @@ class RunRecorder(Observer):
         self._folder = folder
         self._plan: Plan | None = None
         self._finished = False
-        self._views: dict[str, View] = {}
-        resumed_at = resumed.step if resumed else None
+        self._views: list[TensorBoard | TerminalView] = []
         folder.write_config(resumed.settings if resumed else dump(config))
-        self._open("TensorBoard", lambda: TensorBoard(folder.tensorboard, resumed_at))
-        self._open("the terminal", lambda: TerminalView(config, folder.path, stream))
+        with _optional("TensorBoard"):
+            self._views.append(TensorBoard(folder.tensorboard, resumed.step if resumed else None))
+        with _optional("TerminalView"):
+            self._views.append(TerminalView(config, folder.path, stream))
 
     def started(self, plan: Plan) -> None:
         """Keep the plan, and draw the partition of the data."""
@@ -61,7 +59,12 @@ class RunRecorder(Observer):
         for line in read_lines(self._folder.metrics):  # of a run that resumes
             self._for_views(lambda view: view.replay(line))  # noqa: B023 - called at once
         if data := client_data(plan):
-            _attempt("partition.png", lambda: _draw_partition(self._config, data, self._folder))
+            with _optional("partition.png"):
+                # Matplotlib takes a second to import.
+                from flower_desloc.runs.figures.partition import draw_partition, title
+
+                task, headline = self._config.task, title(self._config)
+                draw_partition(data, self._folder.partition, task=task, title=headline)
 
     def joined(self, client: str, about: Mapping[str, str]) -> None:
         """Print who joined."""
@@ -97,8 +100,14 @@ class RunRecorder(Observer):
         try:
             self._folder.write_summary(summary)
         finally:
-            _attempt("overview.png", lambda: _draw_overview(record, self._folder))
-            _attempt("report.html", lambda: _write_report(record, self._folder))
+            with _optional("overview.png"):
+                from flower_desloc.runs.figures.overview import draw
+
+                draw(record, self._folder.picture)
+            with _optional("report.html"):
+                from flower_desloc.runs.report import write_page
+
+                write_page([record], self._folder.report)
             self._for_views(lambda view: view.finish(record))
 
     def __enter__(self) -> Self:
@@ -119,13 +128,12 @@ class RunRecorder(Observer):
             # Not raised: the first error is the one to see.
             _log.warning("the summary of the failed run was not written: %s", second)
 
-    def _open(self, name: str, view: Callable[[], View]) -> None:
-        _attempt(name, lambda: self._views.update({name: view()}))
-
-    def _for_views(self, call: Callable[[View], None]) -> None:
-        for name, view in list(self._views.items()):
-            if not _attempt(name, lambda: call(view)):  # noqa: B023 - called at once
-                del self._views[name]
+    def _for_views(self, call: Callable[[TensorBoard | TerminalView], None]) -> None:
+        for view in list(self._views):
+            self._views.remove(view)
+            with _optional(type(view).__name__):
+                call(view)
+                self._views.append(view)
 
 
 def to_line(record: WindowRecord) -> Line:
@@ -166,34 +174,10 @@ def _reason(error: BaseException) -> str:
     return ": ".join(filter(None, [type(error).__name__, str(error)]))
 
 
-def _attempt(name: str, output: Callable[[], object]) -> bool:
-    """Return whether ``output`` succeeded; log its error if it failed."""
+@contextmanager
+def _optional(name: str) -> Iterator[None]:
+    """Log an error of an output that the run can do without."""
     try:
-        output()
+        yield
     except Exception as error:
         _log.warning("%s failed and is left out; the run is not affected: %r", name, error)
-        return False
-    return True
-
-
-# Matplotlib takes a second to import, so these import it when they are called.
-
-
-def _draw_partition(
-    config: Config, data: Mapping[str, Mapping[str, int]], folder: RunFolder
-) -> None:
-    from flower_desloc.runs.figures.partition import draw_partition, title
-
-    draw_partition(data, folder.partition, task=config.task, title=title(config))
-
-
-def _draw_overview(record: RunRecord, folder: RunFolder) -> None:
-    from flower_desloc.runs.figures.overview import draw
-
-    draw(record, folder.picture)
-
-
-def _write_report(record: RunRecord, folder: RunFolder) -> None:
-    from flower_desloc.runs import report
-
-    report.write_page([record], folder.report)

@@ -8,7 +8,7 @@ from statistics import fmean, median, pstdev
 from typing import Any, Literal
 
 from flower_desloc import __version__
-from flower_desloc.config import Config
+from flower_desloc.config import Config, units
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.metrics import NOISE_SCALE
@@ -31,6 +31,12 @@ OTHER_METHODS = {"local_adam": "Local Adam", "ddp": "DDP"}
 """The methods that a run's bytes are compared with, and their names."""
 
 _NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
+
+
+def metric_text(value: float | None, metric: str) -> str:
+    """Return a metric's value as text."""
+    texts = {"accuracy": units.percent_text, "perplexity": units.figures}
+    return texts.get(metric, units.loss_text)(value)
 
 
 def versions() -> dict[str, str]:
@@ -66,11 +72,7 @@ def build(
     payload = sent + measured["down"]["total"]
     framed = measured["framed_up"] + measured["framed_down"]
     others = {name: counts[name]["up"]["total"] for name in OTHER_METHODS}
-    places = [
-        where
-        for where in ("central", "federated")
-        if any(where in line.get("evaluation", {}) for line in lines)
-    ]
+    seen = {where for line in lines for where in line.get("evaluation", {})}
     return {
         "status": status,
         "error": error,
@@ -96,7 +98,7 @@ def build(
             stream: sum(stream in line["streams"] for line in windows)
             for stream in schedule.periods
         },
-        "evaluation": {where: _evaluation(lines, where) for where in places},
+        "evaluation": {where: _evaluation(lines, where) for where in sorted(seen)},
         "fairness": fairness(lines),
         "noise_scale": noise_scale(lines),
         "client_data": client_data(plan),

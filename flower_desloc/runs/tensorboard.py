@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.record import RunRecord
 
-_METRICS = ("loss", "accuracy", "perplexity", "bits_per_byte")
+_METRICS = {"loss", "accuracy", "perplexity", "bits_per_byte"}
 
 
 class TensorBoard:
@@ -48,15 +47,21 @@ class TensorBoard:
 
     def window(self, line: Line) -> None:
         """Write the window, and flush."""
-        step = line["step"]
-        self._steps(line)
-        for name, client in line["clients"].items():
+        step, clients = line["step"], line["clients"]
+        for name, client in clients.items():
+            self._curve(f"loss/{name}", client["losses"], line)
+            self._curve(f"grad_norm/{name}", client["grad_norms"], line)
             self._add(f"update_norm/{name}", client["update_norm"], step)
             self._add(f"param_norm/{name}", client["param_norm"], step)
+        losses = zip(*(client["losses"] for client in clients.values()), strict=False)
+        self._curve("loss/mean", [fmean(each) for each in losses], line)
+        for client in list(clients.values())[:1]:  # all clients have the same learning rate
+            self._curve("learning_rate", client["learning_rates"], line)
         for where, evaluation in line.get("evaluation", {}).items():
-            self._evaluation(f"heldout_{{}}/{where}", evaluation["overall"], step)
-            for part, metrics in evaluation["parts"].items():
-                self._evaluation(f"heldout_{{}}/{where}/{part}", metrics, step)
+            parts = {f"{where}/{part}": values for part, values in evaluation["parts"].items()}
+            for tag, metrics in {where: evaluation["overall"], **parts}.items():
+                for metric in sorted(metrics.keys() & _METRICS):
+                    self._add(f"heldout_{metric}/{tag}", metrics[metric], step)
         for stream, drift in line["drift"].items():
             if drift["norm"]:
                 self._add(f"drift/{stream}", drift["spread"] / drift["norm"], step)
@@ -71,24 +76,9 @@ class TensorBoard:
         """Close the file."""
         self._writer.close()
 
-    def _steps(self, line: Line) -> None:
-        clients = line["clients"]
-        for name, client in clients.items():
-            self._curve(f"loss/{name}", client["losses"], line)
-            self._curve(f"grad_norm/{name}", client["grad_norms"], line)
-        losses = zip(*(client["losses"] for client in clients.values()), strict=False)
-        self._curve("loss/mean", [fmean(each) for each in losses], line)
-        for client in list(clients.values())[:1]:  # all clients have the same learning rate
-            self._curve("learning_rate", client["learning_rates"], line)
-
     def _curve(self, tag: str, values: list[float], line: Line) -> None:
         for step, value in enumerate(values, line["start"] + 1):
             self._add(tag, value, step)
-
-    def _evaluation(self, tag: str, metrics: Mapping[str, Any], step: int) -> None:
-        for metric in _METRICS:
-            if metric in metrics:
-                self._add(tag.format(metric), metrics[metric], step)
 
     def _add(self, tag: str, value: float, step: int) -> None:
         self._writer.add_scalar(tag, value, step)

@@ -5,7 +5,7 @@ Most users see the lines: under Flower the output of the server app goes to a lo
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,23 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from flower_desloc.config import Config
-from flower_desloc.config.units import (
-    bytes_text,
-    count_text,
-    duration_text,
-    figures,
-    loss_text,
-    percent_text,
-    period_text,
-    periods_text,
-)
+from flower_desloc.config import Config, units
 from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.record import RunRecord
-from flower_desloc.runs.summary import OTHER_METHODS
+from flower_desloc.runs.summary import OTHER_METHODS, metric_text
 from flower_desloc.setup.build import build_schedule
 
 _MAX_WINDOW_LINES = 200
@@ -58,7 +48,10 @@ class TerminalView:
         self._steps, self._seconds = 0, 0.0  # of the windows so far
         for text in self._opening():
             self._print(text)
-        if _is_terminal(self._stream):
+        # Flower copies what is printed into the run's log by replacing `write` on the stream;
+        # a progress bar would fill that log with every redraw.
+        copied = "write" in getattr(self._stream, "__dict__", {})
+        if self._stream.isatty() and not copied:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
@@ -88,7 +81,7 @@ class TerminalView:
         for client, reason in line["left_out"].items():
             one_line = " ".join(reason.split())  # a client's error may contain its traceback
             self._print(f"{step}  left out: {client}: {one_line}")
-        loss, left = loss_text(line["train_loss"]), self._times(line["step"])
+        loss, left = units.loss_text(line["train_loss"]), self._times(line["step"])
         if self._bar:
             state = f"loss {loss}  up {self._traffic()}  {left}"
             self._bar.update(self._bar.task_ids[0], completed=line["step"], state=state)
@@ -113,21 +106,20 @@ class TerminalView:
     def _opening(self) -> Iterator[str]:
         plan, run = self._plan, self._config.run
         schedule, coins = self._schedule, self._schedule.coin_seed is not None
-        sizes = ", ".join(f"{s} {bytes_text(size)}" for s, size in plan.stream_bytes.items())
+        sizes = ", ".join(f"{s} {units.bytes_text(size)}" for s, size in plan.stream_bytes.items())
         yield (
             f"run {run.name}: {plan.num_steps} steps in {plan.num_windows} windows, "
             f"{len(plan.clients)} clients, {self._config.optimizer.name}"
         )
-        by = ", by coin" if coins else ""
-        late = self._config.sync_delay
-        yield (
-            "averaged: "
-            + periods_text(schedule.periods, coins=coins, phases=schedule.phases, delay=late)
-            + by
+        averaged = units.periods_text(
+            schedule.periods, coins=coins, phases=schedule.phases, delay=self._config.sync_delay
         )
+        yield f"averaged: {averaged}{', by coin' if coins else ''}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
-            sizes = ", ".join(f"{s} {f} {bytes_text(plan.wire_bytes[s])}" for s, f in wire.items())
+            sizes = ", ".join(
+                f"{s} {f} {units.bytes_text(plan.wire_bytes[s])}" for s, f in wire.items()
+            )
             yield f"compressed: {sizes}"
         for client, about in [*plan.clients.items()][:_MAX_NAMED_CLIENTS]:
             yield f"client {client}{_about(about)}"
@@ -137,15 +129,17 @@ class TerminalView:
 
     def _traffic(self) -> str:
         others = {"Local Adam": sum(self._uploads.local_adam.values()), "DDP": self._uploads.ddp}
-        listed = ", ".join(f"{name} {bytes_text(count)}" for name, count in others.items() if count)
-        return f"{bytes_text(self._sent_up):>7} ({listed})"
+        listed = ", ".join(
+            f"{name} {units.bytes_text(count)}" for name, count in others.items() if count
+        )
+        return f"{units.bytes_text(self._sent_up):>7} ({listed})"
 
     def _times(self, step: int) -> str:
-        elapsed = duration_text(time.monotonic() - self._begin)
+        elapsed = units.duration_text(time.monotonic() - self._begin)
         if not self._steps:
             return elapsed
         left = self._seconds / self._steps * (self._plan.num_steps - step)
-        return f"{elapsed}, {duration_text(left)} left"
+        return f"{elapsed}, {units.duration_text(left)} left"
 
     def _print(self, text: str) -> None:
         if self._bar:
@@ -177,11 +171,11 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
         del columns["Local Adam"]
     about = {
-        stream: (period_text(period), str(summary["syncs"][stream]))
+        stream: (units.period_text(period), str(summary["syncs"][stream]))
         for stream, period in summary["config"]["periods"].items()
     }
     rows = [
-        [stream, *cells, *(bytes_text(column.get(stream, 0)) for column in columns.values())]
+        [stream, *cells, *(units.bytes_text(column.get(stream, 0)) for column in columns.values())]
         for stream, cells in {**about, "total": ("", "")}.items()
     ]
     page = StringIO()
@@ -193,68 +187,64 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
 def _results(summary: Mapping[str, Any]) -> Iterator[str]:
     counts, ratio = summary["bytes"], summary["ratio"]
     others = [
-        f"{name} {bytes_text(counts[method]['up']['total'])}, "
-        f"{figures(ratio[method])} times as much"
+        f"{name} {units.bytes_text(counts[method]['up']['total'])}, "
+        f"{units.figures(ratio[method])} times as much"
         for method, name in OTHER_METHODS.items()
         if ratio[method] is not None
     ]
     if others:
-        yield f"sent up {bytes_text(counts['measured']['up']['total'])}; {'; '.join(others)}"
+        yield f"sent up {units.bytes_text(counts['measured']['up']['total'])}; {'; '.join(others)}"
     for where, name in (("central", "held-out loss"), ("federated", "held-out loss on clients")):
         course = summary["evaluation"].get(where, {})
         if "loss" in course:
-            metrics = {"perplexity": figures, "accuracy": percent_text}
-            more = [
-                f"{m} {_from_to(course[m], text)}" for m, text in metrics.items() if m in course
-            ]
-            yield "; ".join([f"{name}: {_from_to(course['loss'], loss_text)}", *more])
+            metrics = [m for m in ("perplexity", "accuracy") if m in course]
+            more = [f"{metric} {_from_to(course[metric], metric)}" for metric in metrics]
+            yield "; ".join([f"{name}: {_from_to(course['loss'], 'loss')}", *more])
     yield from _by_client(summary.get("fairness"))
     for resumed in summary.get("resumed", []):
-        again = count_text(resumed["windows_again"], "window")
+        again = units.count_text(resumed["windows_again"], "window")
         ended = f"; before, {resumed['ended']}" if resumed.get("ended") else ""
         yield (
             f"resumed after step {resumed['step']} at {resumed['time']}, {again} repeated{ended}"
         )
     error = f": {summary['error']}" if summary["error"] else ""
-    took = duration_text(summary["seconds"].get("total", 0.0))
+    took = units.duration_text(summary["seconds"].get("total", 0.0))
     yield f"{summary['status']} after {summary['steps']} steps in {took}{error}"
 
 
 def _by_client(fairness: Mapping[str, Any] | None) -> Iterator[str]:
     if fairness is None or fairness["clients"] < 2:
         return
-    accuracy = "accuracy" in fairness["std"]
-    name, text = ("accuracy", percent_text) if accuracy else ("loss", loss_text)
-    ends = (f"{fairness[end]['client']} {text(fairness[end][name])}" for end in ("best", "worst"))
-    spread = text(fairness["std"][name])
+    name = "accuracy" if "accuracy" in fairness["std"] else "loss"
+    ends = (
+        f"{fairness[end]['client']} {metric_text(fairness[end][name], name)}"
+        for end in ("best", "worst")
+    )
+    spread = metric_text(fairness["std"][name], name)
     yield f"{name} by client: {' to '.join(ends)}; standard deviation {spread}"
 
 
-def _from_to(course: Mapping[str, Any], text: Callable[[float | None], str]) -> str:
+def _from_to(course: Mapping[str, Any], metric: str) -> str:
+    first, final, best = (metric_text(course[key], metric) for key in ("first", "final", "best"))
     if course.get("final_step") == 0:
-        return f"{text(course['first'])} before training"
-    best, words = course["best"], f"{text(course['first'])} to {text(course['final'])}"
-    if best in (None, course["final"]):
-        return words
-    return f"{words} (best {text(best)} at step {course['best_step']})"
+        return f"{first} before training"
+    if course["best"] in (None, course["final"]):
+        return f"{first} to {final}"
+    return f"{first} to {final} (best {best} at step {course['best_step']})"
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:
-    places = {"central": "", "federated": "on clients "}
-    return ", ".join(
-        f"{name}{_metrics(evaluation[where]['overall'])}"
-        for where, name in places.items()
-        if where in evaluation
-    )
-
-
-def _metrics(overall: Mapping[str, float | None]) -> str:
-    text = loss_text(overall.get("loss"))
-    if "perplexity" in overall:
-        text += f" (ppl {figures(overall['perplexity'])})"
-    if "accuracy" in overall:
-        text += f" ({percent_text(overall['accuracy'])} right)"
-    return text
+    texts = []
+    for where, name in (("central", ""), ("federated", "on clients ")):
+        if where in evaluation:
+            overall = evaluation[where]["overall"]
+            text = name + units.loss_text(overall.get("loss"))
+            if "perplexity" in overall:
+                text += f" (ppl {units.figures(overall['perplexity'])})"
+            if "accuracy" in overall:
+                text += f" ({units.percent_text(overall['accuracy'])} right)"
+            texts.append(text)
+    return ", ".join(texts)
 
 
 def _about(about: Mapping[str, str]) -> str:
@@ -264,13 +254,7 @@ def _about(about: Mapping[str, str]) -> str:
         if key.startswith(DATA) and data:
             shown["data"] = data
         elif key in (MEMORY_TOTAL, MEMORY_FREE) and (size := count(value)) is not None:
-            shown[key] = bytes_text(size)
+            shown[key] = units.bytes_text(size)
         else:
             shown[key] = value
     return f": {', '.join(f'{key} {value}' for key, value in shown.items())}" if shown else ""
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    # Flower copies what is printed into the run's log by replacing `write` on the stream itself;
-    # a progress bar would fill that log with every redraw.
-    return stream.isatty() and "write" not in getattr(stream, "__dict__", {})

@@ -26,13 +26,6 @@ class ModelledTime:
         """The sum of both."""
         return self.compute + self.communication
 
-    def add(self, step: int, compute: float, communication: float) -> None:
-        """Count a window that ends after ``step``."""
-        self.compute += compute
-        self.communication += communication
-        self.steps.append(step)
-        self.seconds.append(self.total)
-
 
 def seconds_per_step(run: RunRecord, *, lock_step: bool = False) -> float | None:
     """Return the median over windows of the slowest client's measured seconds per step.
@@ -85,8 +78,10 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
             if name == "this run":
                 hidden = min(delay, following - line["step"])
                 seconds = max(0.0, seconds - pace * hidden)
-            compute = steps * (pace if name == "this run" else lock_step)
-            time.add(line["step"], compute, seconds * (steps if name == "DDP" else 1))
+            time.compute += steps * (pace if name == "this run" else lock_step)
+            time.communication += seconds * (steps if name == "DDP" else 1)
+            time.steps.append(line["step"])
+            time.seconds.append(time.total)
     if GRADIENTS in run.periods:
         del methods["Local Adam"]
     return methods

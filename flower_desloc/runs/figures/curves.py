@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from flower_desloc.config.units import loss_text, percent_text
 from flower_desloc.runs.record import RunRecord
 
 Array = NDArray[np.float64]
@@ -55,55 +55,25 @@ class Curve:
         )
 
 
-@dataclass(frozen=True)
-class Band:
-    """Several curves on the steps that any of them has."""
+def aligned(curves: Iterable[Curve], *, interpolate: bool = False) -> pd.DataFrame:
+    """Return one column for each curve, by step; NaN where a curve has no value.
 
-    x: Array
-    rows: Array
-    """Curves x steps; NaN where a curve has no value."""
-
-    @classmethod
-    def of(cls, curves: Sequence[Curve]) -> "Band":
-        """Align the curves."""
-        x = np.unique(np.concatenate([curve.x for curve in curves] or [np.empty(0)]))
-        rows = np.full((len(curves), len(x)), np.nan)
-        for row, curve in zip(rows, curves, strict=True):
-            row[np.searchsorted(x, curve.x)] = curve.y
-        some = np.isfinite(rows).any(axis=0)
-        return cls(x[some], rows[:, some])
-
-    def between(self) -> "Band":
-        """Return the steps that all curves span, interpolated linearly.
-
-        With coins, no two seeds are evaluated after the same steps.
-        """
-        own = [np.isfinite(row) for row in self.rows]
-        begin = max((self.x[some][0] for some in own), default=0.0)
-        end = min((self.x[some][-1] for some in own), default=0.0)
-        x = self.x[(self.x >= begin) & (self.x <= end)]
-        pairs = zip(self.rows, own, strict=True)
-        rows = [np.interp(x, self.x[some], row[some]) for row, some in pairs]
-        return Band(x, np.array(rows).reshape(len(rows), len(x)))
-
-    def mean(self) -> Curve:
-        """Return the mean over the curves that have a value."""
-        return Curve(self.x, np.nanmean(self.rows, axis=0) if self.x.size else np.empty(0))
-
-    def std(self) -> Array:
-        """Return the sample standard deviation at each step; 0 for a single value."""
-        count = np.isfinite(self.rows).sum(axis=0)
-        squares = np.nansum((self.rows - np.nanmean(self.rows, axis=0)) ** 2, axis=0)
-        return np.asarray(np.sqrt(squares / np.maximum(count - 1, 1)))
-
-    def quantiles(self, *shares: float) -> list[Array]:
-        """Return the quantiles over curves at each step."""
-        return [np.asarray(q) for q in np.nanquantile(self.rows, shares, axis=0)]
+    The steps are those that any curve has. With ``interpolate`` they are only those that all curves
+    span: with coins, no two seeds are evaluated after the same steps.
+    """
+    columns = [pd.Series(curve.y, curve.x) for curve in curves]
+    if not columns:
+        return pd.DataFrame(dtype=np.float64)
+    table = pd.concat(columns, axis=1).sort_index().dropna(how="all")
+    if interpolate:
+        table = table.interpolate("index", limit_area="inside").dropna()
+    return table
 
 
 def mean(curves: Iterable[Curve]) -> Curve:
     """Return the mean of the curves at each step that any of them has."""
-    return Band.of(list(curves)).mean()
+    means = aligned(curves).mean(axis=1)
+    return Curve(means.index.to_numpy(), means.to_numpy())
 
 
 def heldout(run: RunRecord, metric: str, where: str | None = None) -> Curve:
@@ -132,11 +102,6 @@ def common_metric(runs: Sequence[RunRecord]) -> str:
     return "accuracy" if accuracies and all(accuracies) else "loss"
 
 
-def metric_text(value: float, metric: str) -> str:
-    """Return a metric's value as text."""
-    return percent_text(value) if metric == "accuracy" else loss_text(value)
-
-
 def reported(run: RunRecord, what: str) -> dict[str, Curve]:
     """Return what each client reported: ``losses`` by step, ``update_norm`` by window, ..."""
     points: dict[str, list[Point]] = {name: [] for name in run.clients}
@@ -148,23 +113,33 @@ def reported(run: RunRecord, what: str) -> dict[str, Curve]:
     return _curves(points)
 
 
-def drift(run: RunRecord, stream: str) -> Curve:
-    """Return a stream's relative drift at each of its averages: spread / norm.
+def drift(run: RunRecord) -> dict[str, Curve]:
+    """Return the relative drift of each stream at each of its averages: spread / norm.
 
     The spread is the root mean square over clients of the distance to their mean.
     """
-    return Curve.of((step, _ratio(d["spread"], d["norm"])) for step, d in _drifts(run, stream))
+    return _curves(
+        {
+            stream: [(step, _ratio(d["spread"], d["norm"])) for step, d in _drifts(run, stream)]
+            for stream in run.streams
+        }
+    )
 
 
-def rate_of_change(run: RunRecord, stream: str) -> Curve:
-    """Return a stream's relative rate of change, |mean - last mean| / |last mean|.
+def rate_of_change(run: RunRecord) -> dict[str, Curve]:
+    """Return the relative rate of change of each stream, |mean - last mean| / |last mean|.
 
     The paper's measure (section 4.1), from the second average on: before the first, states are
     zero.
     """
-    return Curve.of(
-        (step, _ratio(after["moved"], before["norm"]))
-        for (_, before), (step, after) in pairwise(_drifts(run, stream))
+    return _curves(
+        {
+            stream: [
+                (step, _ratio(after["moved"], before["norm"]))
+                for (_, before), (step, after) in pairwise(_drifts(run, stream))
+            ]
+            for stream in run.streams
+        }
     )
 
 

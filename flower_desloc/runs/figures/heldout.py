@@ -41,7 +41,11 @@ def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure
         style.title(sent_up, "", "against bytes sent by all clients")
         style.title(time, "", "against modelled wall-clock")
         style.steps_axis(steps, runs)
-        _bytes_axis(sent_up, runs)
+        sent_up.set_xlabel("bytes")
+        counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
+        counts = counts[np.isfinite(counts)]
+        if counts.size:
+            style.log_axis(sent_up.xaxis, counts.min(), counts.max(), style.bytes_tick)
         time.set_xlim(left=0)
         time.set_xlabel(unit)
         if metric == "accuracy":
@@ -75,14 +79,6 @@ def _bytes_sent(run: RunRecord, steps: Array) -> Array:
     """Return the bytes sent up by ``steps``; NaN for zero, which has no place on a log axis."""
     count = at(sent(run), steps)
     return np.where(count > 0, count, np.nan)
-
-
-def _bytes_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_xlabel("bytes")
-    counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
-    counts = counts[np.isfinite(counts)]
-    if counts.size:
-        style.log_axis(panel.xaxis, counts.min(), counts.max(), style.bytes_tick)
 
 
 def _time(run: RunRecord, link: Link) -> Curve:

@@ -1,21 +1,17 @@
 """Training and held-out losses by client and by domain."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flower_desloc.runs.figures import measures, style
-from flower_desloc.runs.figures.curves import (
-    common_metric,
-    heldout,
-    heldout_parts,
-    mean,
-    metric_text,
-    reported,
-)
-from flower_desloc.runs.groups import SeedGroup, Spread, grouped
+from flower_desloc.runs.figures.curves import common_metric, heldout, heldout_parts, mean, reported
+from flower_desloc.runs.groups import Spread, grouped
 from flower_desloc.runs.record import RunRecord
+from flower_desloc.runs.summary import metric_text
 
 KINDS = {"central": "domain", "federated": "client"}
 
@@ -25,10 +21,11 @@ def draw_losses(runs: Sequence[RunRecord]) -> Figure | None:
 
     Of several runs, the training loss as the mean over clients.
     """
+    trained = any(measures.TRAINING_LOSS.curves(run) for run in runs)
     if len(runs) > 1:
-        return measures.draw_training_loss(runs)
+        measure = replace(measures.TRAINING_LOSS, meaning="mean over clients, each step")
+        return measures.draw(runs, [measure], columns=1, height=3.6) if trained else None
     (run,) = runs
-    trained = bool(measures.TRAINING_LOSS.curves(run))
     domains = bool(heldout_parts(run, "loss", "central"))
     if not trained and not domains:
         return None
@@ -80,11 +77,29 @@ def draw_parts(runs: Sequence[RunRecord]) -> Figure | None:
     rows = max(3, *map(len, ranks.values()))
     height = min(6, 1.4 + (0.2 + 0.06 * len(groups)) * rows)
     made, panels = style.figure(1, len(ranks), height)
+    alone = len(groups) == 1
     for panel, (kind, ranked) in zip(panels, ranks.items(), strict=True):
+        few = len(ranked) <= style.MAX_NAMES
         style.title(panel, f"By {KINDS[kind]}", f"final held-out {metric}")
         for index, group in enumerate(groups):
             offset = 0.5 * ((index + 0.5) / len(groups) - 0.5)
-            _dots(panel, group, [*ranked], kind, metric, offset, alone=len(groups) == 1)
+            overall = [c.last[1] for run in group.runs if (c := heldout(run, metric, kind))]
+            if overall:
+                colour = style.GREY if alone else group.colour
+                panel.axvline(fmean(overall), color=colour, lw=1, ls=style.DASHED, alpha=0.8)
+            parts = [heldout_parts(run, metric, kind) for run in group.runs]
+            for row, name in enumerate(ranked):
+                spread = Spread.of(curves[name].last[1] for curves in parts if name in curves)
+                if spread.mean is None:
+                    continue
+                panel.errorbar(
+                    spread.mean, row + offset, xerr=spread.std or None, fmt="o", elinewidth=1,
+                    color=style.INK if alone else group.colour, ms=5 if few else 3, zorder=3,
+                )  # fmt: skip
+                if few:
+                    panel.axhline(row, color=style.FAINT, lw=0.8, zorder=0)
+                if few and alone:
+                    style.aside(panel, row, metric_text(spread.mean, metric))
         style.rows_axis(panel, [*ranked])
         panel.margins(x=0.08)
         panel.set_xlabel(metric)
@@ -94,41 +109,11 @@ def draw_parts(runs: Sequence[RunRecord]) -> Figure | None:
     return made
 
 
-def _dots(
-    panel: Axes,
-    group: SeedGroup,
-    names: Sequence[str],
-    kind: str,
-    metric: str,
-    offset: float,
-    *,
-    alone: bool,
-) -> None:
-    few = len(names) <= style.MAX_NAMES
-    overall = Spread.of(c.last[1] for run in group.runs if (c := heldout(run, metric, kind)))
-    if overall.mean is not None:
-        colour = style.GREY if alone else group.colour
-        panel.axvline(overall.mean, color=colour, lw=1, ls=style.DASHED, alpha=0.8)
-    parts = [heldout_parts(run, metric, kind) for run in group.runs]
-    for row, name in enumerate(names):
-        spread = Spread.of(curves[name].last[1] for curves in parts if name in curves)
-        if spread.mean is None:
-            continue
-        panel.errorbar(
-            spread.mean, row + offset, xerr=spread.std or None, fmt="o",
-            color=style.INK if alone else group.colour, ms=5 if few else 3, elinewidth=1, zorder=3,
-        )  # fmt: skip
-        if few:
-            panel.axhline(row, color=style.FAINT, lw=0.8, zorder=0)
-        if few and alone:
-            style.aside(panel, row, metric_text(spread.mean, metric))
-
-
 def worst_first(runs: Sequence[RunRecord], kind: str, metric: str) -> dict[str, float]:
     """Return the final value of each domain or client, as the mean over the runs that have it."""
     values: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in heldout_parts(run, metric, kind).items():
             values.setdefault(name, []).append(curve.last[1])
-    means = {name: sum(each) / len(each) for name, each in values.items()}
+    means = {name: fmean(each) for name, each in values.items()}
     return dict(sorted(means.items(), key=lambda item: item[1], reverse=metric == "loss"))

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flower_desloc.core.schedule import GRADIENTS
-from flower_desloc.runs.figures import curves, style
-from flower_desloc.runs.figures.curves import Curve, heldout, mean, reported
+from flower_desloc.runs.figures import style
+from flower_desloc.runs.figures.curves import Curve, drift, heldout, mean, rate_of_change, reported
 from flower_desloc.runs.groups import grouped
 from flower_desloc.runs.record import RunRecord
 
@@ -28,10 +29,6 @@ class Measure:
     """True if the lines of clients are labelled."""
 
 
-def _of_clients(what: str) -> Callable[[RunRecord], Mapping[str, Curve]]:
-    return lambda run: reported(run, what)
-
-
 def _update_norms(run: RunRecord) -> Mapping[str, Curve]:
     # With data parallelism the server takes the steps, and clients report 0.
     return {name: norms for name, norms in reported(run, "update_norm").items() if norms.y.any()}
@@ -46,34 +43,25 @@ def _learning_rate(run: RunRecord) -> Mapping[str, Curve]:
     return {"": rate} if (rate := mean(reported(run, "learning_rates").values())) else {}
 
 
-def _of_streams(
-    curve_of: Callable[[RunRecord, str], Curve],
-) -> Callable[[RunRecord], Mapping[str, Curve]]:
-    return lambda run: {s: curve for s in run.streams if (curve := curve_of(run, s))}
-
-
 TRAINING_LOSS: Final = Measure(
-    "Training loss", "of each client's own batches, each step", _of_clients("losses"), named=True
+    "Training loss",
+    "of each client's own batches, each step",
+    partial(reported, what="losses"),
+    named=True,
 )
 DRIFT: Final = Measure(
-    "Drift between clients",
-    "spread / |mean|, at each average",
-    _of_streams(curves.drift),
-    of_streams=True,
+    "Drift between clients", "spread / |mean|, at each average", drift, of_streams=True
 )
 RATE_OF_CHANGE: Final = Measure(
-    "Rate of change",
-    "|mean - last mean| / |last mean|",
-    _of_streams(curves.rate_of_change),
-    of_streams=True,
+    "Rate of change", "|mean - last mean| / |last mean|", rate_of_change, of_streams=True
 )
 GRADIENT_NORM: Final = Measure(
-    "Gradient norm", "each step, before clipping", _of_clients("grad_norms")
+    "Gradient norm", "each step, before clipping", partial(reported, what="grad_norms")
 )
 NORMS: Final = (
     GRADIENT_NORM,
     Measure("Update norm", "|x_stop - x_start|, each window", _update_norms),
-    Measure("Parameter norm", "|x_stop|, each window", _of_clients("param_norm")),
+    Measure("Parameter norm", "|x_stop|, each window", partial(reported, what="param_norm")),
     Measure("Activation norm", "of the averaged model, held out", _activation_norm),
     Measure("Learning rate", "each step", _learning_rate),
 )
@@ -86,11 +74,11 @@ def draw_drift(runs: Sequence[RunRecord]) -> Figure | None:
         return None
     measures = (DRIFT, RATE_OF_CHANGE)
     if len(runs) == 1:
-        return _draw(runs, measures, columns=2, height=3.4)
+        return draw(runs, measures, columns=2, height=3.4)
     # Only one method averages gradients, so there is nothing to compare them with.
     streams = [stream for stream in streams if stream != GRADIENTS] or streams
     panels = [_of_stream(measure, stream) for measure in measures for stream in streams]
-    made = _draw(runs, panels, columns=len(streams), height=5.6)
+    made = draw(runs, panels, columns=len(streams), height=5.6)
     for panel, measure in zip(made.axes[:: len(streams)], measures, strict=True):
         panel.set_ylabel(f"{measure.title}\n{measure.meaning}")
     return made
@@ -104,18 +92,13 @@ def draw_norms(runs: Sequence[RunRecord]) -> Figure | None:
     columns = 2 if len(measures) in (2, 4) else min(3, len(measures))
     rows = -(-len(measures) // columns)
     height = 2.6 * rows + (0.3 if len(grouped(runs)) > 1 else 0)
-    made = _draw(runs, measures, columns=columns, height=height)
-    if GRADIENT_NORM in measures:
-        _draw_clipping(made.axes[measures.index(GRADIENT_NORM)], runs)
+    made = draw(runs, measures, columns=columns, height=height)
+    clipped_to = {run.config.get("optimizer", {}).get("clip_norm") for run in runs}
+    if GRADIENT_NORM in measures and len(clipped_to) == 1 and (limit := clipped_to.pop()):
+        panel = made.axes[measures.index(GRADIENT_NORM)]
+        panel.axhline(limit, color=style.GREY, lw=1, ls=style.DASHED)
+        panel.texts[0].set_text(f"{GRADIENT_NORM.meaning} to {limit:g} (dashed)")
     return made
-
-
-def draw_training_loss(runs: Sequence[RunRecord]) -> Figure | None:
-    """Draw the training loss of several runs, as the mean over clients."""
-    if not any(TRAINING_LOSS.curves(run) for run in runs):
-        return None
-    measure = replace(TRAINING_LOSS, meaning="mean over clients, each step")
-    return _draw(runs, [measure], columns=1, height=3.6)
 
 
 def fill(panel: Axes, runs: Sequence[RunRecord], measure: Measure) -> None:
@@ -132,7 +115,13 @@ def fill(panel: Axes, runs: Sequence[RunRecord], measure: Measure) -> None:
         if measure.of_streams:
             style.log_scale(panel, [line for lines in found.values() for line in lines.values()])
     elif measure.of_streams:
-        _fill_streams(panel, runs[0], found[runs[0].path])
+        lines, colours = found[runs[0].path], style.stream_colours(runs[0].streams)
+        for stream, line in lines.items():
+            style.plot(panel, line, colours[stream], dots=True)
+        style.log_scale(panel, lines.values())
+        style.label_right(
+            panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()]
+        )
     elif len(lines := found[runs[0].path]) > 1:
         style.by_client(panel, lines, named=measure.named)
     else:
@@ -140,17 +129,10 @@ def fill(panel: Axes, runs: Sequence[RunRecord], measure: Measure) -> None:
         style.plot(panel, line, style.INK, dots=True)
 
 
-def _fill_streams(panel: Axes, run: RunRecord, lines: Mapping[str, Curve]) -> None:
-    colours = style.stream_colours(run.streams)
-    for stream, line in lines.items():
-        style.plot(panel, line, colours[stream], dots=True)
-    style.log_scale(panel, lines.values())
-    style.label_right(panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()])
-
-
-def _draw(
+def draw(
     runs: Sequence[RunRecord], measures: Sequence[Measure], *, columns: int, height: float
 ) -> Figure:
+    """Draw each measure into a panel."""
     made, panels = style.figure(-(-len(measures) // columns), columns, height)
     for panel, measure in zip(panels, measures, strict=False):
         fill(panel, runs, measure)
@@ -165,12 +147,3 @@ def _of_stream(measure: Measure, stream: str) -> Measure:
         return {name: curve for name, curve in measure.curves(run).items() if name == stream}
 
     return replace(measure, title=stream, meaning="", curves=only)
-
-
-def _draw_clipping(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    """Draw the norm that gradients are clipped to, if it is common."""
-    limits = {run.config.get("optimizer", {}).get("clip_norm") for run in runs}
-    limit = limits.pop() if len(limits) == 1 else None
-    if limit is not None:
-        panel.axhline(limit, color=style.GREY, lw=1, ls=style.DASHED)
-        panel.texts[0].set_text(f"{GRADIENT_NORM.meaning} to {limit:g} (dashed)")

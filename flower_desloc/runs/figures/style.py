@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, MultipleLocator, NullLoca
 
 from flower_desloc.config.units import bytes_text
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.runs.figures.curves import Array, Band, Curve, mean
+from flower_desloc.runs.figures.curves import Array, Curve, aligned, mean
 from flower_desloc.runs.groups import SeedGroup
 from flower_desloc.runs.record import RunRecord
 
@@ -203,13 +203,13 @@ def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -
     """Draw a curve for each client, or bands for many clients, and their mean."""
     labels = []
     if len(curves) > MAX_LINES:
-        band = Band.of([curve.thinned() for curve in curves.values()])
-        edges = band.quantiles(0, 0.1, 0.9, 1)
-        panel.fill_between(band.x, edges[0], edges[3], color=FAINT, alpha=0.5, lw=0)
-        panel.fill_between(band.x, edges[1], edges[2], color=BAR, alpha=0.8, lw=0)
+        table = aligned(curve.thinned() for curve in curves.values())
+        edges = table.quantile([0, 0.1, 0.9, 1], axis=1).to_numpy()
+        panel.fill_between(table.index, edges[0], edges[3], color=FAINT, alpha=0.5, lw=0)
+        panel.fill_between(table.index, edges[1], edges[2], color=BAR, alpha=0.8, lw=0)
         for edge, name in zip(edges, ("lowest", "10 %", "90 %", "highest"), strict=True):
             colour = "#5B7C99" if name.endswith("%") else GREY
-            labels.append(Label((band.x[-1], edge[-1]), name, colour))
+            labels.append(Label((table.index[-1], edge[-1]), name, colour))
     else:
         colours = part_colours(list(curves))
         for name, curve in curves.items():
@@ -234,14 +234,16 @@ def by_group(
 
     The x axis is ``cost`` of the local steps.
     """
-    band = Band.of([curve.thinned() for curve in curves])
-    if not band.x.size:
+    table = aligned(curve.thinned() for curve in curves)
+    if table.empty:
         return
-    x, middle = cost(band.x), band.mean()
-    plot(panel, Curve(x, middle.y), group.colour, **style)
+    x, middle = cost(table.index.to_numpy()), table.mean(axis=1).to_numpy()
+    plot(panel, Curve(x, middle), group.colour, **style)
     if len(curves) > 1:
-        low, high = middle.y - band.std(), middle.y + band.std()
-        panel.fill_between(x, low, high, color=group.colour, alpha=0.18, lw=0)
+        spread = table.std(axis=1).fillna(0).to_numpy()  # a single value has none
+        panel.fill_between(
+            x, middle - spread, middle + spread, color=group.colour, alpha=0.18, lw=0
+        )
 
 
 def legend(made: Figure, groups: Sequence[SeedGroup]) -> None:

@@ -57,24 +57,19 @@ def write_page(
 ) -> Sequence[Section]:
     """Write the page; return its sections."""
     parts = sections(runs, link)
-    # Without a salt the ids in an SVG are random: the same runs should give the same page.
-    with mpl.rc_context({"svg.hashsalt": "flower-desloc"}), atomic_write(page) as partial:
-        partial.write_text(render(runs, parts), encoding="utf-8")
-    return parts
-
-
-def render(runs: Sequence[RunRecord], parts: Sequence[Section]) -> str:
-    """Return the page as self-contained HTML."""
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(PAGE)
-    images = {part.key: _image(part.figure) for part in parts if part.figure is not None}
+    # Without a salt the ids in an SVG are random: the same runs should give the same page.
+    with mpl.rc_context({"svg.hashsalt": "flower-desloc"}):
+        images = {part.key: _image(part.figure) for part in parts if part.figure is not None}
     if len(runs) == 1:
         run = runs[0]
+        what = f"{run.optimizer_and_clients}, task {run.task}, seed {run.seed}; {run.averaged}."
         head = {
             "title": run.name,
             "badge": run.status,
-            "subtitle": f"{tables.sentence(run)} {tables.progress(run).capitalize()}.",
+            "subtitle": f"{what} {tables.progress(run).capitalize()}.",
             "error": run.summary.get("error"),
             "tiles": tables.tiles(run),
         }
@@ -83,7 +78,10 @@ def render(runs: Sequence[RunRecord], parts: Sequence[Section]) -> str:
         seeds = ", with several seeds" if len(labels) == 1 else ""
         head = {"title": f"{len(runs)} runs", "subtitle": ", ".join(labels) + seeds}
         head |= {"badge": "", "error": "", "tiles": []}
-    return template.render(**head, sections=parts, images=images, style=STYLE, version=__version__)
+    common = {"sections": parts, "images": images, "style": STYLE, "version": __version__}
+    with atomic_write(page) as partial:
+        partial.write_text(template.render(**head, **common), encoding="utf-8")
+    return parts
 
 
 def _image(made: Figure) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from flower_desloc.config.units import bytes_text, figures, percent_text
 from flower_desloc.plan.wall_clock import MBIT, Link
 from flower_desloc.runs import figures as draw
-from flower_desloc.runs.figures.curves import common_metric, metric_text
+from flower_desloc.runs.figures.curves import common_metric
 from flower_desloc.runs.figures.losses import KINDS, worst_first
 from flower_desloc.runs.figures.partition import unlikeness
 from flower_desloc.runs.figures.style import MAX_LINES
@@ -16,7 +16,7 @@ from flower_desloc.runs.groups import COLOURS, grouped
 from flower_desloc.runs.record import RunRecord
 from flower_desloc.runs.report import tables
 from flower_desloc.runs.report.tables import TextTable
-from flower_desloc.runs.summary import OTHER_METHODS
+from flower_desloc.runs.summary import OTHER_METHODS, metric_text
 from flower_desloc.runs.time_model import seconds_per_step
 
 
@@ -33,15 +33,10 @@ class Section:
     small: Sequence[TextTable] = ()
     """Tables placed next to each other."""
 
-    @property
-    def has_data(self) -> bool:
-        """True if there is a figure, a table or a note."""
-        return bool(self.figure or any(self.tables) or self.small)
-
 
 def sections(runs: Sequence[RunRecord], link: Link) -> list[Section]:
     """Return the sections for which ``runs`` have data; several runs are compared."""
-    return [section for section in _sections(runs, link) if section.has_data]
+    return [s for s in _sections(runs, link) if s.figure or any(s.tables) or s.small]
 
 
 def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
@@ -158,8 +153,7 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
 
 
 def _where(run: RunRecord) -> str:
-    places = {where for line in run.lines for where in line.get("evaluation", {})}
-    if places >= {"central", "federated"}:
+    if run.summary["evaluation"].keys() >= {"central", "federated"}:
         return " on the server's held-out data, and dashed on the clients' own,"
     place = "the server's" if run.where == "central" else "the clients' own"
     return f" on {place} held-out data"

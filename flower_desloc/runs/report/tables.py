@@ -1,39 +1,29 @@
 """The words and numbers of a report: headline, comparison, events, settings."""
 
-import math
+import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import get_args
 
 import torch
 
-from flower_desloc.config import Config, dump
-from flower_desloc.config.units import (
-    TEXT,
-    bytes_text,
-    count_text,
-    duration_text,
-    figures,
-    loss_text,
-    percent_text,
-)
+from flower_desloc.config import Config, dump, units
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import NEAR, NOISE, OTHER_KIND, nearest
+from flower_desloc.plan.evidence import nearest, unknown
 from flower_desloc.plan.wall_clock import Link
-from flower_desloc.runs.figures.curves import common_metric, metric_text
+from flower_desloc.runs.figures.curves import common_metric
 from flower_desloc.runs.figures.losses import worst_first
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
 from flower_desloc.runs.record import RunRecord, natural, yaml_mapping
-from flower_desloc.runs.summary import OTHER_METHODS
+from flower_desloc.runs.summary import OTHER_METHODS, metric_text
 from flower_desloc.runs.time_model import modelled
 
 NONE = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-_LEFT_OUT = "left out"
 _MAX_ROWS = 60
 
 
@@ -61,16 +51,11 @@ class Tile:
     note: str = ""
 
 
-def sentence(run: RunRecord) -> str:
-    """Return in one sentence what was run."""
-    return f"{run.optimizer_and_clients}, task {run.task}, seed {run.seed}; {run.averaged}."
-
-
 def progress(run: RunRecord) -> str:
     """Return how far the run came."""
     done, planned = run.num_steps, run.summary["config"]["steps"]
     steps = f"{done} steps" if done == planned else f"{done} of {planned} steps"
-    return f"{run.status}, {steps}, {count_text(run.summary['windows'], 'window')}"
+    return f"{run.status}, {steps}, {units.count_text(run.summary['windows'], 'window')}"
 
 
 def tiles(run: RunRecord) -> list[Tile]:
@@ -78,52 +63,49 @@ def tiles(run: RunRecord) -> list[Tile]:
     summary, course = run.summary, run.summary["evaluation"].get(run.where, {})
     where = "on the server" if run.where == "central" else "on the clients"
     found = []
-    texts: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "loss": ("held-out loss", loss_text),
-        "perplexity": ("perplexity", figures),
-        "accuracy": ("accuracy", percent_text),
-    }
-    for metric, (name, text) in texts.items():
+    for metric in ("loss", "perplexity", "accuracy"):
         if metric in course:
-            note = f"from {text(course[metric]['first'])}, {where}"
-            found.append(Tile(name, text(course[metric]["final"]), note))
+            first, final = (metric_text(course[metric][end], metric) for end in ("first", "final"))
+            name = "held-out loss" if metric == "loss" else metric
+            found.append(Tile(name, final, f"from {first}, {where}"))
     up, down = (summary["bytes"]["measured"][way]["total"] for way in ("up", "down"))
-    found.append(Tile("sent up", bytes_text(up), f"{bytes_text(down)} down"))
+    found.append(Tile("sent up", units.bytes_text(up), f"{units.bytes_text(down)} down"))
     for key, name in OTHER_METHODS.items():
         if summary["ratio"][key] is not None:
-            sent = bytes_text(summary["bytes"][key]["up"]["total"])
-            factor = figures(summary["ratio"][key])
+            sent = units.bytes_text(summary["bytes"][key]["up"]["total"])
+            factor = units.figures(summary["ratio"][key])
             found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
-    if (noise := summary.get("noise_scale")) is not None:
-        found.append(Tile("gradient noise scale", *_noise(run, noise)))
-    if (tile := _expected(run)) is not None:
-        found.append(tile)
-    if (tile := _slowest(run)) is not None:
-        found.append(tile)
+    found += [tile for tile in (_noise(run), _expected(run), _slowest(run)) if tile is not None]
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "evaluation", "exchange")
-        split = ", ".join(f"{part} {duration_text(seconds.get(part, 0.0))}" for part in parts)
-        found.append(Tile("wall-clock", duration_text(seconds["total"]), split))
+        split = ", ".join(f"{part} {units.duration_text(seconds.get(part, 0.0))}" for part in parts)
+        found.append(Tile("wall-clock", units.duration_text(seconds["total"]), split))
     return found
 
 
-def _noise(run: RunRecord, batches: float) -> tuple[str, str]:
-    data = run.config["data"]
+def _noise(run: RunRecord) -> Tile | None:
+    batches, data = run.summary.get("noise_scale"), run.config["data"]
+    if batches is None:
+        return None
     size, unit = data["batch_size"], "images"
-    if run.task == TEXT:
+    if run.task == units.TEXT:
         size, unit = size * data["seq_len"], "tokens"
-    rounded = float(f"{batches * size:.2g}")
-    return f"{rounded:,.0f} {unit}", f"{figures(batches)} {TIMES} a client's batch"
+    rounded = f"{float(f'{batches * size:.2g}'):,.0f} {unit}"
+    note = f"{units.figures(batches)} {TIMES} a client's batch"
+    return Tile("gradient noise scale", rounded, note)
 
 
 def _expected(run: RunRecord) -> Tile | None:
     """Return what was measured of rare averages nearest to this run, if it has any."""
     config, sizes = run.config, run.summary["stream_bytes"]
-    if run.task != TEXT or config.get("strategy", "desloc") != "desloc" or not sizes.get(PARAMS):
+    if (
+        run.task != units.TEXT
+        or config.get("strategy", "desloc") != "desloc"
+        or not sizes.get(PARAMS)
+    ):
         return None
-    values = torch.empty(0, dtype=getattr(torch, config["model"]["dtype"])).element_size()
-    num_params = sizes[PARAMS] / values
+    num_params = sizes[PARAMS] / getattr(torch, config["model"]["dtype"]).itemsize
     tokens = config["data"]["batch_size"] * config["data"]["seq_len"]
     gaps = nearest(
         run.summary["config"]["optimizer"],
@@ -144,14 +126,9 @@ def _expected(run: RunRecord) -> Tile | None:
     if not gaps:
         return None
     apart, gap = gaps[0]
-    noise = run.summary.get("noise_scale")
     where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
     measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
-    if apart > NEAR:
-        why = OTHER_KIND if math.isinf(apart) else "no measurement is near"
-        return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
-    if noise is not None and noise > NOISE:
-        why = f"noisier than measured, above {NOISE} {TIMES} the batch"
+    if why := unknown(apart, run.summary.get("noise_scale")):
         return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
     verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
     return Tile("rare averages", verdict, f"loss above Local, {measured}")
@@ -163,14 +140,16 @@ def _slowest(run: RunRecord) -> Tile | None:
     planned: Counter[str] = Counter()
     for line in run.windows:
         for name, client in line["clients"].items():
-            if steps := client.get("steps"):  # older versions do not have it
-                taken[name] += steps
+            if client["steps"]:  # 0: it did not say
+                taken[name] += client["steps"]
                 planned[name] += line["step"] - line["start"]
     shares = {name: taken[name] / planned[name] for name in taken if planned[name]}
     slowest = min(shares, key=shares.__getitem__, default="")
     if not slowest or shares[slowest] == 1:
         return None
-    return Tile("slowest client", percent_text(shares[slowest]), f"of its local steps, {slowest}")
+    return Tile(
+        "slowest client", units.percent_text(shares[slowest]), f"of its local steps, {slowest}"
+    )
 
 
 def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
@@ -210,27 +189,12 @@ def _row(group: SeedGroup, link: Link, metrics: Mapping[str, int]) -> list[str]:
         group.label,
         f"{len(group.runs)}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
         ", ".join(s if len(states) == 1 else f"{count} {s}" for s, count in states.items()),
-        *(plus_minus(group.final(metric), digits) for metric, digits in metrics.items()),
-        bytes_text(fmean(run.summary["bytes"]["measured"]["up"]["total"] for run in runs)),
-        *(NONE if r.mean is None else f"{figures(r.mean)} {TIMES}" for r in ratios),
-        duration_text(fmean(seconds)) if seconds else NONE,
+        *(group.final(metric).text(digits) or NONE for metric, digits in metrics.items()),
+        units.bytes_text(fmean(run.summary["bytes"]["measured"]["up"]["total"] for run in runs)),
+        *(NONE if r.mean is None else f"{units.figures(r.mean)} {TIMES}" for r in ratios),
+        units.duration_text(fmean(seconds)) if seconds else NONE,
         f"{worst[0]} {metric_text(worst[1], metric)}" if worst else NONE,
     ]
-
-
-def plus_minus(spread: Spread, digits: int) -> str:
-    """Return mean ± standard deviation, and of how many values if some are not finite.
-
-    >>> plus_minus(Spread.of([1.0, 3.0]), 2), plus_minus(Spread.of([1.0, None]), 1)
-    ('2.00 ± 1.41', '1.0 (1 of 2)')
-    """
-    if spread.mean is None:
-        return NONE
-    text = f"{spread.mean:.{digits}f}"
-    if spread.std is not None:
-        text += f" ± {spread.std:.{digits}f}"
-    partly = spread.numbers < spread.count
-    return f"{text} ({spread.numbers} of {spread.count})" if partly else text
 
 
 def times(run: RunRecord, link: Link) -> TextTable:
@@ -238,7 +202,7 @@ def times(run: RunRecord, link: Link) -> TextTable:
     rows = [
         [
             name,
-            *(duration_text(s) for s in (time.compute, time.communication, time.total)),
+            *(units.duration_text(s) for s in (time.compute, time.communication, time.total)),
             f"{100 * time.communication / time.total:.0f} %" if time.total else NONE,
         ]
         for name, time in modelled(run, link).items()
@@ -250,8 +214,8 @@ def events(run: RunRecord) -> TextTable:
     """Return each event with its client, message, count and steps."""
     seen: dict[tuple[str, str, str], list[Line]] = {}
     for line in run.lines:
-        for event in _events(line):
-            seen.setdefault(event, []).append(line)
+        for event in line["events"]:
+            seen.setdefault((event["client"], event["kind"], event["what"]), []).append(line)
     rows = []
     for (client, kind, what), lines in seen.items():
         start, stop = lines[0]["start"], lines[-1]["step"]
@@ -265,19 +229,12 @@ def events(run: RunRecord) -> TextTable:
 
 def event_counts(run: RunRecord) -> TextTable:
     """Return the number of events by client and kind."""
-    counts = Counter((client, kind) for line in run.lines for client, kind, _ in _events(line))
+    counts = Counter((e["client"], e["kind"]) for line in run.lines for e in line["events"])
     seen = {kind for _, kind in counts}
-    kinds = [kind for kind in (*get_args(EventKind), _LEFT_OUT) if kind in seen]
+    kinds = [kind for kind in get_args(EventKind) if kind in seen]
     names = sorted({client for client, _ in counts}, key=natural)
     rows = [[name or "all", *(str(counts[name, kind]) for kind in kinds)] for name in names]
     return TextTable(["client", *kinds], rows)
-
-
-def _events(line: Line) -> list[tuple[str, str, str]]:
-    """Return client, kind and message of each; older runs recorded only who was left out."""
-    if "events" in line:
-        return [(event["client"], event["kind"], event["what"]) for event in line["events"]]
-    return [(client, _LEFT_OUT, reason) for client, reason in line.get("left_out", {}).items()]
 
 
 def attendance(run: RunRecord) -> TextTable:
@@ -382,6 +339,4 @@ def _limited(table: TextTable) -> TextTable:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    return json.dumps(value) if isinstance(value, bool) or value is None else str(value)

@@ -88,17 +88,11 @@ class SuperLink:
 
     def log(self, run_id: str) -> Iterator[str]:
         """Yield all lines of a run's output as they come, until it has finished."""
-        # In a session of its own, so that Ctrl-C reaches only this process.
         with subprocess.Popen(  # noqa: S603
             [*self.enter, "flwr", "log", run_id, CONNECTION, "--stream"],
-            cwd=self.home / "cwd",
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
+            **self._options,
         ) as process:
             assert process.stdout is not None
             try:
@@ -107,17 +101,20 @@ class SuperLink:
             finally:
                 process.kill()
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "cwd": self.home / "cwd",
+            "env": self.environment,
+            "stdin": subprocess.DEVNULL,
+            "encoding": "utf-8",
+            "errors": "replace",
+            "start_new_session": True,  # Ctrl-C reaches only this process
+        }
+
     def _flwr(self, command: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(  # noqa: S603
-            [*self.enter, *command],
-            cwd=self.home / "cwd",
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-            check=False,
+            [*self.enter, *command], capture_output=True, check=False, **self._options
         )
         try:
             answer = json.loads(done.stdout)
@@ -177,20 +174,19 @@ def superlink_command(
 ) -> list[str]:
     """Return the command line of a SuperLink; without certificates it simulates the clients."""
     host, _, port = address.rpartition(":")
+    security = ["--insecure", "--simulation"]
+    if certificates is not None:
+        security = [
+            *("--ssl-ca-certfile", str(certificates.ca)),
+            *("--ssl-certfile", str(certificates.certificate)),
+            *("--ssl-keyfile", str(certificates.key)),
+            "--enable-supernode-auth",
+        ]
     return [
         program("flower-superlink", environment),
-        *(["--insecure", "--simulation"] if certificates is None else _tls(certificates)),
+        *security,
         *("--host", host),
         *("--port", port),
         # The app runs in this environment; Flower's `uv sync` would install a second PyTorch.
         "--disable-runtime-dependency-installation",
-    ]
-
-
-def _tls(certificates: Certificates) -> list[str]:
-    return [
-        *("--ssl-ca-certfile", str(certificates.ca)),
-        *("--ssl-certfile", str(certificates.certificate)),
-        *("--ssl-keyfile", str(certificates.key)),
-        "--enable-supernode-auth",
     ]

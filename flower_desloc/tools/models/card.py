@@ -16,6 +16,14 @@ from flower_desloc.setup.initial import is_pretrained
 
 _TAG = "des-loc"
 _PAPER = "https://arxiv.org/abs/2505.22549"
+_USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+tokens = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
+```"""
 
 
 def card(config: Config, summary: Mapping[str, Any]) -> str:
@@ -24,7 +32,7 @@ def card(config: Config, summary: Mapping[str, Any]) -> str:
         f"---\n{_front_matter(config)}\n---",
         f"# {config.run.name}",
         _opening(config, summary),
-        *([_use()] if config.task == TEXT else []),
+        *([_USE] if config.task == TEXT else []),
         "## Training",
         _table(("", ""), _training(config, summary)),
         _table(("stream", "averaged", "times", "sent up"), _streams(config, summary)),
@@ -62,22 +70,11 @@ def _on_the_hub(name: str) -> bool:
 def _opening(config: Config, summary: Mapping[str, Any]) -> str:
     done, whole = summary["steps"], config.run.steps
     steps = f"{done} local steps" if done == whole else f"{done} of {whole} local steps"
-    how = {"desloc": f"[DES-LOC]({_PAPER})"}.get(config.strategy, config.strategy)
+    how = f"[DES-LOC]({_PAPER})" if config.strategy == "desloc" else config.strategy
     return (
         f"Trained by {summary['clients']} clients, each on data of its own, in {steps} with {how} "
         "on [Flower](https://flower.ai). This is the mean of their parameters."
     )
-
-
-def _use() -> str:
-    return """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-tokens = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
-print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
-```"""
 
 
 def _training(config: Config, summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -101,13 +101,15 @@ def evaluate(
     answer is missing, if an answer does not fit the window, or if a task is not multiple choice.
     """
     lm_eval = require_lm_eval()
+    # Before a text comes a line end for the byte tokenizer, which has no separator.
+    separators = (tokenizer.bos_token_id, tokenizer.eos_token_id, *tokenizer.encode("\n"))
     with _silence(), _manager(tasks, data) as manager:
         scorer = import_module("lm_eval.models.huggingface").HFLM(
             pretrained=model,
             tokenizer=tokenizer,
             batch_size=batch_size,
             max_length=window,
-            prefix_token_id=_separator(tokenizer),
+            prefix_token_id=next(int(token) for token in separators if token is not None),
         )
         try:
             found = lm_eval.simple_evaluate(
@@ -253,12 +255,6 @@ def _check_answers(answers: Any, right: Any) -> None:
         raise TypeError("an answer is empty, or not text")
     if type(right) is not int or not 0 <= right < len(answers):
         raise ValueError(f"the right answer is number {right!r}, of {len(answers)} from 0")
-
-
-def _separator(tokenizer: Any) -> int:
-    """Return the token before a text: a line end for the byte tokenizer, which has no other."""
-    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, *tokenizer.encode("\n"))
-    return next(int(i) for i in ids if i is not None)
 
 
 def _score(

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
+from flower_desloc.config import ConfigError
 from flower_desloc.runs.groups import Spread
 from flower_desloc.tools.study.grid import Cell, Study, StudyRun
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -77,35 +77,9 @@ class CellState:
         return len(self.runs) - len(self.scores)
 
     @property
-    def mean(self) -> float | None:
-        """Mean of the scores."""
-        return Spread.of(self.scores).mean
-
-    @property
-    def std(self) -> float | None:
-        """Sample standard deviation of the scores; None for fewer than two."""
-        return Spread.of(self.scores).std
-
-    @property
-    def bytes_up(self) -> float | None:
-        """Payload bytes sent by one client, mean over the seeds that did not diverge."""
-        return Spread.of(
-            summary["bytes"]["measured"]["up"]["total"] / max(1, summary["clients"])
-            for summary in self._summaries
-        ).mean
-
-    @property
-    def seconds(self) -> float | None:
-        """Wall-clock of a run's windows, mean over the seeds that did not diverge."""
-        return Spread.of(s["seconds"].get("total", 0.0) for s in self._summaries).mean
-
-    def ratio(self, other: str) -> float | None:
-        """Return how many times as much ``local_adam`` or ``ddp`` would send."""
-        return Spread.of(summary["ratio"].get(other) for summary in self._summaries).mean
-
-    @property
-    def _summaries(self) -> list[dict[str, Any]]:
-        return [run.summary for run in self.runs if not run.diverged]
+    def spread(self) -> Spread:
+        """Mean and sample standard deviation of the scores."""
+        return Spread.of(self.scores)
 
 
 def study_state(study: Study, store: Store) -> dict[str, CellState]:
@@ -119,9 +93,25 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
     The search is repeated from its start: the finished runs alone determine how far it is.
     """
     state = CellState(study=study, cell=cell)
-    if cell.search is not None:
-        _search(state, store)
-        if state.searching or state.position is None:
+    if (search := cell.search) is not None:
+        scores, max_values = state.search_scores, search.max_runs // len(search.seeds)
+        while positions := untried(scores, search.start, max_values):
+            for position in positions:
+                try:
+                    finished, missing = _find(cell, search.seeds, position, store)
+                except ConfigError:
+                    scores[position] = math.inf  # beyond the setting's limits
+                    continue
+                state.missing += missing
+                state.search_runs += finished
+                if not missing:
+                    scores[position] = fmean(run.score(study.score) for run in finished)
+            if state.missing:
+                state.searching = True
+                state.later = len(set(study.seeds) - set(search.seeds))
+                return state
+        state.position = best(scores)
+        if state.position is None:
             return state
     state.runs, state.missing = _find(cell, study.seeds, state.position, store)
     return state
@@ -132,27 +122,6 @@ def counts(states: Mapping[str, CellState]) -> tuple[int, int, int]:
     finished = set[str]().union(*(state.finished for state in states.values()))
     missing = sum(len(state.missing) for state in states.values())
     return len(finished), missing, sum(state.later for state in states.values())
-
-
-def _search(state: CellState, store: Store) -> None:
-    search, study = state.cell.search, state.study
-    assert search is not None
-    while positions := untried(state.search_scores, search.start, search.max_values):
-        for position in positions:
-            if not state.cell.is_possible(position):
-                state.search_scores[position] = math.inf  # beyond the setting's limits
-                continue
-            finished, missing = _find(state.cell, search.seeds, position, store)
-            state.missing += missing
-            state.search_runs += finished
-            if not missing:
-                score = fmean(run.score(study.score) for run in finished)
-                state.search_scores[position] = score
-        if state.missing:
-            state.searching = True
-            state.later = len(set(study.seeds) - set(search.seeds))
-            return
-    state.position = best(state.search_scores)
 
 
 def _find(

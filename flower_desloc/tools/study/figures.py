@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flower_desloc.runs.figures import style
-from flower_desloc.runs.figures.curves import Array, Band, Curve, at, heldout, sent
+from flower_desloc.runs.figures.curves import Array, Curve, aligned, at, heldout, sent
 from flower_desloc.runs.record import RunRecord, load
 from flower_desloc.tools.study.cells import CellState
 from flower_desloc.tools.study.grid import ScoreSpec
-from flower_desloc.tools.study.results import mean_and_std
 
 _DPI: Final = 130
 _BYTES: Final = "bytes sent by a client"
@@ -92,13 +91,13 @@ def _scores(grid: _Grid) -> Figure:
         panel.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         panel.set_xlabel(grid.score.text)
         for row, (line, cell) in enumerate(cells.items()):
-            colour = grid.styles[line]["color"]
-            if cell.mean is not None:
-                panel.errorbar(cell.mean, row, xerr=cell.std or 0, color=colour, lw=2)
-                panel.plot(cell.mean, row, "|", color=colour, ms=12, mew=2.4)
+            colour, mean = grid.styles[line]["color"], cell.spread.mean
+            if mean is not None:
+                panel.errorbar(mean, row, xerr=cell.spread.std or 0, color=colour, lw=2)
+                panel.plot(mean, row, "|", color=colour, ms=12, mew=2.4)
                 panel.plot(cell.scores, [row] * len(cell.scores), "o", color=colour, ms=5,
                            alpha=0.55, mew=0)  # fmt: skip
-            style.aside(panel, row, _text(cell), style.GREY if cell.mean is None else style.INK)
+            style.aside(panel, row, _text(cell), style.GREY if mean is None else style.INK)
         if not any(cell.scores for cell in cells.values()):
             panel.set_xticks([])
     return made
@@ -176,13 +175,13 @@ def _losses(grid: _Grid, against: str) -> Figure:
 def _band(cell: CellState, against: str) -> tuple[Array, Array, Array] | None:
     """Return x, mean and standard deviation over the seeds that did not diverge."""
     runs = [load(done.folder.path) for done in cell.runs if not done.diverged]
-    band = Band.of([_loss(run, cell.study.score) for run in runs]).between()
-    if not band.x.size:
+    table = aligned((_loss(run, cell.study.score) for run in runs), interpolate=True)
+    if table.empty:
         return None
-    x = band.x
+    x = table.index.to_numpy()
     if against == _BYTES:  # with coins each seed sends at other steps
         x = np.mean([at(sent(run), x) / run.summary["clients"] for run in runs], axis=0)
-    return x, band.mean().y, band.std()
+    return x, table.mean(axis=1).to_numpy(), table.std(axis=1).fillna(0).to_numpy()
 
 
 def _loss(run: RunRecord, score: ScoreSpec) -> Curve:
@@ -206,7 +205,7 @@ def _range(courses: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def _text(cell: CellState) -> str:
-    if cell.mean is None:
+    if cell.spread.mean is None:
         return "diverged" if cell.diverged or cell.all_diverged else "not run"
     diverged = f", {cell.diverged} diverged" if cell.diverged else ""
-    return mean_and_std(cell, 3) + diverged
+    return cell.spread.text(3) + diverged

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from flower_desloc.config import Config, ConfigError, load
+from flower_desloc.config import Config, load
 from flower_desloc.runs.groups import flat
 from flower_desloc.tools.study.search import Search
 
@@ -75,14 +75,6 @@ class Cell:
         'des-loc_16-steps'
         """
         return "_".join(map(_slug, self.labels.values())) or "all"
-
-    def is_possible(self, position: int) -> bool:
-        """Return whether the tuned setting may have its value at ``position``."""
-        try:
-            self.run(0, position)
-        except ConfigError:
-            return False
-        return True
 
     def run(self, seed: int, position: int | None = None) -> "StudyRun":
         """Return the run with a seed, at a position of the search."""

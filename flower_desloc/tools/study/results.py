@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flower_desloc.config.units import bytes_text, duration_text, figures
+from flower_desloc.runs.groups import Spread
+from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.tools.study.cells import CellState
 
 
@@ -19,29 +21,24 @@ def table(cells: Sequence[CellState]) -> tuple[list[str], list[list[str]]]:
     headings = [*study.axes, *(["tuned"] if tuned else []), study.score.text, "seeds"]
     headings += [*(["diverged"] if diverged else []), "sent by a client"]
     headings += ["Local Adam sends", "DDP sends", "time"]
-    lines = [
-        [
-            *cell.cell.labels.values(),
-            *([_tuned(cell)] if tuned else []),
-            mean_and_std(cell, 4) or ("diverged" if cell.diverged else "-"),
-            str(len(cell.runs)),
-            *([str(cell.diverged)] if diverged else []),
-            "-" if cell.bytes_up is None else bytes_text(cell.bytes_up),
-            _times(cell.ratio("local_adam")),
-            _times(cell.ratio("ddp")),
-            "-" if cell.seconds is None else duration_text(cell.seconds),
-        ]
-        for cell in cells
-    ]
+    lines = []
+    for cell in cells:
+        found = _to_json(cell)
+        sent, seconds = found["bytes_up_per_client"], found["seconds"]
+        ratios = [found[f"{method}_ratio"] for method in OTHER_METHODS]
+        lines.append(
+            [
+                *cell.cell.labels.values(),
+                *([_tuned(cell)] if tuned else []),
+                cell.spread.text(4) or ("diverged" if cell.diverged else "-"),
+                str(len(cell.runs)),
+                *([str(cell.diverged)] if diverged else []),
+                "-" if sent is None else bytes_text(sent),
+                *("-" if ratio is None else f"{figures(ratio)} times" for ratio in ratios),
+                "-" if seconds is None else duration_text(seconds),
+            ]
+        )
     return headings, lines
-
-
-def mean_and_std(cell: CellState, digits: int) -> str:
-    """Return the mean of the scores ± their standard deviation; empty without a score."""
-    if cell.mean is None:
-        return ""
-    spread = "" if cell.std is None else f" ± {cell.std:.{digits}f}"
-    return f"{cell.mean:.{digits}f}{spread}"
 
 
 def markdown(cells: Sequence[CellState]) -> str:
@@ -68,20 +65,21 @@ def write(cells: Sequence[CellState], folder: Path) -> None:
 
 
 def _to_json(cell: CellState) -> dict[str, Any]:
+    summaries = [run.summary for run in cell.runs if not run.diverged]
+    sent = [s["bytes"]["measured"]["up"]["total"] / max(1, s["clients"]) for s in summaries]
     return {
         **cell.cell.labels,
         "key": cell.key,
         "tuned": cell.tuned,
         "bracketed": cell.bracketed,
-        "mean": cell.mean,
-        "std": cell.std,
+        "mean": cell.spread.mean,
+        "std": cell.spread.std,
         "scores": cell.scores,
         "seeds": len(cell.runs),
         "diverged": cell.diverged,
-        "bytes_up_per_client": cell.bytes_up,
-        "local_adam_ratio": cell.ratio("local_adam"),
-        "ddp_ratio": cell.ratio("ddp"),
-        "seconds": cell.seconds,
+        "bytes_up_per_client": Spread.of(sent).mean,
+        **{f"{m}_ratio": Spread.of(s["ratio"][m] for s in summaries).mean for m in OTHER_METHODS},
+        "seconds": Spread.of(s["seconds"].get("total", 0.0) for s in summaries).mean,
         "tried": {
             f"{value:g}": score if math.isfinite(score) else None
             for value, score in cell.tried.items()
@@ -97,7 +95,3 @@ def _tuned(cell: CellState) -> str:
     if cell.tuned is None:
         return f"{name}: all diverged" if cell.all_diverged else "-"
     return f"{name} {cell.tuned:g}{'' if cell.bracketed else ' (at the edge)'}"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{figures(ratio)} times"

@@ -22,11 +22,6 @@ class Search:
     max_runs: int
     """Bound on the runs of one cell's search."""
 
-    @property
-    def max_values(self) -> int:
-        """Bound on the number of values to try."""
-        return self.max_runs // len(self.seeds)
-
     def value(self, position: int) -> float:
         """Return the value at a position, with three significant figures.
 
@@ -36,11 +31,6 @@ class Search:
         [0.00148, 0.0021, 0.00297]
         """
         return float(f"{self.anchor * self.factor**position:.3g}")
-
-
-def nearest(value: float, anchor: float, factor: float) -> int:
-    """Return the position whose value has the smallest ratio to ``value``."""
-    return round(math.log(value / anchor) / math.log(factor))
 
 
 def untried(scores: Mapping[int, float], start: int, most: int) -> list[int]:

@@ -64,6 +64,7 @@ class Store:
 
     def __init__(self, output_dir: str | Path, name: str) -> None:
         self.path = Path(output_dir).expanduser().resolve() / name
+        self._unfinished = self.path / ".unfinished"
         self._finished: dict[Path, FinishedRun] = {}
 
     @contextmanager
@@ -97,10 +98,6 @@ class Store:
         if path not in self._finished and (found := _read(RunFolder(path), run)):
             self._finished[path] = found
         return self._finished.get(path)
-
-    @property
-    def _unfinished(self) -> Path:
-        return self.path / ".unfinished"
 
 
 def _read(folder: RunFolder, run: StudyRun) -> FinishedRun | None:

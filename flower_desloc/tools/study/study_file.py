@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.runs.groups import flat
 from flower_desloc.setup.build import check_streams
 from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, load_once
-from flower_desloc.tools.study.search import Search, nearest
+from flower_desloc.tools.study.search import Search
 
 _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
 _AXIS_VALUE: Final = ("config", "overrides", "sweep")
@@ -43,26 +44,22 @@ def read_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
             raise ConfigError(f"{item}: a study sets it; change name and seeds in {path}")
     try:
         return _study(path, overrides)
-    except _StudyFileError as error:
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-class _StudyFileError(ValueError):
-    """A mistake in the file; the message names the key."""
 
 
 def _study(path: Path, overrides: Sequence[str]) -> Study:
     values = _mapping(_read(path), "the study", _STUDY)
     if not values:
-        raise _StudyFileError("it is empty; state axes, each a mapping from labels to settings")
+        raise ConfigError("it is empty; state axes, each a mapping from labels to settings")
     name = str(values.get("name", path.stem))
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", name):
-        raise _StudyFileError(f"name={name}: it names a folder; letters, digits, '_', '-' and '.'")
+        raise ConfigError(f"name={name}: it names a folder; letters, digits, '_', '-' and '.'")
     axes = _axes(values.get("axes"))
     seeds = _seeds(values.get("seeds", [0]), "seeds")
     sweep = values.get("sweep")
     if sweep not in _NONE and "key" not in _mapping(sweep, "sweep", _SWEEP):
-        raise _StudyFileError("sweep: state the key to tune, such as optimizer.lr")
+        raise ConfigError("sweep: state the key to tune, such as optimizer.lr")
     base = {"overrides": _overrides(values.get("base"), "base"), "config": "quickstart"}
     cells = []
     for labels in product(*axes.values()):
@@ -79,7 +76,7 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
     for cell in cells:
         evaluation = load_once(cell.config, cell.overrides).evaluation
         if score.where != "train" and not getattr(evaluation, score.where):
-            raise _StudyFileError(f"score.where={score.where}: but evaluation.{score.where}=false")
+            raise ConfigError(f"score.where={score.where}: but evaluation.{score.where}=false")
     return Study(
         name=name,
         axes={axis: tuple(labels) for axis, labels in axes.items()},
@@ -93,9 +90,9 @@ def _read(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot be read: {error}") from error
     except (YAMLError, OmegaConfBaseException) as error:
-        raise _StudyFileError(f"not valid YAML: {one_line(error)}") from error
+        raise ConfigError(f"not valid YAML: {one_line(error)}") from error
 
 
 def _axes(values: Any) -> dict[str, dict[str, dict[str, Any]]]:
@@ -107,7 +104,7 @@ def _axes(values: Any) -> dict[str, dict[str, dict[str, Any]]]:
             for label, value in _mapping(labels, where).items()
         }
         if not axes[axis]:
-            raise _StudyFileError(f"{where}: has no values; give at least one LABEL: [key=value]")
+            raise ConfigError(f"{where}: has no values; give at least one LABEL: [key=value]")
     return axes
 
 
@@ -135,36 +132,36 @@ def _cell(
     try:
         check_streams(load_once(cell.config, cell.overrides))
     except ConfigError as error:
-        raise _StudyFileError(f"in the cell {cell.name!r}: {error}") from error
+        raise ConfigError(f"in the cell {cell.name!r}: {error}") from error
     return cell
 
 
 def _one_of(chosen: Mapping[str, Mapping[str, Any]], key: str, default: Any) -> Any:
     given = {where: value[key] for where, value in chosen.items() if key in value}
     if len(given) > 1:
-        raise _StudyFileError(f"{' and '.join(given)} both state a {key}; a cell has one")
+        raise ConfigError(f"{' and '.join(given)} both state a {key}; a cell has one")
     return next(iter(given.values()), default)
 
 
 def _search(values: Mapping[str, Any], cell: Cell, seeds: tuple[int, ...]) -> Search:
     if "key" not in values:
-        raise _StudyFileError(f"sweep of the cell {cell.name!r}: state the key to tune")
+        raise ConfigError(f"sweep of the cell {cell.name!r}: state the key to tune")
     key, numbers = str(values["key"]), _numbers(load_once(cell.config, cell.overrides))
     if key not in numbers:
-        raise _StudyFileError(f"sweep.key={key}: no such number{suggestion(key, numbers)}")
+        raise ConfigError(f"sweep.key={key}: no such number{suggestion(key, numbers)}")
     if numbers[key] <= 0:
-        raise _StudyFileError(
+        raise ConfigError(
             f"sweep.key={key}: the search begins at the cell's own value, which is "
             f"{numbers[key]:g} in {cell.name!r}; it must be above 0"
         )
     factor = values.get("factor", "sqrt2")
     factor = 2**0.5 if factor == "sqrt2" else factor
     if not isinstance(factor, int | float) or not 1.01 <= factor < 1000:
-        raise _StudyFileError(f"sweep.factor={factor}: sqrt2, or a number of at least 1.01")
+        raise ConfigError(f"sweep.factor={factor}: sqrt2, or a number of at least 1.01")
     used = _seeds(values.get("seeds", list(seeds[:1])), "sweep.seeds")
     most = values.get("max_runs", 9 * len(used))
     if not isinstance(most, int) or most < 3 * len(used):
-        raise _StudyFileError(
+        raise ConfigError(
             f"sweep.max_runs={most}: at least {3 * len(used)}, for a value and its two neighbours "
             "with every seed of sweep.seeds"
         )
@@ -181,7 +178,7 @@ def _with_common_anchors(cells: Sequence[Cell]) -> Iterator[Cell]:
             yield cell
             continue
         anchor = anchors.setdefault((search.key, search.factor), search.anchor)
-        start = nearest(search.anchor, anchor, search.factor)
+        start = round(math.log(search.anchor / anchor) / math.log(search.factor))
         yield replace(cell, search=replace(search, anchor=anchor, start=start))
 
 
@@ -189,10 +186,10 @@ def _score(values: Any) -> ScoreSpec:
     given = _mapping(values or {}, "score", tuple(_SCORE))
     for key, value in given.items():
         if value not in _SCORE[key]:
-            raise _StudyFileError(f"score.{key}={value}: must be one of {', '.join(_SCORE[key])}")
+            raise ConfigError(f"score.{key}={value}: must be one of {', '.join(_SCORE[key])}")
     score = ScoreSpec(**given)
     if score.where == "train" and score.metric != "loss":
-        raise _StudyFileError(f"score.metric={score.metric}: in training there is only the loss")
+        raise ConfigError(f"score.metric={score.metric}: in training there is only the loss")
     return score
 
 
@@ -203,9 +200,7 @@ def _seeds(values: Any, where: str) -> tuple[int, ...]:
         or not all(isinstance(seed, int) and seed >= 0 for seed in values)
         or len(set(values)) < len(values)
     ):
-        raise _StudyFileError(
-            f"{where}={values}: a list of different whole numbers, such as [0, 1, 2]"
-        )
+        raise ConfigError(f"{where}={values}: a list of different whole numbers, such as [0, 1, 2]")
     return tuple(values)
 
 
@@ -219,7 +214,7 @@ def _overrides(values: Any, where: str) -> list[str]:
         return [f"{key}={json.dumps(value)}" for key, value in flat(values).items()]
     if isinstance(values, list) and all(isinstance(item, str) and "=" in item for item in values):
         return list(values)
-    raise _StudyFileError(f"{where}: a list of key=value, or a mapping of settings; got {values!r}")
+    raise ConfigError(f"{where}: a list of key=value, or a mapping of settings; got {values!r}")
 
 
 def _numbers(config: Config) -> dict[str, float]:
@@ -230,12 +225,12 @@ def _numbers(config: Config) -> dict[str, float]:
 
 def _mapping(values: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise _StudyFileError(f"{where}: must be a mapping, got {values!r}")
+        raise ConfigError(f"{where}: must be a mapping, got {values!r}")
     named = {str(key): value for key, value in values.items()}
     for key in named:
         if known is not None and key not in known:
             inside = "" if where == "the study" else f"{where}."
-            raise _StudyFileError(
+            raise ConfigError(
                 f"{inside}{key}: no such key{suggestion(key, known)}; "
                 f"{where} has {', '.join(known)}"
             )
@@ -246,7 +241,7 @@ def _require_distinct(cells: Sequence[Cell]) -> None:
     seen: dict[str, Cell] = {}
     for cell in cells:
         if (other := seen.setdefault(cell.slug, cell)) is not cell:
-            raise _StudyFileError(
+            raise ConfigError(
                 f"axes: {other.name!r} and {cell.name!r} would share the folder {cell.slug}; "
                 "give them labels that differ in letters or digits"
             )
