@@ -18,7 +18,6 @@ from datasets import (
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
-from flower_desloc.tasks.causal_lm.documents import cut
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import HELDOUT, Source
@@ -97,6 +96,35 @@ def cell(source: Source, row: Row, setting: str, column: str) -> object:
             f"data.{setting}={column}: {source} has no such column; it has {', '.join(row)}"
         )
     return row[column]
+
+
+def cut(paragraphs: Iterable[str], size: int = 4000) -> Iterator[str]:
+    r"""Join paragraphs to documents of at most ``size`` characters.
+
+    A longer paragraph is cut at the end of a line, otherwise at a space, otherwise anywhere.
+
+    >>> list(cut(["one", "two", "three four"], size=8))
+    ['one\n\ntwo', 'three', 'four']
+    """
+    document = ""
+    for paragraph in paragraphs:
+        for piece in _pieces(paragraph.strip("\n"), size):
+            if document and len(document) + 2 + len(piece) > size:
+                yield document
+                document = ""
+            document += "\n\n" + piece if document else piece
+    if document:
+        yield document
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    while len(text) > size:
+        ends = (text.rfind(mark, 1, size + 1) for mark in "\n ")
+        at = next((end for end in ends if end > 0), size)
+        yield text[:at]
+        text = text[at + (text[at] in "\n ") :]
+    if text.strip():
+        yield text
 
 
 def _cut_texts(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
