@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import datasets
 import numpy as np
@@ -102,7 +102,6 @@ class ImageShard:
                 "larger data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
-        self._decoded: dict[str, ImageBatch] = {}
         labels = corpus.train.labels[rows.train]
         self.num_examples = len(labels)
         counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
@@ -113,7 +112,7 @@ class ImageShard:
     def train_batch(self, step: int) -> ImageBatch:
         """Return the batch of the step taken after ``step`` completed steps."""
         return shuffled_batch(
-            self._images("train"),
+            self._train,
             batch_size=self._config.data.batch_size,
             step=step,
             key=[self._config.run.seed, self._site.partition],
@@ -122,17 +121,20 @@ class ImageShard:
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
         return heldout_batches(
-            self._images("heldout"),
+            self._heldout,
             batch_size=self._config.data.batch_size,
             limit=self._config.evaluation.images,
         )
 
-    def _images(self, part: str) -> ImageBatch:
-        # Decoded when first used: the client's description needs the labels only.
-        if part not in self._decoded:
-            rows: Rows = getattr(self._rows, part)
-            self._decoded[part] = decode_rows(self._config, getattr(self._corpus, part), rows)
-        return self._decoded[part]
+    # Decoded when first used: the client's description needs the labels only.
+
+    @cached_property
+    def _train(self) -> ImageBatch:
+        return decode_rows(self._config, self._corpus.train, self._rows.train)
+
+    @cached_property
+    def _heldout(self) -> ImageBatch:
+        return decode_rows(self._config, self._corpus.heldout, self._rows.heldout)
 
 
 def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]:
