@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -154,10 +155,7 @@ def build_schedule(config: Config) -> SyncSchedule:
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
-
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        return build_optimizer(config, params)
-
+    make = partial(build_optimizer, config)
     if not is_path(config.optimizer.name):
         module = nn.Linear(1, 1)
         optimizer = make(list(module.parameters()))

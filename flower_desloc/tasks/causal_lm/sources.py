@@ -195,18 +195,15 @@ def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
 
 
 def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
-    opened = []
-    for builder, paths in _by_builder(files):
-        recut = _recut if builder == "text" else None
-        opened.append(_open_files(source, builder, paths, recut))
+    opened = [_open_files(source, *each, recut=True) for each in _by_builder(files)]
     shards = [shard for each in opened for shard in each.shards]
     return OpenFiles(shards, " ".join(each.version for each in opened))
 
 
 def _open_files(
-    source: Source, builder: str, paths: list[str], recut: Callable[..., Any] | None = None
+    source: Source, builder: str, paths: list[str], *, recut: bool = False
 ) -> OpenFiles:
-    """Open files of one format, one shard for each; ``recut`` maps batches of their rows."""
+    """Open files of one format, one shard for each; with ``recut``, text is cut to documents."""
     # Escaped, because `datasets` treats a path as a pattern.
     patterns = [glob.escape(path) for path in paths]
     options = {"sample_by": "paragraph"} if builder == "text" else {}
@@ -217,8 +214,8 @@ def _open_files(
         rows = opened.as_streaming_dataset(split="train")  # reads the beginning of the first file
     except Exception as error:
         raise _unreadable(source, names[0], error) from error
-    if recut is not None:
-        rows = rows.map(recut, batched=True)
+    if recut and builder == "text":
+        rows = rows.map(_recut, batched=True)
     shards = [Shard(name, partial(rows.shard, len(names), i)) for i, name in enumerate(names)]
     return OpenFiles(shards, opened.config_id)
 
