@@ -32,10 +32,10 @@ from flower_desloc.tasks import Site, build_task
 from flower_desloc.tasks.image_classification import ImageClassification
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
+    client_rows,
     heldout_batches,
     shuffled_batch,
 )
-from flower_desloc.tasks.image_classification.partition import client_rows
 from flower_desloc.tasks.image_classification.sources import read
 from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
 from flower_desloc.tasks.source import Source

@@ -23,7 +23,7 @@ from test_text import prose, write
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import check
 from flower_desloc.tasks import Site, retry
-from flower_desloc.tasks.causal_lm import CausalLM, document_streams, packing, sources
+from flower_desloc.tasks.causal_lm import CausalLM, document_streams, sources, streaming
 from flower_desloc.tasks.causal_lm.corpus import read
 from flower_desloc.tasks.causal_lm.document_streams import (
     DocumentStream,
@@ -32,8 +32,8 @@ from flower_desloc.tasks.causal_lm.document_streams import (
     domain_names,
     open_domain,
 )
-from flower_desloc.tasks.causal_lm.packing import BLOCK, PackedSequences, open_packers
 from flower_desloc.tasks.causal_lm.sources import Domain, OpenFiles, shards_of
+from flower_desloc.tasks.causal_lm.streaming import BLOCK, PackedSequences, open_packers
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import Source
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -259,7 +259,7 @@ def test_what_a_killed_process_left_is_not_read(config, cache):
 
 
 def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
-    monkeypatch.setattr(packing, "KEPT_BLOCKS", 2)
+    monkeypatch.setattr(streaming, "KEPT_BLOCKS", 2)
     data = CausalLM(config).client_data(Site(0, 2))
     first = data.train_batch(0)
     data.train_batch(5 * BLOCK // 4)
@@ -303,7 +303,7 @@ def test_a_disk_that_is_full_is_named(config, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packing, "save_file", full)
+    monkeypatch.setattr(streaming, "save_file", full)
     with pytest.raises(OSError, match=r"cannot write packed text to .* or name .* XDG_CACHE_HOME"):
         CausalLM(config).client_data(Site(0, 1))
 
@@ -426,7 +426,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypa
     data = CausalLM(config).client_data(Site(0, 1))
     wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
 
-    for file in packing.cache_folder().rglob("*.safetensors"):
+    for file in streaming.cache_folder().rglob("*.safetensors"):
         file.unlink()
     forget()
     data = CausalLM(config).client_data(Site(0, 1))

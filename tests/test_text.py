@@ -29,11 +29,9 @@ from processes import output_of
 
 from flower_desloc.tasks.causal_lm import corpus as corpora
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
-from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.corpus import client_rows, partition_documents, read, split
 from flower_desloc.tasks.causal_lm.document_streams import open_domain
-from flower_desloc.tasks.causal_lm.documents import cut, split
-from flower_desloc.tasks.causal_lm.partition import client_rows, partition_documents
-from flower_desloc.tasks.causal_lm.sources import domains_of
+from flower_desloc.tasks.causal_lm.sources import cut, domains_of
 from flower_desloc.tasks.partition import PartitionRule
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import Source

@@ -5,10 +5,12 @@ several.
 """
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 from flower_desloc.config.errors import ConfigError
@@ -24,24 +26,20 @@ _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
+_DESLOC_ONLY: Final = (
+    "federation.average", "federation.norm_bound", "federation.min_steps", "run.resume",
+    "sync_once_at", "sync_bound", "sync_phase", "sync_delay", "outer.name",
+)  # fmt: skip
+"""Settings that Flower's own strategies do not have."""
 
 
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
-        _single, _partition, _options, _model, _micro_batch_size, _run_name, _federation, _stream,
-        _outer, _lr_schedule, _sync, _sync_delay, _sync_bound, _min_steps, _wire, _strategy,
+        _single, _data, _options, _unused, _model, _federation, _outer, _lr_schedule, _sync,
+        _wire, _strategy, _gradients,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
-        raise ConfigError(problem)
-
-
-def check_used(config: Config) -> None:
-    """Raise ``ConfigError`` for a setting that the chosen optimizer does not have.
-
-    Not part of ``check``: earlier versions ignored such settings, and their runs can be read.
-    """
-    for problem in _unused(config):
         raise ConfigError(problem)
 
 
@@ -71,11 +69,34 @@ def _single(section: Any, prefix: str = "") -> Iterator[str]:
                 yield f"{key}={stated}: must be at least {least:g}{limit}"
 
 
-def _partition(config: Config) -> Iterator[str]:
-    data = config.data
+def _data(config: Config) -> Iterator[str]:
+    data, size = config.data, config.data.micro_batch_size
     known = _PARTITIONS.get(config.task, sorted({*chain(*_PARTITIONS.values())}))
     if data.partition not in known:
         yield f"{data.partition=!s}: must be one of {', '.join(known)} where task={config.task}"
+    if size not in (None, AUTO):
+        if not isinstance(size, int) or size < 1:
+            yield f"{data.micro_batch_size=!s}: must be a number of at least 1, {AUTO} or null"
+        elif data.batch_size % size:
+            yield f"{data.micro_batch_size=!s}: must divide {data.batch_size=}"
+    if not data.streaming or data.max_bytes or config.task == "image_classification":
+        if data.weights:
+            yield f"{data.weights=}: needs data.streaming=true and data.max_bytes=0"
+        return
+    if data.partition not in ("iid", "by_domain"):
+        yield (
+            f"{data.partition=!s}: text that is read as it is trained on (data.streaming=true, "
+            "data.max_bytes=0) is not counted before; use iid or by_domain"
+        )
+    if data.domain_field:
+        yield (
+            f"{data.domain_field=!s}: with data.streaming=true and data.max_bytes=0 domains are "
+            "files or configs; leave it out"
+        )
+    if data.weights and len(data.weights) != len(data.domains):
+        yield f"{data.weights=}: needs one for each of {data.domains=}"
+    if any(not 0 < weight < math.inf for weight in data.weights):
+        yield f"{data.weights=}: all must be above 0"
 
 
 def _options(config: Config) -> Iterator[str]:
@@ -131,31 +152,14 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{model.num_key_value_heads=}: must divide {heads}"
 
 
-def _micro_batch_size(config: Config) -> Iterator[str]:
-    data, size = config.data, config.data.micro_batch_size
-    stated = f"{data.micro_batch_size=!s}"
-    if size is None or size == AUTO:
-        return
-    if isinstance(size, str):
-        yield f"{stated}: must be a number, {AUTO} or null"
-    elif size < 1:
-        yield f"{stated}: must be at least 1"
-    elif data.batch_size % size:
-        yield f"{stated}: must divide {data.batch_size=}"
-
-
-def _run_name(config: Config) -> Iterator[str]:
-    run = config.run
+def _federation(config: Config) -> Iterator[str]:
+    federation, run = config.federation, config.run
+    most = f"{federation.num_clients=}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", run.name):
         yield (
             f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
             "begin with '.' or '-'"
         )
-
-
-def _federation(config: Config) -> Iterator[str]:
-    federation, run = config.federation, config.run
-    most = f"{federation.num_clients=}"
     if federation.min_clients > federation.num_clients:
         yield f"{federation.min_clients=}: the quorum is larger than {most}"
     for step, number in federation.attendance.items():
@@ -166,37 +170,10 @@ def _federation(config: Config) -> Iterator[str]:
             yield f"{stated}: must be at most {most}"
 
 
-def _stream(config: Config) -> Iterator[str]:
-    data = config.data
-    if not data.streaming or data.max_bytes or config.task == "image_classification":
-        if data.weights:
-            yield f"{data.weights=}: needs data.streaming=true and data.max_bytes=0"
-        return
-    if data.partition not in ("iid", "by_domain"):
-        yield (
-            f"{data.partition=!s}: text that is read as it is trained on (data.streaming=true, "
-            "data.max_bytes=0) is not counted before; use iid or by_domain"
-        )
-    if data.domain_field:
-        yield (
-            f"{data.domain_field=!s}: with data.streaming=true and data.max_bytes=0 domains are "
-            "files or configs; leave it out"
-        )
-    if data.weights and len(data.weights) != len(data.domains):
-        yield f"{data.weights=}: needs one for each of {data.domains=}"
-    if any(not 0 < weight < math.inf for weight in data.weights):
-        yield f"{data.weights=}: all must be above 0"
-
-
 def _outer(config: Config) -> Iterator[str]:
     outer = config.outer
     if outer.name == "sgd" and outer.nesterov and outer.momentum == 0:
         yield "outer.nesterov=true: needs outer.momentum above 0, or set it to false"
-    if outer.name != "none" and GRADIENTS in config.sync:
-        yield (
-            f"{outer.name=!s}: with sync.gradients the server's optimizer is that of the section "
-            "optimizer; set outer.name=none"
-        )
 
 
 def _lr_schedule(config: Config) -> Iterator[str]:
@@ -227,41 +204,15 @@ def _sync(config: Config) -> Iterator[str]:
         yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
-
-
-def _sync_delay(config: Config) -> Iterator[str]:
-    sync, sync_delay, strategy = config.sync, config.sync_delay, config.strategy
-    if not sync_delay:
-        return
-    stated = f"{sync_delay=}"
-    if strategy != "desloc":
-        yield f"{stated}: {strategy=!s} is Flower's own, which merges averages at once; set it to 0"
-    elif GRADIENTS in sync:
-        yield f"{stated}: with sync.gradients every step needs the last average; set it to 0"
-    elif RESET in sync.values():
-        yield f"{stated}: averages cannot be late where states are reset; set it to 0"
-
-
-def _sync_bound(config: Config) -> Iterator[str]:
+    if RESET in config.sync.values():
+        yield from _stated(config, ["sync_delay"], "averages cannot be late where states are reset")
     moments = ("exp_avg", "exp_avg_sq")
-    averaged = any(isinstance(config.sync.get(name), int) for name in moments)
-    averaged = averaged or bool(config.sync_once_at)
+    averaged = sync_once_at or any(isinstance(config.sync.get(name), int) for name in moments)
     if config.sync_bound and config.strategy == "desloc" and not averaged:
         yield (
             f"sync_bound=true: neither {' nor '.join(moments)} is averaged, so there is nothing to "
             "bound; leave it out"
         )
-
-
-def _min_steps(config: Config) -> Iterator[str]:
-    federation, strategy = config.federation, config.strategy
-    if federation.min_steps == 1:
-        return
-    stated = f"{federation.min_steps=}"
-    if strategy != "desloc":
-        yield f"{stated}: {strategy=!s} is Flower's own, which counts no local steps; set it to 1"
-    elif GRADIENTS in config.sync:
-        yield f"{stated}: with sync.gradients a window is one step; set it to 1"
 
 
 def _wire(config: Config) -> Iterator[str]:
@@ -284,32 +235,34 @@ def _wire(config: Config) -> Iterator[str]:
 
 def _strategy(config: Config) -> Iterator[str]:
     """Yield what Flower's own strategies cannot do."""
-    run, outer, federation, strategy = config.run, config.outer, config.federation, config.strategy
-    if strategy == "desloc":
+    if config.strategy == "desloc":
         return
-    if federation.average != "mean" or federation.norm_bound is not None:
-        yield (
-            f"{strategy=!s}: its average is Flower's own; leave out federation.average and "
-            "federation.norm_bound"
-        )
-    if run.resume:
-        yield (
-            f"{run.resume=!s}: {strategy=!s} is Flower's own, which cannot resume a run; "
-            "leave out run.resume"
-        )
+    yield from _stated(
+        config,
+        _DESLOC_ONLY,
+        f"only strategy=desloc has it, and strategy={config.strategy} is Flower's own",
+    )
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (
-            f"{strategy=!s}: it averages only params, so sync may hold only sync.params, "
-            f"and holds {', '.join(others)}; begin with the preset {strategy}"
+            f"strategy={config.strategy}: it averages only params, so sync may hold only "
+            f"sync.params, and holds {', '.join(others)}; begin with the preset {config.strategy}"
         )
-    if sync_once_at := config.sync_once_at:
-        yield f"{sync_once_at=}: only strategy=desloc averages ad hoc; leave it out"
-    if config.sync_bound:
-        yield "sync_bound=true: only strategy=desloc averages moments; leave it out"
-    if config.sync_phase:
-        yield f"{config.sync_phase=}: only strategy=desloc shifts averages; leave it out"
-    if outer.name != "none":
-        yield (
-            f"{outer.name=!s}: with {strategy=!s} the server's step is the strategy's own; set "
-            "outer.name=none"
-        )
+
+
+def _gradients(config: Config) -> Iterator[str]:
+    """Yield what data parallelism cannot do."""
+    if GRADIENTS in config.sync:
+        why = "sync.gradients averages every step, and optimizer is then the server's"
+        yield from _stated(config, ["sync_delay", "federation.min_steps", "outer.name"], why)
+
+
+def _stated(config: Config, keys: Iterable[str], why: str) -> Iterator[str]:
+    """Yield a problem for each of ``keys`` that is not at its default."""
+    for key in keys:
+        value, default = attrgetter(key)(config), attrgetter(key)(Config())
+        if value != default:
+            yield f"{key}={_yaml(value)}: {why}; set {key}={_yaml(default)}"
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value).strip('"')

@@ -105,7 +105,7 @@ def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
         for name, value in optimizer.state.get(p, {}).items()
         if name != STEP and isinstance(value, Tensor) and value.is_floating_point()
     )
-    return (PARAMS, *names, *([BUFFERS] if _buffers(module) else []))
+    return (PARAMS, *names, *([BUFFERS] if buffers(module) else []))
 
 
 def starts_at_zero(name: str) -> bool:
@@ -244,7 +244,7 @@ def _tensors(
             f"{type(optimizer).__name__} has no stream {name!r}; its streams are {', '.join(known)}"
         )
     if name == BUFFERS:
-        return _buffers(module)
+        return buffers(module)
     trained = _trained(module, optimizer)
     if name == PARAMS:
         return trained
@@ -272,7 +272,8 @@ def _given(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the persistent floating-point buffers."""
     saved = module.state_dict().keys()
     return {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
 

@@ -1,7 +1,8 @@
 """Build the algorithm's objects from the configuration."""
 
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -116,12 +117,17 @@ def check_streams(config: Config) -> None:
     find_task(config)
     always, sometimes = _known_streams(config)
     states = [name for name in always if name != PARAMS]
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    least = config.federation.min_steps
     if config.sync_delay:
-        _check_decays(config, states, f"sync_delay={config.sync_delay}", "sync_delay=0")
-    if (least := config.federation.min_steps) < 1:
-        _check_decays(config, states, f"federation.min_steps={least}", "federation.min_steps=1")
+        with _otherwise(f"sync_delay={config.sync_delay}", "sync_delay=0"):
+            state_decays(optimizer, states)
+    if least < 1:
+        with _otherwise(f"federation.min_steps={least}", "federation.min_steps=1"):
+            state_decays(optimizer, states)
     if config.sync_bound:
-        _check_bound(config)
+        with _otherwise("sync_bound=true", "sync_bound=false"):
+            moment_ratio(optimizer)
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)
@@ -129,19 +135,12 @@ def check_streams(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_decays(config: Config, states: Collection[str], stated: str, otherwise: str) -> None:
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+@contextmanager
+def _otherwise(stated: str, otherwise: str) -> Iterator[None]:
     try:
-        state_decays(optimizer, states)
+        yield
     except ValueError as error:
         raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
-
-
-def _check_bound(config: Config) -> None:
-    try:
-        moment_ratio(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
-    except ValueError as error:
-        raise ConfigError(f"sync_bound=true: {error}; otherwise set sync_bound=false") from error
 
 
 def build_schedule(config: Config) -> SyncSchedule:
@@ -156,10 +155,7 @@ def build_schedule(config: Config) -> SyncSchedule:
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
-
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        return build_optimizer(config, params)
-
+    make = partial(build_optimizer, config)
     if not is_path(config.optimizer.name):
         module = nn.Linear(1, 1)
         optimizer = make(list(module.parameters()))

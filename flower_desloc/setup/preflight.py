@@ -228,8 +228,8 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         )
     try:
         if hardware.exists and hardware.device.type != "cpu":
-            share = gpus if 0 < gpus < 1 else 1.0
-            wanted = sum(needs.client(hardware.device, hardware.micro_batch).values()) / share
+            client = sum(needs.client(hardware.device, hardware.micro_batch).values())
+            wanted = client / _share(config, hardware.device)
             total, free = device_memory(hardware.device)
             yield from _memory("clients on one GPU", wanted, total, _SMALLER, free=free)
         wanted = needs.machine(hardware.device, hardware.micro_batch, hardware.at_once)
@@ -237,11 +237,11 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         yield Finding(f"the memory of a step cannot be estimated: {error}")
     else:
         total, free = memory()
-        several = hardware.at_once > 1
-        fewer = f"{_SMALLER}, or fewer clients at once (--workers 1)" if several else _SMALLER
-        clients = "a client" if hardware.at_once == 1 else f"{hardware.at_once} clients"
-        who = f"the server and {clients} at a time"
-        yield from _memory(who, wanted, total, fewer, free=free)
+        who, change = "the server and a client at a time", _SMALLER
+        if hardware.at_once > 1:
+            who = f"the server and {hardware.at_once} clients at a time"
+            change += ", or fewer clients at once (--workers 1)"
+        yield from _memory(who, wanted, total, change, free=free)
     number = config.federation.num_clients
     states = number * needs.client_disk()
     yield from _disk(
@@ -276,8 +276,8 @@ def on_the_server(
             yield replace(found, stops=needs.config.federation.on_failure == "stop")
     total, _ = memory()
     yield from _memory("the server", sum(needs.server().values()), total, "use a larger machine")
-    checkpoints = "give another --output-dir, or set run.checkpoint_every=0"
-    yield from _disk(needs.server_disk(), folder, checkpoints)
+    change = "give another --output-dir, or set run.checkpoint_every=0"
+    yield from _disk(needs.server_disk(), folder, change)
 
 
 def _reported(about: Mapping[str, str], batch_size: int) -> tuple[torch.device, int, int]:

@@ -23,7 +23,7 @@ from flower_desloc.config.errors import one_line
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS
+from flower_desloc.core.streams import BUFFERS, buffers
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tasks import Batch, Site, Task, build_task
 
@@ -75,14 +75,9 @@ class Sketch:
     def streams(self) -> dict[str, Stream]:
         """Every stream of the run, as meta tensors; states have the shapes of their parameters."""
         trained = {k: _meta(p) for k, p in self.model.named_parameters() if p.requires_grad}
-        saved = self.model.state_dict().keys()
-        buffers = {
-            k: _meta(b)
-            for k, b in self.model.named_buffers()
-            if k in saved and b.is_floating_point()
-        }
+        saved = {k: _meta(b) for k, b in buffers(self.model).items()}
         names = dict.fromkeys([*build_schedule(self._config).periods, PARAMS])
-        return {name: buffers if name == BUFFERS else trained for name in names}
+        return {name: saved if name == BUFFERS else trained for name in names}
 
     def step_bytes(self, micro_batch: int) -> int:
         """Return the peak memory of a step's gradients and activations, in bytes.
@@ -159,26 +154,27 @@ class _PeakMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._now = 0
-        self._sizes = {_storage(t)._cdata: 0 for t in (*model.parameters(), *model.buffers())}
+        kept = (*model.parameters(), *model.buffers())
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in kept}
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
-        del types
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(_storage(tensor))
+        storages = (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor))
+        for storage in storages:
+            key = storage._cdata
+            if key in self._sizes:  # a view or an in-place operation
+                continue
+            self._sizes[key] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._free, key)
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes:  # a view or an in-place operation
-            return
-        self._sizes[key] = storage.nbytes()
-        self._now += storage.nbytes()
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
@@ -192,13 +188,8 @@ def _move_to_cpu(model: nn.Module) -> None:
             trained = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
             setattr(module, name, known.setdefault(id(p), (p, trained))[1])
         for name, b in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-            setattr(
-                module, name, known.setdefault(id(b), (b, torch.empty_like(b, device="cpu")))[1]
-            )
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+            moved = torch.empty_like(b, device="cpu")
+            setattr(module, name, known.setdefault(id(b), (b, moved))[1])
 
 
 def _meta(tensor: Tensor) -> Tensor:

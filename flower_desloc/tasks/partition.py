@@ -1,7 +1,7 @@
 """Partitions of a data set by its labels, for all tasks."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -47,7 +47,63 @@ def partition_rows(labels: Sequence[Any], rule: PartitionRule, num_clients: int)
 
     Raises ``ValueError`` if the rule cannot give every row to a client.
     """
-    return _RULES[rule.name](shuffled(labels, rule.seed), rule, num_clients)
+    partitioner = _partitioner(len(labels), rule, num_clients)
+    partitioner.dataset = shuffled(labels, rule.seed)
+    held, num_labels = f"data.classes_per_client={rule.classes_per_client}", len({*labels})
+    if rule.name == "pathological" and rule.classes_per_client > num_labels:
+        raise ValueError(f"{held}: there are only {num_labels} labels")
+    try:
+        # The pathological one warns of labels that no client holds; here that is an error.
+        with warnings.catch_warnings(action="ignore"):
+            clients = [partitioner.load_partition(i)["row"][:] for i in range(num_clients)]
+    except ValueError as error:
+        raise ValueError(
+            f"{held}: federation.num_clients={num_clients} clients need more examples of a label "
+            f"than there are ({error})"
+        ) from error
+    if missed := len(labels) - sum(map(len, clients)):
+        raise ValueError(
+            f"{held}: with federation.num_clients={num_clients} no client holds some labels, which "
+            f"leaves {missed} of {len(labels)} examples out; use more classes per client, or at "
+            f"least {num_labels} clients"
+        )
+    return clients
+
+
+def _partitioner(num_rows: int, rule: PartitionRule, num_clients: int) -> Any:
+    # Imported here: the default partition of text does without it.
+    from flwr_datasets import partitioner
+
+    by_label = {"num_partitions": num_clients, "partition_by": "label", "seed": rule.seed}
+    match rule.name:
+        case "iid":
+            return partitioner.IidPartitioner(num_clients)
+        case "dirichlet":
+            # No balancing and no minimum size: both would change the distribution, and drawing
+            # again until nobody is empty can fail.
+            return partitioner.DirichletPartitioner(
+                **by_label,
+                alpha=rule.alpha,
+                min_partition_size=0,
+                self_balancing=False,
+                shuffle=False,
+            )
+        case "pathological":
+            # Client i holds label i mod C and others drawn, as in the paper that introduced it.
+            return partitioner.PathologicalPartitioner(
+                **by_label,
+                num_classes_per_partition=rule.classes_per_client,
+                class_assignment_mode="first-deterministic",
+                shuffle=False,
+            )
+        case "quantity":
+            # One row each, and a fraction drawn from Dirichlet(alpha) of the rest.
+            spare = num_rows - num_clients
+            fractions = np.random.default_rng(rule.seed).dirichlet(np.full(num_clients, rule.alpha))
+            ends = np.rint(np.cumsum(fractions) * spare).astype(int)
+            ends[-1] = spare
+            return partitioner.SizePartitioner([1 + int(n) for n in np.diff(ends, prepend=0)])
+    raise AssertionError(rule.name)
 
 
 def shuffled(labels: Sequence[Any], seed: int) -> Dataset:
@@ -81,89 +137,3 @@ def lend_heldout(
             labels = sorted({train_labels[row] for row in mine} & turns.keys())
             kept.extend(next(turns[label]) for label in labels)
     return [ClientRows(sorted(a), sorted(b)) for a, b in zip(train, heldout, strict=True)]
-
-
-# The partitioners are imported inside the rules: the default partition does without them.
-
-
-def _iid(numbered: Dataset, _rule: PartitionRule, num_clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import IidPartitioner
-
-    return _partitioned(IidPartitioner(num_clients), numbered)
-
-
-def _dirichlet(numbered: Dataset, rule: PartitionRule, num_clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    # No balancing and no minimum size: both would change the distribution, and drawing again
-    # until nobody is empty can fail.
-    return _partitioned(
-        DirichletPartitioner(
-            num_partitions=num_clients,
-            partition_by="label",
-            alpha=rule.alpha,
-            min_partition_size=0,
-            self_balancing=False,
-            shuffle=False,
-            seed=rule.seed,
-        ),
-        numbered,
-    )
-
-
-def _pathological(numbered: Dataset, rule: PartitionRule, num_clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import PathologicalPartitioner
-
-    held = rule.classes_per_client
-    labels = numbered.unique("label")
-    if held > len(labels):
-        raise ValueError(f"data.classes_per_client={held}: there are only {len(labels)} labels")
-    partitioner = PathologicalPartitioner(
-        num_partitions=num_clients,
-        partition_by="label",
-        num_classes_per_partition=held,
-        # Client i holds label i mod C and others drawn, as in the paper that introduced it.
-        class_assignment_mode="first-deterministic",
-        shuffle=False,
-        seed=rule.seed,
-    )
-    # It warns of labels that no client holds; here that is an error.
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            clients = _partitioned(partitioner, numbered)
-        except ValueError as error:
-            raise ValueError(
-                f"data.classes_per_client={held}: federation.num_clients={num_clients} clients "
-                f"need more examples of a label than there are ({error})"
-            ) from error
-    if missed := len(numbered) - sum(map(len, clients)):
-        raise ValueError(
-            f"data.classes_per_client={held}: with federation.num_clients={num_clients} no client "
-            f"holds some labels, which leaves {missed} of {len(numbered)} examples out; use more "
-            f"classes per client, or at least {len(labels)} clients"
-        )
-    return clients
-
-
-def _quantity(numbered: Dataset, rule: PartitionRule, num_clients: int) -> list[Rows]:
-    from flwr_datasets.partitioner import SizePartitioner
-
-    # One row each, and a fraction drawn from Dirichlet(alpha) of the rest.
-    spare = len(numbered) - num_clients
-    fractions = np.random.default_rng(rule.seed).dirichlet(np.full(num_clients, rule.alpha))
-    ends = np.rint(np.cumsum(fractions) * spare).astype(int)
-    ends[-1] = spare
-    return _partitioned(SizePartitioner([1 + int(n) for n in np.diff(ends, prepend=0)]), numbered)
-
-
-def _partitioned(partitioner: Any, numbered: Dataset) -> list[Rows]:
-    partitioner.dataset = numbered
-    return [partitioner.load_partition(i)["row"][:] for i in range(partitioner.num_partitions)]
-
-
-_RULES: dict[str, Callable[[Dataset, PartitionRule, int], list[Rows]]] = {
-    "iid": _iid,
-    "dirichlet": _dirichlet,
-    "pathological": _pathological,
-    "quantity": _quantity,
-}

@@ -35,18 +35,14 @@ HERE = Host()
 @contextmanager
 def private_home() -> Iterator[Path]:
     """Make a folder for FLWR_HOME with an empty ``cwd`` in it; delete it on exit."""
-    home = _private_folder()
+    system = tempfile.gettempdir()
+    short = system if len(system) <= _LONGEST_TMPDIR else "/tmp"  # noqa: S108
+    home = Path(tempfile.mkdtemp(prefix="desloc-", dir=short)).resolve()
     try:
         (home / "cwd").mkdir()
         yield home
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _private_folder() -> Path:
-    system = tempfile.gettempdir()
-    short = system if len(system) <= _LONGEST_TMPDIR else "/tmp"  # noqa: S108
-    return Path(tempfile.mkdtemp(prefix="desloc-", dir=short)).resolve()
 
 
 def program(name: str, environment: Mapping[str, str]) -> str:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_desloc.config import Config
-from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.causal_lm.partition import client_rows
+from flower_desloc.tasks.causal_lm.corpus import client_rows, read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
 from flower_desloc.tasks.partition import PartitionRule
 from flower_desloc.tasks.protocol import Site

@@ -1,14 +1,14 @@
-"""Documents by domain, read into memory from any source."""
+"""Documents by domain, read into memory from any source, and which client gets which."""
 
+import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from datasets import Dataset, Features, Value
 
-from flower_desloc.tasks.causal_lm.documents import split
 from flower_desloc.tasks.causal_lm.sources import (
     Domain,
     Row,
@@ -16,6 +16,15 @@ from flower_desloc.tasks.causal_lm.sources import (
     document,
     domains_of,
     selected,
+)
+from flower_desloc.tasks.partition import (
+    ClientRows,
+    PartitionRule,
+    Rows,
+    fill_empty_clients,
+    lend_heldout,
+    partition_rows,
+    shuffled,
 )
 from flower_desloc.tasks.source import Source
 
@@ -107,9 +116,101 @@ def _split(source: Source, domain: str, train: Texts, heldout: Texts) -> tuple[l
         ) from error
 
 
+def split(documents: Sequence[str], heldout_fraction: float) -> tuple[list[str], list[str]]:
+    """Return the documents to train on and the held-out documents; neither part is empty.
+
+    The hash of a document's content decides: neither the order of the documents nor the seed
+    matters, and equal documents are in the same part. A single document is split by its text.
+
+    Raises ``ValueError`` if there is nothing to split.
+    """
+    if not documents:
+        raise ValueError("there is no document to split")
+    ranked = sorted(set(documents), key=lambda text: hashlib.blake2b(text.encode()).digest())
+    if len(ranked) == 1:
+        head, tail = _split_text(ranked[0], heldout_fraction)
+        return [head], [tail]
+    num_heldout = min(max(1, round(heldout_fraction * len(ranked))), len(ranked) - 1)
+    heldout = set(ranked[:num_heldout])
+    return (
+        [text for text in documents if text not in heldout],
+        [text for text in documents if text in heldout],
+    )
+
+
+def _split_text(text: str, heldout_fraction: float) -> tuple[str, str]:
+    if len(text) < 2:
+        raise ValueError("a text of one character cannot be split")
+    at = min(max(1, round((1 - heldout_fraction) * len(text))), len(text) - 1)
+    space = max(text.rfind(mark, 1, at) for mark in "\n ")
+    at = space if space > 0 else at
+    return text[:at], text[at:]
+
+
 def _dataset(texts: Texts) -> Dataset:
     columns = {
         "text": [text for documents in texts.values() for text in documents],
         "domain": [domain for domain, documents in texts.items() for _ in documents],
     }
     return Dataset.from_dict(columns, features=_FEATURES)
+
+
+@lru_cache(maxsize=8)
+def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[ClientRows]:
+    """Return every client's documents of a source.
+
+    Each training document goes to one client. The held-out documents are partitioned by the same
+    rule; when there are fewer than clients, one document may serve several clients.
+
+    Raises ``ValueError`` if there are more clients than training documents.
+    """
+    corpus = read(source)
+    if num_clients > len(corpus.train):
+        raise ValueError(
+            f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} "
+            "documents to train on; use fewer clients, or more text (data.max_bytes)"
+        )
+    train = partition_documents(corpus.train, rule, num_clients)
+    if rule.name == "dirichlet":
+        fill_empty_clients(train)
+    heldout: list[Rows] = [[] for _ in range(num_clients)]
+    if num_clients <= len(corpus.heldout):
+        heldout = partition_documents(corpus.heldout, rule, num_clients)
+    return lend_heldout(train, heldout, corpus.train["domain"][:], corpus.heldout["domain"][:])
+
+
+def partition_documents(documents: Dataset, rule: PartitionRule, num_clients: int) -> list[Rows]:
+    """Return each client's documents, shuffled by the seed; every row goes to one client."""
+    domains = documents["domain"][:]
+    if rule.name == "by_domain":
+        return _deal_domains(shuffled(domains, rule.seed), num_clients)
+    return partition_rows(domains, rule, num_clients)
+
+
+def domain_clients(domain: int, num_domains: int, num_clients: int) -> list[int]:
+    """Return the clients that hold a domain under ``by_domain``.
+
+    Client i holds domain i mod D; when that is 0, the mixture of all D domains.
+    """
+    # The clients that have nothing else come first, in case there are too few documents for all.
+    own = range(domain, num_clients, num_domains) if domain else []
+    mixtures = range(0, num_clients, num_domains)
+    return [*own, *mixtures]
+
+
+def _deal_domains(numbered: Dataset, num_clients: int) -> list[Rows]:
+    """Deal each domain in equal parts to the clients that hold it.
+
+    The mixture then has the domains in their proportions as far as other clients hold them too.
+    """
+    documents = [*zip(numbered["row"][:], numbered["label"][:], strict=True)]
+    # Domains in the order of the source, which the shuffle has lost.
+    rows_of: dict[str, Rows] = {domain: [] for _, domain in sorted(documents)}
+    for row, domain in documents:
+        rows_of[domain].append(row)
+    clients: list[Rows] = [[] for _ in range(num_clients)]
+    for index, rows in enumerate(rows_of.values()):
+        holders = domain_clients(index, len(rows_of), num_clients)
+        for turn, client in enumerate(holders):
+            clients[client].extend(rows[turn :: len(holders)])
+    return clients

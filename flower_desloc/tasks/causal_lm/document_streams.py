@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
-from flower_desloc.tasks.causal_lm.partition import domain_clients
+from flower_desloc.tasks.causal_lm.corpus import domain_clients
 from flower_desloc.tasks.causal_lm.sources import (
     OpenFiles,
     Row,

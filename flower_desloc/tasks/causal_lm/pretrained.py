@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.streams import check_finite
+from flower_desloc.core.streams import buffers, check_finite
 from flower_desloc.tasks.causal_lm.model import given_architecture
 from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from flower_desloc.tasks.quiet import quiet
@@ -38,15 +38,15 @@ def with_architecture(config: Config) -> Config:
     name = _where(config)
     try:
         found = architecture_of(name)
-    except ValueError as error:
-        raise _wrong(config, str(error)) from error
-    model = replace(config.model, type=found.model_type, config=_plain(found))
-    data = replace(config.data, tokenizer=_tokenizer(config, name, found.vocab_size))
-    try:
-        num_tokens = load_tokenizer(data.tokenizer).vocab_size
+        settings = json.loads(found.to_json_string(use_diff=True))
+        architecture = {key: each for key, each in settings.items() if key not in _OF_THE_FILE}
+        model = replace(config.model, type=found.model_type, config=architecture)
+        tokenizer = _tokenizer(config.data.tokenizer, name, found.vocab_size)
+        data = replace(config.data, tokenizer=tokenizer)
+        num_tokens = load_tokenizer(tokenizer).vocab_size
         given_architecture(model, num_tokens=num_tokens, seq_len=data.seq_len)
     except ValueError as error:
-        raise _wrong(config, str(error)) from error
+        raise _wrong(config, error) from error
     return replace(config, model=model, data=data)
 
 
@@ -65,11 +65,10 @@ def weights(config: Config) -> dict[str, dict[str, Tensor]]:
         dtype = getattr(torch, config.model.dtype)
         model = read(_where(config), config=architecture, dtype=dtype)
     except ValueError as error:
-        raise _wrong(config, str(error)) from error
-    saved = model.state_dict().keys()
-    buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+        raise _wrong(config, error) from error
     params = {name: p.detach() for name, p in model.named_parameters()}
-    return {PARAMS: params, **({BUFFERS: buffers} if buffers else {})}
+    saved = buffers(model)
+    return {PARAMS: params, **({BUFFERS: saved} if saved else {})}
 
 
 def architecture_of(name: str) -> PretrainedConfig:
@@ -125,30 +124,22 @@ def _where(config: Config) -> str:
     return str(path.resolve()) if path.is_dir() else config.run.init_from
 
 
-def _plain(found: PretrainedConfig) -> dict[str, Any]:
-    settings = json.loads(found.to_json_string(use_diff=True))
-    return {key: value for key, value in settings.items() if key not in _OF_THE_FILE}
-
-
-def _tokenizer(config: Config, name: str, vocab_size: int) -> str:
+def _tokenizer(stated: str, name: str, vocab_size: int) -> str:
     """Return the value for ``data.tokenizer``: the model's own tokenizer, or an equal one."""
-    stated = config.data.tokenizer
     try:
         own = load_tokenizer(name)
     except ValueError as error:
         if stated == BYTES and vocab_size != ByteTokenizer.vocab_size:
-            raise _wrong(
-                config,
-                "it has no tokenizer; set data.tokenizer to the one it was trained with",
+            raise ValueError(
+                "it has no tokenizer; set data.tokenizer to the one it was trained with"
             ) from error
         return stated
     if _equal(own, ByteTokenizer()):
         name = BYTES  # available at every site
     if stated != BYTES and not _equal(own, load_tokenizer(stated)):
-        raise _wrong(
-            config,
+        raise ValueError(
             f"data.tokenizer={stated} has other numbers for the same text than the model's own; "
-            "leave data.tokenizer out",
+            "leave data.tokenizer out"
         )
     return name if stated == BYTES else stated
 
@@ -160,5 +151,5 @@ def _equal(one: Tokenizer, other: Tokenizer) -> bool:
     return ids(one) == ids(other)
 
 
-def _wrong(config: Config, what: str) -> ConfigError:
-    return ConfigError(f"run.init_from={config.run.init_from}: {what}")
+def _wrong(config: Config, error: ValueError) -> ConfigError:
+    return ConfigError(f"run.init_from={config.run.init_from}: {error}")

@@ -18,7 +18,6 @@ from datasets import (
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
-from flower_desloc.tasks.causal_lm.documents import cut
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import HELDOUT, Source
@@ -99,6 +98,35 @@ def cell(source: Source, row: Row, setting: str, column: str) -> object:
     return row[column]
 
 
+def cut(paragraphs: Iterable[str], size: int = 4000) -> Iterator[str]:
+    r"""Join paragraphs to documents of at most ``size`` characters.
+
+    A longer paragraph is cut at the end of a line, otherwise at a space, otherwise anywhere.
+
+    >>> list(cut(["one", "two", "three four"], size=8))
+    ['one\n\ntwo', 'three', 'four']
+    """
+    document = ""
+    for paragraph in paragraphs:
+        for piece in _pieces(paragraph.strip("\n"), size):
+            if document and len(document) + 2 + len(piece) > size:
+                yield document
+                document = ""
+            document += "\n\n" + piece if document else piece
+    if document:
+        yield document
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    while len(text) > size:
+        ends = (text.rfind(mark, 1, size + 1) for mark in "\n ")
+        at = next((end for end in ends if end > 0), size)
+        yield text[:at]
+        text = text[at + (text[at] in "\n ") :]
+    if text.strip():
+        yield text
+
+
 def _cut_texts(texts: Callable[[], Iterator[str]]) -> Iterator[Row]:
     """Cut each text into documents, so that no document spans two files."""
     for text in texts():
@@ -167,18 +195,15 @@ def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
 
 
 def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
-    opened = []
-    for builder, paths in _by_builder(files):
-        recut = _recut if builder == "text" else None
-        opened.append(_open_files(source, builder, paths, recut))
+    opened = [_open_files(source, *each, recut=True) for each in _by_builder(files)]
     shards = [shard for each in opened for shard in each.shards]
     return OpenFiles(shards, " ".join(each.version for each in opened))
 
 
 def _open_files(
-    source: Source, builder: str, paths: list[str], recut: Callable[..., Any] | None = None
+    source: Source, builder: str, paths: list[str], *, recut: bool = False
 ) -> OpenFiles:
-    """Open files of one format, one shard for each; ``recut`` maps batches of their rows."""
+    """Open files of one format, one shard for each; with ``recut``, text is cut to documents."""
     # Escaped, because `datasets` treats a path as a pattern.
     patterns = [glob.escape(path) for path in paths]
     options = {"sample_by": "paragraph"} if builder == "text" else {}
@@ -189,8 +214,8 @@ def _open_files(
         rows = opened.as_streaming_dataset(split="train")  # reads the beginning of the first file
     except Exception as error:
         raise _unreadable(source, names[0], error) from error
-    if recut is not None:
-        rows = rows.map(recut, batched=True)
+    if recut and builder == "text":
+        rows = rows.map(_recut, batched=True)
     shards = [Shard(name, partial(rows.shard, len(names), i)) for i, name in enumerate(names)]
     return OpenFiles(shards, opened.config_id)
 

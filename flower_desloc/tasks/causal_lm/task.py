@@ -102,8 +102,9 @@ class CausalLM:
 
         ``activation_norm`` is the mean over tokens of the norm after the last block.
         """
-        loss = _ratio(sums["nats"], sums["tokens"])
-        nats_per_byte = _ratio(sums["nats"], sums["bytes"])
+        tokens = sums["tokens"] or math.nan
+        loss = sums["nats"] / tokens
+        nats_per_byte = sums["nats"] / (sums["bytes"] or math.nan)
         metrics = {
             "loss": loss,
             "perplexity": _exp(loss),
@@ -111,7 +112,7 @@ class CausalLM:
             "bits_per_byte": nats_per_byte / math.log(2),
         }
         if "activations" in sums:
-            metrics["activation_norm"] = _ratio(sums["activations"], sums["tokens"])
+            metrics["activation_norm"] = sums["activations"] / tokens
         return metrics
 
     def save(self, model: nn.Module, folder: Path) -> None:
@@ -167,10 +168,6 @@ def _cross_entropy(model: nn.Module, tokens: Tensor, reduction: str = "mean") ->
     return functional.cross_entropy(
         logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction
     )
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan
 
 
 def _exp(value: float) -> float:

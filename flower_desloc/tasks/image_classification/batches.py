@@ -1,7 +1,8 @@
-"""Images as tensors, and batches of them: pure functions of images and a key."""
+"""Images as tensors, batches of them, and which client gets which."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import datasets
 import numpy as np
@@ -11,14 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_desloc.config import Config
-from flower_desloc.tasks.image_classification.partition import client_rows
 from flower_desloc.tasks.image_classification.sources import (
     ImageCorpus,
     LabelledImages,
     StoredImage,
     read,
 )
-from flower_desloc.tasks.partition import ClientRows, PartitionRule, Rows
+from flower_desloc.tasks.partition import (
+    ClientRows,
+    PartitionRule,
+    Rows,
+    fill_empty_clients,
+    lend_heldout,
+    partition_rows,
+)
 from flower_desloc.tasks.protocol import Site
 from flower_desloc.tasks.source import Source
 
@@ -95,7 +102,6 @@ class ImageShard:
                 "larger data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
-        self._decoded: dict[str, ImageBatch] = {}
         labels = corpus.train.labels[rows.train]
         self.num_examples = len(labels)
         counts = np.bincount(labels, minlength=len(corpus.names)).tolist()
@@ -106,7 +112,7 @@ class ImageShard:
     def train_batch(self, step: int) -> ImageBatch:
         """Return the batch of the step taken after ``step`` completed steps."""
         return shuffled_batch(
-            self._images("train"),
+            self._train,
             batch_size=self._config.data.batch_size,
             step=step,
             key=[self._config.run.seed, self._site.partition],
@@ -115,17 +121,20 @@ class ImageShard:
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
         return heldout_batches(
-            self._images("heldout"),
+            self._heldout,
             batch_size=self._config.data.batch_size,
             limit=self._config.evaluation.images,
         )
 
-    def _images(self, part: str) -> ImageBatch:
-        # Decoded when first used: the client's description needs the labels only.
-        if part not in self._decoded:
-            rows: Rows = getattr(self._rows, part)
-            self._decoded[part] = decode_rows(self._config, getattr(self._corpus, part), rows)
-        return self._decoded[part]
+    # Decoded when first used: the client's description needs the labels only.
+
+    @cached_property
+    def _train(self) -> ImageBatch:
+        return decode_rows(self._config, self._corpus.train, self._rows.train)
+
+    @cached_property
+    def _heldout(self) -> ImageBatch:
+        return decode_rows(self._config, self._corpus.heldout, self._rows.heldout)
 
 
 def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]:
@@ -138,6 +147,42 @@ def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]
     return corpus, client_rows(source, PartitionRule.of(config), site.num_partitions)[
         site.partition
     ]
+
+
+@lru_cache(maxsize=8)
+def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[ClientRows]:
+    """Return every client's images of a source.
+
+    Each training image goes to one client. The held-out images of a label are dealt in the
+    proportions of its training images, so that a client is tested on what it trains on. A client
+    that would get none is given one of each of its labels, which then serve several clients.
+
+    Raises ``ValueError`` if there are more clients than training images, or the rule cannot be
+    kept.
+    """
+    corpus = read(source)
+    if num_clients > len(corpus.train):
+        raise ValueError(
+            f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} images "
+            "to train on; use fewer clients"
+        )
+    labels, heldout_labels = corpus.train.labels, corpus.heldout.labels
+    train = partition_rows(labels.tolist(), rule, num_clients)
+    if rule.name == "dirichlet":
+        fill_empty_clients(train)
+    heldout = _in_proportion(heldout_labels, [labels[rows] for rows in train])
+    return lend_heldout(train, heldout, labels.tolist(), heldout_labels.tolist())
+
+
+def _in_proportion(heldout: NDArray[np.int64], clients: list[NDArray[np.int64]]) -> list[Rows]:
+    dealt: list[Rows] = [[] for _ in clients]
+    for label in np.unique(heldout):
+        rows = np.flatnonzero(heldout == label)
+        held = np.cumsum([np.count_nonzero(labels == label) for labels in clients])
+        ends = np.rint(held / max(held[-1], 1) * len(rows)).astype(int)
+        for mine, part in zip(dealt, np.split(rows, ends[:-1]), strict=True):
+            mine.extend(part.tolist())
+    return dealt
 
 
 def common_shape(config: Config) -> ImageShape:
