@@ -381,6 +381,17 @@ def test_a_parsed_text_is_held_to_the_same(text):
         parse(text)
 
 
+def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwise_refused():
+    config = quickstart()
+    earlier = "{betas: [0.9, 0.95], eps: 1.0e-8, lr: 0.5}"
+    text = dump(config).replace("outer:\n", "outer:\n  eps: 1.0e-08\n  betas: [0.9, 0.95]\n")
+    assert parse(text) == config
+    assert parse(f"sync: {{params: 1}}\nouter: {earlier}").outer.lr == 0.5
+    assert parse("sync: {params: 1}\nfedadam: {betas: [0.9, 0.99], lr: 0.5}").fedadam.lr == 0.5
+    with pytest.raises(ConfigError, match=r"^outer.eps: no such key"):
+        parse("sync: {params: 1}\nouter: {eps: 0.1}")
+
+
 def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
     child = "extends: base\noptimizer: {name: sgdm}\nsync: {params: 4, momentum_buffer: 4}\n"
     base = BASE.replace("lr: 0.5", "lr: 0.5, betas: [0.8, 0.9]")
@@ -388,6 +399,12 @@ def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
     assert (config.optimizer.lr, config.optimizer.betas) == (0.5, Config().optimizer.betas)
     with pytest.raises(ConfigError, match=r"^optimizer.betas=.*sgdm has no such setting"):
         load("child", "optimizer.betas=[0.8,0.9]", presets=presets())
+
+
+def test_a_run_of_an_earlier_version_that_stated_what_its_optimizer_lacks_can_be_read():
+    config = quickstart()
+    config.optimizer.momentum = 0.8
+    assert parse(dump(config)) == quickstart()
 
 
 def test_a_configuration_error_is_a_value_error():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf, TupleConfig
 from omegaconf.basecontainer import BaseContainer
@@ -14,7 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config.app_folder import PRESETS
-from flower_desloc.config.check import check, unused
+from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
 
@@ -26,6 +26,14 @@ _TYPES = {
     "Boolean": "true or false",
     "string": "text",
 }  # by OmegaConf's names
+
+# Settings of earlier versions that nobody changed: a file that states the value which is now fixed
+# can still be read.
+_REMOVED: Final[dict[str, dict[str, Any]]] = {
+    "model": {"initializer_range": None},
+    "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
+    "fedadam": {"betas": [0.9, 0.99]},
+}
 
 
 def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
@@ -44,7 +52,9 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
-    return _typed(_on_top(_dotlist(overrides), merged))
+    typed = _typed(_on_top(_dotlist(overrides), merged))
+    check_used(typed)
+    return typed
 
 
 def dump(config: Config) -> str:
@@ -55,9 +65,12 @@ def dump(config: Config) -> str:
 def parse(text: str) -> Config:
     """Return the configuration that ``dump`` wrote.
 
+    Settings that the optimizer does not have, which earlier versions ignored, have their defaults.
+
     Raises ``ConfigError`` as ``load`` does.
     """
-    return _typed(_mapping(text, "the configuration"))
+    values = _mapping(text, "the configuration")
+    return _typed(_without_unused(values, values))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -100,7 +113,16 @@ def _mapping(text: str, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(container, dict):
         raise ConfigError(f"{what} must hold keys and values, got a {type(container).__name__}")
-    return {str(key): value for key, value in container.items()}
+    values = {str(key): value for key, value in container.items()}
+    for section, removed in _REMOVED.items():
+        stated = values.get(section)
+        if isinstance(stated, dict):
+            values[section] = {
+                key: value
+                for key, value in stated.items()
+                if key not in removed or value != removed[key]
+            }
+    return values
 
 
 def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:
@@ -132,11 +154,16 @@ def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> N
 
 def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``layer`` over ``base``, without what is stated there for another optimizer only."""
-    named, stated = layer.get("optimizer"), base.get("optimizer")
-    if isinstance(named, dict) and isinstance(stated, dict) and "name" in named:
-        lacking = unused(str(named["name"]))
-        base = {**base, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
-    return _merge(base, layer)
+    return _merge(_without_unused(base, layer), layer)
+
+
+def _without_unused(values: Mapping[str, Any], layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``values`` without settings that the optimizer which ``layer`` names does not have."""
+    named, stated = layer.get("optimizer"), values.get("optimizer")
+    if not (isinstance(named, dict) and isinstance(stated, dict) and "name" in named):
+        return values
+    lacking = unused(str(named["name"]))
+    return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,8 +140,8 @@ def _slowest(run: RunRecord) -> Tile | None:
     planned: Counter[str] = Counter()
     for line in run.windows:
         for name, client in line["clients"].items():
-            if client["steps"]:  # 0: it did not say
-                taken[name] += client["steps"]
+            if steps := client.get("steps"):  # missing or 0: it did not say
+                taken[name] += steps
                 planned[name] += line["step"] - line["start"]
     shares = {name: taken[name] / planned[name] for name in taken if planned[name]}
     slowest = min(shares, key=shares.__getitem__, default="")
