@@ -97,7 +97,7 @@ def draw() -> None:
     print("tuning, on a seed of its own")
     for tuning in TUNINGS:
         for pair, some in tuned(*tuning).items():
-            row = [study.values(arm).get(SPARE, math.nan) for arm in some]
+            row = [study.tuning(arm) for arm in some]
             if not all(map(math.isnan, row)):
                 print(*tuning, *pair, *(f"{loss:.3f}" for loss in row))
     rows = []
