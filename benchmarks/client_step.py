@@ -21,8 +21,8 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,6 @@ Window = Callable[[int, int], object]
 """Takes the steps from start to stop, and waits for them."""
 
 
-@contextmanager
-def gathered_warnings() -> Iterator[list[str]]:
-    """Yield the list to which the package's log warnings are added; Python's are dropped."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("flower_desloc")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield found
-    finally:
-        logger.removeHandler(handler)
-
-
 def client(config: Config, device: torch.device, number: int) -> Worker:
     node = {"partition-id": number, "num-partitions": CLIENTS, "device": str(device)}
     context = Context(run_id=0, node_id=0, node_config=node, state=RecordDict(), run_config={})
@@ -95,7 +79,6 @@ def client(config: Config, device: torch.device, number: int) -> Worker:
 def desloc(config: Config, device: torch.device) -> Window:
     worker = client(config, device, 0)
     prime(worker.optimizer)
-
     return lambda start, stop: worker.steps(start, stop, origin=0)
 
 
@@ -202,7 +185,11 @@ def compare(
     tokens = config.data.batch_size * config.data.seq_len
     result: dict[str, Any] = {"parameters": num_parameters, "preset": preset, "settings": settings}
     result |= {"windows": windows, "steps_a_window": steps, "tokens_a_step": tokens}
-    with gathered_warnings() as warned:
+    # Of the package, such as that a loss could not be compiled; Python's own are dropped.
+    warned = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL)
+    warned.setLevel(logging.WARNING)
+    logging.getLogger("flower_desloc").addHandler(warned)
+    with warnings.catch_warnings(action="ignore"):
         contenders: dict[str, Window] = {}
         for form in forms:
             of_form = load(preset, [*settings, f"model.compile={str(form == COMPILED).lower()}"])
@@ -218,8 +205,7 @@ def compare(
             name: peak(window, steps, where) for name, window in contenders.items()
         }
         result["four_clients"] = shared(config, where)
-    result["warnings"] = warned  # such as that a loss could not be compiled
-
+    result["warnings"] = [record.getMessage() for record in warned.buffer]
     speeds = {name: steps * tokens / statistics.median(took) for name, took in times.items()}
     name = torch.cuda.get_device_name(where) if cuda else ""
     most = next((flops for part, flops in BF16_PEAK.items() if part in name), None)

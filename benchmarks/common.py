@@ -103,17 +103,13 @@ def versions() -> dict[str, str]:
 
 
 def report(result: dict[str, Any], path: Path | None, device: torch.device | None = None) -> None:
-    """Print a result; write it to ``path``, if given, with machine, versions and date."""
-    print(as_text(result), flush=True)
-    if path is not None:
-        path.write_text(json.dumps(about(device) | result, indent=2) + "\n")
-
-
-def as_text(result: Mapping[str, Any]) -> str:
-    """Return a result as YAML, its numbers rounded."""
-    return yaml.safe_dump(
+    """Print a result, its numbers rounded; write it to ``path``, if given, with the machine."""
+    text = yaml.safe_dump(
         _rounded(result), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
     )
+    print(text, flush=True)
+    if path is not None:
+        path.write_text(json.dumps(about(device) | result, indent=2) + "\n")
 
 
 def _rounded(value: Any) -> Any:

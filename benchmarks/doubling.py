@@ -11,7 +11,7 @@ optimizer in a program without a server would. Adam, IID, one rate.
 """
 
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -82,30 +82,20 @@ def gradients(summary: Run) -> dict[str, float]:
     windows = [line for line in summary["lines"] if line["clients"]]
     after = next(i for i, line in enumerate(windows) if len(line["clients"]) > 4)
 
-    def mean(window: Run, new: bool) -> float:
-        named = window["clients"].items()
-        return fmean(
-            norm
-            for name, one in named
-            if (name not in windows[after - 1]["clients"]) == new
-            for norm in one["grad_norms"]
-        )
+    before, then = (windows[i]["clients"] for i in (after - 1, after))
+
+    def mean(clients: Run, names: Iterable[str]) -> float:
+        return fmean(norm for name in names for norm in clients[name]["grad_norms"])
 
     return {
-        "before": mean(windows[after - 1], False),
-        "old": mean(windows[after], False),
-        "new": mean(windows[after], True),
+        "before": mean(before, before),
+        "old": mean(then, [name for name in then if name in before]),
+        "new": mean(then, [name for name in then if name not in before]),
     }
 
 
-study = Study(
-    "doubling",
-    Arm,
-    settings,
-    measures={"losses": losses, "gradients": gradients},
-    around=counting,
-    clients=8,
-)
+measures = {"losses": losses, "gradients": gradients}
+study = Study("doubling", Arm, settings, measures=measures, around=counting, clients=8)
 
 
 def cells() -> Cells:
@@ -127,25 +117,17 @@ def draw() -> None:
     rows = []
     lines: dict[str, list] = {}
     for arm in (Arm(method, join, "iid") for join in JOINS for method in METHODS):
-        runs = [run for seed, run in study.found[arm].items() if seed in SEEDS]
+        runs = list(study.found[arm].values())
         if not runs:
             continue
-        final = Estimate.above(final_losses(arm), final_losses(arm._replace(method="Local")))
-        norms = [
-            f"{fmean(run['gradients'][when] for run in runs):.3f}"
-            for when in ("before", "old", "new")
-        ]
-        rows.append(
-            [
-                f"{arm.join}",
-                arm.method,
-                len(runs),
-                f"{fmean(run['losses'][str(arm.join)] for run in runs):.3f}",
-                Estimate.of(change(run["losses"], arm.join) for run in runs),
-                *norms,
-                "" if arm.method == "Local" else final,
-            ]
-        )
+        row = [arm.join, arm.method, len(runs)]
+        row += [f"{fmean(run['losses'][str(arm.join)] for run in runs):.3f}"]
+        row += [Estimate.of(change(run["losses"], arm.join) for run in runs)]
+        for when in ("before", "old", "new"):
+            row += [f"{fmean(run['gradients'][when] for run in runs):.3f}"]
+        local = final_losses(arm._replace(method="Local"))
+        row += ["" if arm.method == "Local" else Estimate.above(final_losses(arm), local)]
+        rows.append(row)
         steps = [step for step in map(int, runs[0]["losses"]) if step >= 1024]
         points = [(s, Estimate(fmean(run["losses"][str(s)] for run in runs))) for s in steps]
         lines.setdefault(f"four workers become eight at step {arm.join}", []).append(

@@ -96,18 +96,11 @@ def draw() -> None:
     for arm in filter(study.done, arms()):
         exact, with_it = arm._replace(formats=FP32, feedback=BOTH), arm._replace(feedback=BOTH)
         name = "Local" if arm.method == "Local" else f"{arm.k_x}/{arm.k_x}/{6 * arm.k_x}, bounded"
-        rows.append(
-            [
-                name,
-                arm.k_x,
-                arm.formats.replace("/", ", "),
-                "" if arm == exact else arm.feedback,
-                len(study.values(arm)),
-                f"{study.mean(arm):.3f}",
-                "" if arm == exact else study.above(arm, exact),
-                "" if arm == with_it else study.above(arm, with_it),
-            ]
-        )
+        row = [name, arm.k_x, arm.formats.replace("/", ", ")]
+        row += ["" if arm == exact else arm.feedback]
+        row += [len(study.values(arm)), f"{study.mean(arm):.3f}"]
+        row += ["" if arm == other else study.above(arm, other) for other in (exact, with_it)]
+        rows.append(row)
     heads = ["method", "K_x", "formats of x, u, v", "feedback", "seeds", "loss"]
     print(table([*heads, "above fp32, %", "above feedback of both, %"], rows))
 

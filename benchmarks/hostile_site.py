@@ -27,6 +27,7 @@ import typer
 from common import report
 from flower_runs import Windows
 from flwr.app import Context, Message
+from paired import table
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
@@ -158,9 +159,8 @@ def main(seeds: int = 3, json: Path | None = None) -> None:
         guard: {attack: [run(guard, attack, s) for s in range(seeds)] for attack in ATTACKS}
         for guard in GUARDS
     }
-    print(f"| average | {' | '.join(ATTACKS)} |\n|---|{'---|' * len(ATTACKS)}")
-    for guard, row in cells.items():
-        print(f"| {guard} | {' | '.join(map(_cell, row.values()))} |")
+    rows = [[guard, *map(_cell, row.values())] for guard, row in cells.items()]
+    print(table(["average", *ATTACKS], rows))
     report({"loss_and_how_often_the_last_client_and_others_were_left_out": cells}, json)
 
 

@@ -19,21 +19,23 @@ import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
-from itertools import product
 from pathlib import Path
+from statistics import fmean, median
 from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
-from paired import DOCS, GREY, RESULTS, ROOT, Estimate, table
+from paired import DOCS, GREY, RESULTS, ROOT, Estimate, table, write_between
 
+from flower_desloc.config import load
 from flower_desloc.runs.figures import style
+from flower_desloc.runs.folder import read_lines
+from flower_desloc.tools.study.study_file import read_study
 
 DOCUMENT = DOCS / "ladder.md"
 LOCAL = "Local"
@@ -246,7 +248,7 @@ def read_run(folder: Path) -> Run | None:
     if outcome["status"] != "completed":
         return record
     summary = json.loads((folder / "summary.json").read_text())
-    windows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    windows = list(read_lines(folder / "metrics.jsonl"))
     central = [w["evaluation"]["central"] for w in windows if "central" in w.get("evaluation", {})]
     parts = central[-1]["parts"]
     trained = windows[-1]["clients"].values()
@@ -257,7 +259,7 @@ def read_run(folder: Path) -> Run | None:
         "perplexity": summary["evaluation"]["central"]["perplexity"]["final"],
         "loss_by_domain": {name: part["loss"] for name, part in parts.items()},
         "worst_client": fairness["worst"]["loss"] if fairness else None,
-        "param_norm": statistics.fmean(client["param_norm"] for client in trained),
+        "param_norm": fmean(client["param_norm"] for client in trained),
         "activation_norm": max(one["overall"]["activation_norm"] for one in central[1:]),
         "momentum_drift": momentum_drift(windows),
         "bytes_sent_by_a_client": summary["bytes"]["measured"]["up"]["total"] // summary["clients"],
@@ -270,7 +272,7 @@ def momentum_drift(windows: list[dict[str, Any]]) -> float | None:
     half = windows[-1]["step"] / 2
     drifts = [w["drift"].get("exp_avg") for w in windows if w["step"] > half]
     ratios = [d["spread"] / d["norm"] for d in drifts if d]
-    return statistics.median(ratios) if ratios else None
+    return median(ratios) if ratios else None
 
 
 def slug(labels: str) -> str:
@@ -317,26 +319,20 @@ def missing(
     only: Annotated[list[str], typer.Option(help="words; joined by `;`")] = [],  # noqa: B006
 ) -> None:
     """Print a study of the cells without a result for ``seed``."""
-    values = yaml.safe_load(study.read_text())
-    title = values.get("name", study.stem)
-    results = RESULTS / f"{title}.json"
-    runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    done = {(run["cell"], run["rate"]) for run in runs if run["seed"] == seed}
+    grid = read_study(study)
+    runs = [run for run in results() if (run["study"], run["seed"]) == (grid.name, seed)]
+    done = {(run["cell"], run["rate"]) for run in runs}
     cells: dict[str, Any] = {}
-    for labels in product(*values["axes"].values()):
-        name = " / ".join(labels)
+    for cell in grid.cells:
+        name = " / ".join(cell.labels.values())
         if only and not any(all(word in name for word in text.split(";")) for text in only):
             continue
-        parts = [axis[label] for axis, label in zip(values["axes"].values(), labels, strict=True)]
-        parts = [part if isinstance(part, dict) else {"overrides": part} for part in parts]
-        overrides = [text for part in parts for text in part.get("overrides", [])]
-        config = next((part["config"] for part in parts if "config" in part), "quickstart")
-        *_, rate = (text for text in overrides if text.startswith("optimizer.lr="))
-        if (slug(name), float(rate.partition("=")[2])) not in done:
-            cells[name] = {"overrides": overrides, "config": config}
+        if (slug(name), load(cell.config, cell.overrides).optimizer.lr) not in done:
+            cells[name] = {"overrides": list(cell.overrides), "config": cell.config}
     if not cells:
         sys.exit("nothing is missing")
-    values |= {"name": title, "axes": {"cell": cells}, "seeds": [seed]}
+    values = yaml.safe_load(study.read_text()) | {"name": grid.name, "base": []}
+    values |= {"axes": {"cell": cells}, "seeds": [seed]}
     yaml.safe_dump(values, sys.stdout, sort_keys=False)
 
 
@@ -359,21 +355,28 @@ def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
     for rung in sorted(found):
         local = found[rung].pop(reference, {})
         for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
-            pairs = [(run, local[s]) for s, run in found[rung][name].items() if s in local]
-            if pairs:
-                loss, perplexity, sent = (
-                    [run[key] / other[key] for run, other in pairs]
-                    for key in ("loss", "perplexity", "bytes_sent_by_a_client")
-                )
-                above = (
-                    Estimate.of(100 * (ratio - 1) for ratio in ratios)
-                    for ratios in (loss, perplexity)
-                )
-                rate = rate_text(*(run["rate"] for run in pairs[0]))
+            seeds = found[rung][name]
+            if both := [seed for seed in seeds if seed in local]:
+                first, theirs = seeds[both[0]], local[both[0]]
                 rows.setdefault(rung, {})[name] = Row(
-                    *above, statistics.fmean(sent), pairs[0][0]["sync"], rate
+                    above(seeds, local, "loss"),
+                    above(seeds, local, "perplexity"),
+                    bytes_share(seeds, local),
+                    first["sync"],
+                    rate_text(first["rate"], theirs["rate"]),
                 )
     return rows
+
+
+def above(ours: dict[int, Run], theirs: dict[int, Run], key: str) -> Estimate:
+    """Compare runs by seed with those of the same seeds, in per cent."""
+    return Estimate.above(*({s: run[key] for s, run in runs.items()} for runs in (ours, theirs)))
+
+
+def bytes_share(ours: dict[int, Run], theirs: dict[int, Run]) -> float:
+    """Return the bytes that a client sent, as a share of those with the same seed; their mean."""
+    key = "bytes_sent_by_a_client"
+    return fmean(run[key] / theirs[seed][key] for seed, run in ours.items() if seed in theirs)
 
 
 def rate_text(rate: float, local: float) -> str:
@@ -417,14 +420,6 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
     return table(["", "bytes", *FIRST_COLUMNS.values()], lines)
 
 
-def write_between(page: Path, marker: str, text: str) -> None:
-    """Replace what is between the two markers of a page."""
-    before, after = re.split(
-        rf"(?<=<!-- {marker} -->\n)(?:.*\n)?(?=<!-- /{marker} -->)", page.read_text(), flags=re.S
-    )
-    page.write_text(f"{before}{text}\n{after}")
-
-
 def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
     made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
@@ -465,7 +460,8 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
             for name in PRESETS_SHOWN
             if name in methods and methods[name].loss.seeds >= MIN_SEEDS
         }
-        if rung.period != PERIOD or rung.study in OTHER_BETAS or not shown:
+        twice = rung.study != PAPER and rung._replace(study=PAPER) in rows
+        if rung.period != PERIOD or rung.study in OTHER_BETAS or twice or not shown:
             continue
         for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:

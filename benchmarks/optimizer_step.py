@@ -71,7 +71,7 @@ def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
         "SGDM": (lambda p: SGDM(p, LR, BETAS[0]), FOREACH),
     }
     if compiled:
-        found[COMPILED] = (compiled_adam, COMPILED)
+        found[COMPILED] = (lambda p: compiled_step(Adam(p, LR, BETAS, foreach=True)), COMPILED)
         found["ADOPT, compiled"] = (lambda p: compiled_step(ADOPT(p, LR, BETAS, EPS)), COMPILED)
         found["SGDM, compiled"] = (lambda p: compiled_step(SGDM(p, LR, BETAS[0])), COMPILED)
     with suppress(ImportError):
@@ -81,14 +81,11 @@ def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
     return found
 
 
-def compiled_adam(params: list[Tensor]) -> Optimizer:
-    adam = Adam(params, LR, BETAS, foreach=True)
-    adam.step = torch.compile(adam.step)  # type: ignore[method-assign]
-    return adam
-
-
-def compiled_step(optimizer: ADOPT | SGDM) -> Optimizer:
-    optimizer.compile()
+def compiled_step(optimizer: ADOPT | SGDM | Adam) -> Optimizer:
+    if isinstance(optimizer, Adam):
+        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    else:
+        optimizer.compile()
     return optimizer
 
 
@@ -99,17 +96,18 @@ def measure(
     cuda = device.type == "cuda"
     timed = 10 if cuda else 1  # beside a GPU's step, one synchronisation is not short
 
+    def clock() -> float:
+        if cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def seconds(name: str) -> float:
         for _ in range(5):  # untimed: another optimizer has filled the caches with its own tensors
             steps[name]()
-        if cuda:
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        began = clock()
         for _ in range(timed):
             steps[name]()
-        if cuda:
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / timed
+        return (clock() - began) / timed
 
     steps: dict[str, Callable[[], object]] = {}
     for name, (make, _) in found.items():

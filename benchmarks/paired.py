@@ -1,6 +1,7 @@
 """Paired differences with 95 % t-intervals, Markdown tables and figures of lines."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def write_between(page: Path, marker: str, text: str) -> None:
+    """Replace what is between the two markers of a page."""
+    before, after = re.split(
+        rf"(?<=<!-- {marker} -->\n)(?:.*\n)?(?=<!-- /{marker} -->)", page.read_text(), flags=re.S
+    )
+    page.write_text(f"{before}{text}\n{after}")
 
 
 Line = tuple[str, str, str, Iterable[tuple[float, Estimate]]]

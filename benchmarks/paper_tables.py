@@ -4,24 +4,22 @@
     python benchmarks/paper_tables.py against runs/low_frequency --reference "Local ADOPT"
     python benchmarks/paper_tables.py baselines
 
-Prints a Markdown table: for each cell the mean over the seeds ± the sample standard deviation.
+The first two print, for each cell, the mean over the seeds ± the sample standard deviation.
 `baselines` writes the comparison of methods into docs/paper.md, from the runs that `ladder.py
 collect runs/paper_baselines` has collected; differences to Local are paired by seed, with the 95 %
 t-interval.
 """
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ladder
-from paired import DOCS, PARTITIONS, RESULTS, Estimate
-from paired import table as markdown
+import typer
+from paired import DOCS, PARTITIONS, RESULTS, table, write_between
 
 from flower_desloc.runs.folder import read_lines
 
@@ -29,9 +27,11 @@ Line = dict[str, Any]
 Row = dict[str, float]
 Columns = dict[str, list[float]]
 LABELS = {"u as often as x, lean, bounded": "`lean`"}
+Folder = Annotated[Path, typer.Argument(help="folder of a study, with results.json")]
+app = typer.Typer(help=__doc__, add_completion=False)
 
 
-def rates(lines: list[Line]) -> Row:
+def rates_of(lines: list[Line]) -> Row:
     """Return the median rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment (RQ1)."""
     row: Row = {}
     for stream in ("exp_avg", "exp_avg_sq"):
@@ -52,24 +52,41 @@ def cells(study: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     return {tuple(v for k, v in c.items() if isinstance(v, str) and k != "key"): c for c in found}
 
 
-def rates_of_change(study: Path) -> Iterator[tuple[str, Columns]]:
-    """Yield the label of each cell, and its rates of change for each seed."""
+@app.command()
+def rates(study: Folder) -> None:
+    """Print the rates of change of each cell."""
+    found = {}
     for labels, cell in cells(study).items():
         # In the study's folder, which may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
-        rows = [rates(list(read_lines(run / "metrics.jsonl"))) for run in runs]
+        rows = [rates_of(list(read_lines(run / "metrics.jsonl"))) for run in runs]
         if rows:
-            yield ", ".join(labels), {name: [row[name] for row in rows] for name in rows[0]}
+            found[labels] = {name: [row[name] for row in rows] for name in rows[0]}
+    print_spreads(found)
 
 
-def against(study: Path, reference: str) -> Iterator[tuple[str, Columns]]:
-    """Yield by how many percent each cell's score exceeds the ``reference``'s, seed by seed."""
-    found = cells(study)
+@app.command()
+def against(
+    study: Folder,
+    reference: Annotated[str, typer.Option(help="label of a cell, on the first axis")],
+) -> None:
+    """Print by how many percent each cell's score exceeds the reference's, seed by seed."""
+    found, more = cells(study), {}
     for labels, cell in found.items():
         scores, other = cell["scores"], found[(reference, *labels[1:])]["scores"]
         if len(scores) == len(other):  # no pairs if a seed diverged
-            more = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
-            yield ", ".join(labels), {f"% above {reference}": more}
+            above = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
+            more[labels] = {f"% above {reference}": above}
+    print_spreads(more)
+
+
+def print_spreads(found: dict[tuple[str, ...], Columns]) -> None:
+    """Print the values over the seeds of each cell."""
+    heads = next(iter(found.values()), {})
+    rows = [
+        [", ".join(labels), *map(_spread, columns.values())] for labels, columns in found.items()
+    ]
+    print(table(["", *heads], rows))
 
 
 def baselines(partition: str) -> str:
@@ -88,38 +105,16 @@ def baselines(partition: str) -> str:
             rows.append([label, "diverged", *[""] * 8])
             continue
         local = found[optimizer, ladder.LOCAL]
-        above = [
-            Estimate.above(_by_seed(seeds, key), _by_seed(local, key))
-            for key in ("loss", "perplexity")
-        ]
-        sent = statistics.fmean(
-            run["bytes_sent_by_a_client"] / local[seed]["bytes_sent_by_a_client"]
-            for seed, run in seeds.items()
-            if seed in local
-        )
-        is_local = method == ladder.LOCAL
-        rates = sorted({f"{run['rate']:.2g}" for run in seeds.values()})
-        columns = {
-            key: [run[key] for run in seeds.values()]
-            for key in ("loss", "worst_client", "param_norm", "activation_norm")
-        }
-        rows.append(
-            [
-                label,
-                ", ".join(rates),
-                f"{sent:.2f}",
-                len(seeds),
-                f"{statistics.fmean(columns['loss']):.3f}",
-                *("" if is_local else ladder.text(one) for one in above),
-                *(_spread(columns[key]) for key in list(columns)[1:]),
-            ]
-        )
+        row = [label, ", ".join(sorted({f"{run['rate']:.2g}" for run in seeds.values()}))]
+        row += [f"{ladder.bytes_share(seeds, local):.2f}", len(seeds)]
+        row += [f"{statistics.fmean(run['loss'] for run in seeds.values()):.3f}"]
+        for key in ("loss", "perplexity"):
+            row += ["" if seeds is local else ladder.text(ladder.above(seeds, local, key))]
+        for key in ("worst_client", "param_norm", "activation_norm"):
+            row += [_spread([run[key] for run in seeds.values()])]
+        rows.append(row)
     heads = ["", "rate", "bytes", "seeds", "loss", "above Local's, %", "perplexity, %"]
-    return markdown([*heads, "worst client", "parameters", "activations"], rows)
-
-
-def _by_seed(runs: dict[int, Line], key: str) -> dict[int, float]:
-    return {seed: run[key] for seed, run in runs.items()}
+    return table([*heads, "worst client", "parameters", "activations"], rows)
 
 
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:
@@ -132,30 +127,12 @@ def _spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-def main() -> None:
-    """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("table", choices=["rates", "against", "baselines"])
-    parser.add_argument("study", type=Path, nargs="?", help="folder of a study, with results.json")
-    parser.add_argument("--reference", help="label of the cell to compare with, on the first axis")
-    given = parser.parse_args()
-    if given.table == "baselines":
-        for partition, name in PARTITIONS.items():
-            if text := baselines(partition):
-                ladder.write_between(DOCS / "paper.md", f"baselines {name}", text)
-        return
-    if given.study is None:
-        parser.error("which study's folder?")
-    if given.table == "against":
-        rows = against(given.study, given.reference)
-    else:
-        rows = rates_of_change(given.study)
-    for number, (label, columns) in enumerate(rows):
-        if number == 0:
-            print("| |", " | ".join(columns), "|")
-            print("|---|" + "---|" * len(columns))
-        print(f"| {label} |", " | ".join(map(_spread, columns.values())), "|")
+@app.command("baselines")
+def write_baselines() -> None:
+    """Write the comparison of methods into docs/paper.md."""
+    for partition, name in PARTITIONS.items():
+        write_between(DOCS / "paper.md", f"baselines {name}", baselines(partition))
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -8,7 +8,7 @@ at K_u = 12 K_x.
 """
 
 import math
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
 from itertools import product
 
@@ -97,24 +97,21 @@ def draw() -> None:
     print("tuning, on a seed of its own")
     for tuning in TUNINGS:
         for pair, some in tuned(*tuning).items():
-            row = [study.values(arm).get(SPARE, math.nan) for arm in some]
+            row = [study.tuning(arm) for arm in some]
             if not all(map(math.isnan, row)):
                 print(*tuning, *pair, *(f"{loss:.3f}" for loss in row))
     rows = []
-    lines: dict[str, dict[str, list]] = {}
+    lines: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for arm, place in (both for tuning in TUNINGS for both in arms(*tuning)):
         if not study.done(arm) or not study.found[place]:
             continue
-        gap = study.above(arm, place)
-        beta = "" if label(arm) != "slow momentum" else f" ({arm.beta1:g}, {arm.mix:g})"
+        gap, method, name = study.above(arm, place), label(arm), NAMES[arm.optimizer]
+        beta = "" if method != "slow momentum" else f" ({arm.beta1:g}, {arm.mix:g})"
         data = PARTITIONS[arm.partition] + ("" if arm.tokens == 256 else f", {arm.tokens} tokens")
         at = f"{arm.k_x}/{arm.k_u}/{arm.k_v}", f"{arm.lr:g}", f"{study.mean(arm):.3f}"
-        name = NAMES[arm.optimizer]
-        rows.append([name, data, label(arm) + beta, *at, "" if arm == place else gap])
+        rows.append([name, data, method + beta, *at, "" if arm == place else gap])
         if (arm.k_x, arm.tokens) == (8, 256) and arm.k_v != arm.k_x:
-            lines.setdefault(f"{name}, {data}", {}).setdefault(label(arm), []).append(
-                (arm.k_u / arm.k_x, gap)
-            )
+            lines[f"{name}, {data}"][method].append((arm.k_u / arm.k_x, gap))
     heads = ["optimizer", "data", "method", "K_x/K_u/K_v", "rate", "loss", "above Local, %"]
     print(f"\n{table(heads, rows)}")
     colours = {"DES-LOC": BLUE, "slow momentum": RED}

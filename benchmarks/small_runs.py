@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -47,17 +48,15 @@ def final_loss(summary: Run) -> float:
     return float(summary["evaluation"]["central"]["loss"]["final"])
 
 
-def run(preset: str, overrides: str, data: Path, folder: Path, clients: int = CLIENTS) -> Run:
+def run(preset: str, overrides: str, folder: Path, clients: int) -> Run:
     """Return the summary of one run, with its metrics as ``lines``; ``folder`` holds it meanwhile.
 
     A run whose weights are no longer finite returns an empty summary.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    overrides = f"{' '.join(COMMON)} data.source={data} {overrides}"
+    arguments = {"config": preset, "overrides": overrides, "output-dir": str(folder)}
     try:
-        run_in_process(
-            {"config": preset, "overrides": overrides, "output-dir": str(folder)}, clients
-        )
+        run_in_process(arguments, clients)
     except FederationError as error:
         if "diverged" not in str(error):
             raise
@@ -103,15 +102,12 @@ class Study:
         for arm, seed in cells:
             if seed in self.found[arm]:
                 continue
-            overrides = f"run.steps={STEPS} data.partition={arm.partition} {self.settings(arm)}"
+            overrides = (
+                f"{' '.join(COMMON)} data.source={data} run.steps={STEPS} "
+                f"data.partition={arm.partition} {self.settings(arm)} run.seed={seed}"
+            )
             with self.around(arm):
-                summary = run(
-                    self.preset(arm),
-                    f"{overrides} run.seed={seed}",
-                    data,
-                    work / str(seed),
-                    self.clients,
-                )
+                summary = run(self.preset(arm), overrides, work / str(seed), self.clients)
             ended = {name: of(summary) if summary else None for name, of in self.measures.items()}
             self._add({**arm._asdict(), "seed": seed, **ended})
             print(json.dumps(self.runs[-1]), flush=True)
@@ -124,23 +120,24 @@ class Study:
         return {*SEEDS} <= self.found[arm].keys()
 
     def values(self, arm: Arm, what: str = "loss") -> dict[int, float]:
-        """Return what an arm's runs ended with, by seed."""
-        found = {seed: one[what] for seed, one in self.found[arm].items()}
-        return {seed: math.nan if value is None else value for seed, value in found.items()}
+        """Return what an arm's runs of the comparison ended with, by seed."""
+        return {seed: _number(one[what]) for seed, one in self.found[arm].items() if seed < SPARE}
 
     def mean(self, arm: Arm, what: str = "loss") -> float:
-        values = [value for seed, value in self.values(arm, what).items() if seed < SPARE]
-        return sum(values) / len(values)
+        return fmean(self.values(arm, what).values())
 
     def above(self, arm: Arm, place: Arm, what: str = "loss") -> Estimate:
         """Compare an arm with another over the seeds that both have, in per cent."""
-        ours = {seed: value for seed, value in self.values(arm, what).items() if seed < SPARE}
-        return Estimate.above(ours, self.values(place, what))
+        return Estimate.above(self.values(arm, what), self.values(place, what))
+
+    def tuning(self, arm: Arm) -> float:
+        """Return an arm's loss on the spare seed; NaN without one, or if the run diverged."""
+        return _number(self.found[arm].get(SPARE, {}).get("loss"))
 
     def best(self, arms: Iterable[Arm]) -> Arm | None:
         """Return the arm with the least loss on the spare seed; None if none has been run."""
-        losses = {arm: self.values(arm)[SPARE] for arm in arms if SPARE in self.found[arm]}
-        return min(losses, key=lambda arm: (math.isnan(losses[arm]), losses[arm]), default=None)
+        run = [arm for arm in arms if SPARE in self.found[arm]]
+        return min(run, key=lambda a: (math.isnan(self.tuning(a)), self.tuning(a)), default=None)
 
     def main(self, doc: str, cells: Callable[[], Cells], draw: Callable[[], None]) -> None:
         """Run the command line; ``cells`` yields what is measured, in order."""
@@ -153,3 +150,7 @@ class Study:
 
         app.command("draw", help="Print the tables and draw the figure.")(draw)
         app()
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

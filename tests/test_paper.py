@@ -2,11 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from scripts import load_benchmark
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -53,23 +53,21 @@ def study(tmp_path):
     return tmp_path
 
 
-def printed(monkeypatch, capsys, *arguments: str) -> list[list[str]]:
-    monkeypatch.setattr(sys, "argv", ["paper_tables.py", *arguments])
-    tables.main()
-    rows = capsys.readouterr().out.splitlines()
+def printed(*arguments: str) -> list[list[str]]:
+    rows = CliRunner().invoke(tables.app, arguments, catch_exceptions=False).output.splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_the_rate_of_change_is_the_distance_moved_over_the_last_norm(study, monkeypatch, capsys):
-    heading, _, row, _ = printed(monkeypatch, capsys, "rates", str(study))
+def test_the_rate_of_change_is_the_distance_moved_over_the_last_norm(study):
+    heading, _, row, _ = printed("rates", str(study))
     assert heading[1:] == ["exp_avg", "exp_avg_sq", "exp_avg / exp_avg_sq"]
     # Seeds 0 and 1 moved 2/2 and 3/2; both 0.5/5.
     assert row == ["DES-LOC", "1.25 ± 0.35", "0.1 ± 0", "12.5 ± 3.5"]
 
 
-def test_cells_are_compared_seed_by_seed(study, monkeypatch, capsys):
+def test_cells_are_compared_seed_by_seed(study):
     arguments = ("against", str(study), "--reference", "Local")
-    _, _, ours, theirs = printed(monkeypatch, capsys, *arguments)
+    _, _, ours, theirs = printed(*arguments)
     name, more = ours
     assert name == "DES-LOC"
     assert float(more.split(" ± ")[0]) == pytest.approx(10)

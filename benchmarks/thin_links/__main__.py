@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ from network import (
     clean,
     network,
 )
-from report import DOCUMENT, draw, results_file
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from report import draw, results_file
 
 from flower_desloc.cli.terminal import exit_on_signals
 from flower_desloc.config import load
@@ -42,7 +47,6 @@ from flower_desloc.runs.summary import versions
 from flower_desloc.tools.engines.deployment import deploy
 from flower_desloc.tools.engines.simulation import flwr_run
 
-HERE = Path(__file__).parent
 RUN = "run"
 
 Cells = dict[str, Any]
@@ -72,20 +76,18 @@ def main() -> int:
         print(f"{len(runs)} files into {kept}")
         return 0
     if args.what == "draw":
-        draw(args.cells.stem, DOCUMENT)
+        draw(args.cells.stem)
         return 0
-    wanted = {
-        "rates": args.rate or cells["rates"],
-        "methods": args.method or list(cells["methods"]),
-        "seeds": args.seed or cells["seeds"],
-    }
+    wanted = list(product(args.seed or cells["seeds"], args.method or cells["methods"]))
     args.results.mkdir(parents=True, exist_ok=True)
     os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), SERVER]))
     failed = 0
     with exit_on_signals("finished runs are kept"):
-        for rate in wanted["rates"]:
-            todo = [] if args.what == "calibrate" else missing(args.results, rate, wanted)
-            if not todo and args.what == "measure":
+        for rate in args.rate or cells["rates"]:
+            todo = [(m, s) for s, m in wanted if not result_file(args.results, rate, m, s).exists()]
+            if args.what == "calibrate":
+                todo = []
+            elif not todo:
                 continue
             try:
                 measure(cells, rate, todo, args.results)
@@ -96,12 +98,6 @@ def main() -> int:
                 print(f"{rate:g} Mbit/s does not count: {error}", file=sys.stderr)
                 failed = 1
     return failed
-
-
-def missing(results: Path, rate: float, wanted: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return the methods and seeds without a result."""
-    every = [(method, seed) for seed in wanted["seeds"] for method in wanted["methods"]]
-    return [(m, s) for m, s in every if not result_file(results, rate, m, s).exists()]
 
 
 def result_file(results: Path, rate: float, method: str, seed: int) -> Path:

@@ -168,7 +168,9 @@ def network(sites: int, mbit: float, round_trip: float) -> Iterator[Network]:
     """
     require_allowed()
     clean()
-    made = Network(f"{PREFIX}{os.getpid()}-", sites, mbit, round_trip, has_netem())
+    made = Network(
+        f"{PREFIX}{os.getpid()}-", sites, mbit, round_trip, not _refused("netem", "delay", "1ms")
+    )
     try:
         made.build()
         with ExitStack() as stack:
@@ -188,37 +190,24 @@ def require_allowed() -> None:
         reason = "it needs Linux and root"
     elif not (shutil.which("ip") and shutil.which("tc")):
         reason = "it needs the commands ip and tc (iproute2)"
-    else:
-        try:
-            with _scratch() as name:
-                ip_tc("tc", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit",
-                      "burst", "10000", "limit", "10000")  # fmt: skip
-        except subprocess.CalledProcessError as error:
-            reason = (
-                f"it may not make a network namespace with a tbf shaper: {error.stderr.strip()}"
-            )
+    elif error := _refused("tbf", "rate", "1mbit", "burst", "10000", "limit", "10000"):
+        reason = f"it may not make a network namespace with a tbf shaper: {error}"
     if reason:
         raise NotAllowedError(f"thin_links cannot run here: {reason}")
 
 
-def has_netem() -> bool:
-    """Return whether the kernel can delay packets."""
-    try:
-        with _scratch() as name:
-            ip_tc("tc", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-    except subprocess.CalledProcessError:
-        return False
-    return True
-
-
-@contextmanager
-def _scratch() -> Iterator[str]:
+def _refused(*shaper: str) -> str:
+    """Return why a network namespace with a shaper cannot be made; empty if it can."""
     name = f"{PREFIX}{os.getpid()}-probe"
-    command("ip", "netns", "add", name)
     try:
-        yield name
-    finally:
-        remove([name])
+        command("ip", "netns", "add", name)
+        try:
+            ip_tc("tc", name, "qdisc", "add", "dev", "lo", "root", *shaper)
+        finally:
+            remove([name])
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).strip() or "refused"
+    return ""
 
 
 def clean() -> list[str]:

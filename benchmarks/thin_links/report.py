@@ -1,7 +1,6 @@
 """What the runs say: time to a loss, share of computing, bytes on the interface, the planner."""
 
 import json
-import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from network import HEADERS
+from paired import DOCS, RESULTS, table, write_between
 
 from flower_desloc.config import load
 from flower_desloc.plan.from_config import planned_run
 from flower_desloc.plan.wall_clock import MBIT, Link, Topology
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "thin-links.md"
+DOCUMENT = DOCS / "thin-links.md"
 COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
 
 Run = dict[str, Any]
@@ -26,7 +25,7 @@ Run = dict[str, Any]
 def results_file(cells: str) -> Path:
     """Return the file of the results of ``CELLS.yaml``."""
     suffix = "" if cells == "cells" else f"_{cells}"
-    return ROOT / "benchmarks" / "results" / f"thin_links{suffix}.json"
+    return RESULTS / f"thin_links{suffix}.json"
 
 
 def elapsed(run: Run) -> list[float]:
@@ -125,23 +124,19 @@ def times(runs: list[Run], targets: list[float], least: dict[str | None, float])
         paces = [seconds / steps for seconds, steps in map(steady, seeds)]
         totals = [elapsed(run)[-1] for run in seeds]
         ends = [run["windows"][-1] for run in seeds]
-        tokens = [
-            run["tokens_per_step"] * end["step"] / total
-            for run, end, total in zip(seeds, ends, totals, strict=True)
-        ]
-        computing = [
-            100 * run["step_seconds"] * end["step"] / total
-            for run, end, total in zip(seeds, ends, totals, strict=True)
-        ]
+        speeds = [end["step"] / total for end, total in zip(ends, totals, strict=True)]
+        tokens, computing = (
+            [run[of] * speed for run, speed in zip(seeds, speeds, strict=True)]
+            for of in ("tokens_per_step", "step_seconds")
+        )
         cells = [f"{rate:g}", method, str(len(seeds))]
         cells += [spread([time_to(run, target) for run in seeds], ".0f") for target in targets]
         cells += [spread([end["loss"] for end in ends], ".3f"), spread(tokens, ".0f")]
-        cells += [spread(computing, ".0f") + " %", spread(paces, ".3f")]
-        own = [least[machine(run)] for run in seeds]
-        for link, windows in ((stated_link, [0.0] * len(seeds)), (measured_link, own)):
-            plans = [
-                planned(run, link(run), window) for run, window in zip(seeds, windows, strict=True)
-            ]
+        cells += [spread([100 * share for share in computing], ".0f") + " %", spread(paces, ".3f")]
+        for plans in (
+            [planned(run, stated_link(run)) for run in seeds],
+            [planned(run, measured_link(run), least[machine(run)]) for run in seeds],
+        ):
             errors = [100 * (plan / pace - 1) for plan, pace in zip(plans, paces, strict=True)]
             cells += [spread(plans, ".3f"), spread(errors, "+.0f") + " %"]
         rows.append(cells)
@@ -210,11 +205,6 @@ def spread(values: list[float | None], how: str) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def calibrations(found: list[Run]) -> str:
     heads = ["Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down", "delay by"]
     rows = [
@@ -252,7 +242,7 @@ def picture(runs: list[Run], target: float) -> Figure:
     return made
 
 
-def draw(name: str, document: Path) -> None:
+def draw(name: str) -> None:
     """Write the tables of ``NAME.yaml`` between its markers in the document, and the picture."""
     results = json.loads(results_file(name).read_text())
     cells, files = results["cells"], results["files"]
@@ -273,17 +263,9 @@ def draw(name: str, document: Path) -> None:
             framing(runs),
         ]
         suffix = "" if name == "cells" else f"-{name}"
-        image = document.with_name(f"{document.stem}{suffix}.png")
-        picture(runs, cells["targets"][-1]).savefig(image, dpi=130)
+        picture(runs, cells["targets"][-1]).savefig(DOCS / f"thin-links{suffix}.png", dpi=130)
     text = "\n\n".join(filter(None, parts))
-    page = document.read_text()
-    made = re.sub(
-        rf"(<!-- {name} -->\n).*(\n<!-- /{name} -->)",
-        lambda match: match[1] + text + match[2],
-        page,
-        flags=re.DOTALL,
-    )
-    document.write_text(made)
+    write_between(DOCUMENT, name, text)
     print(text)
 
 

@@ -4,8 +4,6 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from multiprocessing.pool import Pool
@@ -97,11 +95,9 @@ def final_distances(runs: dict[str, MethodRuns]) -> list[dict[str, Any]]:
     return rows
 
 
-@contextmanager
-def processes(jobs: int) -> Iterator[Pool]:
-    """Return a pool of processes of one thread each, which end with the block."""
-    with multiprocessing.get_context("spawn").Pool(jobs, initializer=_prepare) as pool:
-        yield pool
+def processes(jobs: int) -> Pool:
+    """Return a pool of processes of one thread each, to be used in a ``with`` statement."""
+    return multiprocessing.get_context("spawn").Pool(jobs, initializer=_prepare)
 
 
 def _prepare() -> None:
