@@ -286,6 +286,12 @@ def identity(run: Run) -> str:
     return json.dumps([run[key] for key in (*keys, "domains")])
 
 
+def commit_of(folder: Path) -> str:
+    """Return the commit of the code that a folder of runs belongs to; nothing outside git."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 @app.command()
 def collect(folders: list[Path]) -> None:
     """Add the finished runs of studies to the results."""
@@ -293,9 +299,7 @@ def collect(folders: list[Path]) -> None:
         where = RESULTS / f"{folder.name}.json"
         kept = json.loads(where.read_text()) if where.exists() else {"code": [], "runs": []}
         found = {identity(run): run for run in kept["runs"]}
-        commit = subprocess.run(
-            ["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = commit_of(folder)
         for place in sorted(folder.glob("[!.]*/*/")):
             run = read_run(place)
             if run is None or identity(run) in found:

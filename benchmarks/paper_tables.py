@@ -1,92 +1,158 @@
-"""The numbers of docs/paper.md that are not in a study's own table.
+"""The tables of docs/paper.md, drawn from results in the repository.
 
-    python benchmarks/paper_tables.py rates runs/rates_of_change
-    python benchmarks/paper_tables.py against runs/low_frequency --reference "Local ADOPT"
-    python benchmarks/paper_tables.py baselines
+    python benchmarks/paper_tables.py keep runs/coins   # a study's results into benchmarks/results
+    python benchmarks/paper_tables.py draw
 
-The first two print, for each cell, the mean over the seeds ± the sample standard deviation.
-`baselines` writes the comparison of methods into docs/paper.md, from the runs that `ladder.py
-collect runs/paper_baselines` has collected; differences to Local are paired by seed, with the 95 %
-t-interval.
+`keep` takes rates_of_change, sync_periods, budget_splits and coins; the runs of paper_baselines are
+collected by `ladder.py collect`. Differences are paired by seed; in brackets the 95 % t-interval.
 """
 
 import json
+import math
+import os
+import platform
 import statistics
 from collections import defaultdict
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import ladder
 import typer
-from paired import DOCS, PARTITIONS, RESULTS, table, write_between
+from paired import DOCS, PARTITIONS, RESULTS, Estimate, table, write_between
 
 from flower_desloc.runs.folder import read_lines
 
 Line = dict[str, Any]
-Row = dict[str, float]
-Columns = dict[str, list[float]]
+Cells = dict[tuple[str, ...], Line]
 LABELS = {"u as often as x, lean, bounded": "`lean`"}
-Folder = Annotated[Path, typer.Argument(help="folder of a study, with results.json")]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SPLITS = {"Local": "1 and 1", "never": "never (FAVG+OPT)"}
+SHARES = {"Local": "1", "never": "1/3"}
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
-def rates_of(lines: list[Line]) -> Row:
-    """Return the median rate of change |s_t - s_{t-K}| / |s_{t-K}| of each moment (RQ1)."""
-    row: Row = {}
-    for stream in ("exp_avg", "exp_avg_sq"):
-        drifts = [line["drift"][stream] for line in lines if stream in line["drift"]]
-        # The first average has no earlier one to compare with.
-        changes = [now["moved"] / before["norm"] for before, now in pairwise(drifts)]
-        if changes:
-            row[stream] = statistics.median(changes)
-    if len(row) == 2:
-        row["exp_avg / exp_avg_sq"] = row["exp_avg"] / row["exp_avg_sq"]
-    return row
-
-
-def cells(study: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the cells of a study by their labels."""
-    found = json.loads((study / "results.json").read_text())["cells"]
-    # The axes come first, and their labels are all the strings but the tuned setting's name.
-    return {tuple(v for k, v in c.items() if isinstance(v, str) and k != "key"): c for c in found}
-
-
 @app.command()
-def rates(study: Folder) -> None:
-    """Print the rates of change of each cell."""
-    found = {}
-    for labels, cell in cells(study).items():
+def keep(
+    study: Annotated[Path, typer.Argument(help="folder of a study, with results.json")],
+) -> None:
+    """Copy the results of a study into benchmarks/results, with machine, versions and date."""
+    found = json.loads((study / "results.json").read_text())
+    cells = []
+    for cell in found["cells"]:
+        # The axes come first, and their labels are all the strings but the tuned setting's name.
+        labels = [value for key, value in cell.items() if isinstance(value, str) and key != "key"]
         # In the study's folder, which may have been moved since.
         runs = [study / Path(run).parent.name / Path(run).name for run in cell["runs"]]
-        rows = [rates_of(list(read_lines(run / "metrics.jsonl"))) for run in runs]
-        if rows:
-            found[labels] = {name: [row[name] for row in rows] for name in rows[0]}
-    print_spreads(found)
+        lines = [list(read_lines(run / "metrics.jsonl")) for run in runs]
+        summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+        cells.append(
+            {
+                "labels": labels,
+                "seeds": [summary["config"]["seed"] for summary in summaries],
+                "scores": cell["scores"],
+                "bytes_sent_by_a_client": cell["bytes_up_per_client"],
+                "rates_of_change": {
+                    name: [rate for run in lines if (rate := rate_of_change(run, name)) is not None]
+                    for name in MOMENTS
+                },
+            }
+        )
+    about = {
+        "study": found["study"],
+        "commit": ladder.commit_of(study),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": summaries[0]["versions"],
+        "date": date.fromtimestamp((study / "results.json").stat().st_mtime).isoformat(),
+    }
+    where = RESULTS / f"paper_{found['study']}.json"
+    where.write_text(json.dumps(about | {"cells": cells}, indent=1) + "\n")
+    print(f"{where}: {len(cells)} cells")
 
 
-@app.command()
-def against(
-    study: Folder,
-    reference: Annotated[str, typer.Option(help="label of a cell, on the first axis")],
-) -> None:
-    """Print by how many percent each cell's score exceeds the reference's, seed by seed."""
-    found, more = cells(study), {}
-    for labels, cell in found.items():
-        scores, other = cell["scores"], found[(reference, *labels[1:])]["scores"]
-        if len(scores) == len(other):  # no pairs if a seed diverged
-            above = [100 * (ours / theirs - 1) for ours, theirs in zip(scores, other, strict=True)]
-            more[labels] = {f"% above {reference}": above}
-    print_spreads(more)
+def rate_of_change(lines: list[Line], stream: str) -> float | None:
+    """Return a stream's median rate of change |s_t - s_{t-K}| / |s_{t-K}|, if it has one."""
+    drifts = [line["drift"][stream] for line in lines if stream in line["drift"]]
+    # The first average has no earlier one to compare with.
+    changes = [now["moved"] / before["norm"] for before, now in pairwise(drifts)]
+    return statistics.median(changes) if changes else None
 
 
-def print_spreads(found: dict[tuple[str, ...], Columns]) -> None:
-    """Print the values over the seeds of each cell."""
-    heads = next(iter(found.values()), {})
-    rows = [
-        [", ".join(labels), *map(_spread, columns.values())] for labels, columns in found.items()
+def kept(study: str) -> Cells:
+    """Return the cells of a study that was kept, by their labels."""
+    found = json.loads((RESULTS / f"paper_{study}.json").read_text())["cells"]
+    return {tuple(cell["labels"]): cell for cell in found}
+
+
+def above(cell: Line, reference: Line) -> Estimate:
+    """Return by how many per cent a cell's score exceeds another's."""
+    ours, theirs = (dict(zip(c["seeds"], c["scores"], strict=True)) for c in (cell, reference))
+    return Estimate.above(ours, theirs)
+
+
+def rates() -> str:
+    """Return the rates of change of the moments, by optimizer and betas (RQ1)."""
+    rows = []
+    for (label,), cell in kept("rates_of_change").items():
+        name, *betas = label.split()
+        first, second = (statistics.fmean(cell["rates_of_change"][moment]) for moment in MOMENTS)
+        beta_1, beta_2 = map(float, betas)
+        predicted = math.log(beta_1) / math.log(beta_2)
+        row = [f"{name} {beta_1}, {beta_2}", f"{first:.2f}", f"{second:.2g}"]
+        rows.append([*row, f"{first / second:.3g}", f"{predicted:.4g}"])
+    heads = ["optimizer, β₁, β₂", "`exp_avg`", "`exp_avg_sq`", "first over second", "predicted"]
+    return table(heads, rows)
+
+
+def periods() -> str:
+    """Return the cost of each stream's period while the others stay at K_b (RQ2)."""
+    cells = kept("sync_periods")
+    columns = [(optimizer, base) for optimizer in ("ADOPT", "Adam") for base in ("16", "64")]
+    rows = []
+    for position, name in enumerate(("params", "first moment", "second moment")):
+        for period in ("16", "64", "256"):
+            row = [f"{name} at {period}"]
+            for optimizer, base in columns:
+                varied = [base] * 3
+                varied[position] = period
+                reference = cells[optimizer, " ".join([base] * 3)]
+                cell = cells.get((optimizer, " ".join(varied)))
+                same = cell is reference
+                row.append("0" if same else ladder.text(above(cell, reference)) if cell else "")
+            rows.append(row)
+    heads = [f"{optimizer}, K_b = {base}" for optimizer, base in columns]
+    return table(["what varies", *heads], rows)
+
+
+def splits() -> str:
+    """Return the comparison of three splits of one budget."""
+    cells = kept("budget_splits")
+    names = dict.fromkeys(label.partition(",")[0] for _, label in cells)
+    rows = []
+    for name in names:
+        row = [SPLITS.get(name, name)]
+        for optimizer in ("ADOPT", "Adam"):
+            for base in ("16", "64"):
+                cell, local = (cells[optimizer, f"{each}, K={base}"] for each in (name, "Local"))
+                more = "" if cell is local else f", {ladder.text(above(cell, local))}"
+                row.append(f"{statistics.fmean(cell['scores']):.3f}{more}")
+        rows.append([*row, SHARES.get(name, "1/2")])
+    heads = [f"{optimizer}, K_x = {base}" for optimizer in ("ADOPT", "Adam") for base in (16, 64)]
+    return table(["K_u, K_v", *heads, "bytes"], rows)
+
+
+def coins() -> str:
+    """Return the losses of SGDM with coins and with periods."""
+    cells = kept("coins")
+    seeds = cells["periods",]["seeds"]
+    rows: list[list[object]] = [
+        [name, *(f"{score:.3f}" for score in cell["scores"]), spread(cell["scores"])]
+        for (name,), cell in cells.items()
     ]
-    print(table(["", *heads], rows))
+    more = ladder.text(above(cells["coins",], cells["periods",]))
+    rows.append(["coins above periods, %", *[""] * len(seeds), more])
+    return table(["", *(f"seed {seed}" for seed in seeds), "mean"], rows)
 
 
 def baselines(partition: str) -> str:
@@ -111,7 +177,7 @@ def baselines(partition: str) -> str:
         for key in ("loss", "perplexity"):
             row += ["" if seeds is local else ladder.text(ladder.above(seeds, local, key))]
         for key in ("worst_client", "param_norm", "activation_norm"):
-            row += [_spread([run[key] for run in seeds.values()])]
+            row += [spread([run[key] for run in seeds.values()])]
         rows.append(row)
     heads = ["", "rate", "bytes", "seeds", "loss", "above Local's, %", "perplexity, %"]
     return table([*heads, "worst client", "parameters", "activations"], rows)
@@ -122,16 +188,21 @@ def _order(optimizer: str, method: str) -> tuple[str, int, str]:
     return optimizer, order.index(method) if method in order else len(order), method
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-@app.command("baselines")
-def write_baselines() -> None:
-    """Write the comparison of methods into docs/paper.md."""
+TABLES = {"rates": rates, "splits": splits, "coins": coins}
+
+
+@app.command()
+def draw() -> None:
+    """Write the tables into docs/paper.md."""
     for partition, name in PARTITIONS.items():
         write_between(DOCS / "paper.md", f"baselines {name}", baselines(partition))
+    for name, text in TABLES.items():
+        write_between(DOCS / "paper.md", name, text())
 
 
 if __name__ == "__main__":

@@ -47,40 +47,42 @@ def study(tmp_path):
             }
             lines = [{"drift": moments}, {"drift": moments}, {"drift": {}}]
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+            summary = {"config": {"seed": seed}, "versions": {}}
+            (run / "summary.json").write_text(json.dumps(summary))
             runs.append(f"/elsewhere/{method}/seed-{seed}")
-        cells.append({"method": method, "key": "optimizer.lr", "scores": scores, "runs": runs})
-    (tmp_path / "results.json").write_text(json.dumps({"cells": cells}))
+        cell = {"method": method, "key": "optimizer.lr", "scores": scores, "runs": runs}
+        cells.append(cell | {"bytes_up_per_client": 10.0})
+    (tmp_path / "results.json").write_text(json.dumps({"study": "methods", "cells": cells}))
     return tmp_path
 
 
-def printed(*arguments: str) -> list[list[str]]:
-    rows = CliRunner().invoke(tables.app, arguments, catch_exceptions=False).output.splitlines()
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def test_the_rate_of_change_is_the_distance_moved_over_the_last_norm(study):
-    heading, _, row, _ = printed("rates", str(study))
-    assert heading[1:] == ["exp_avg", "exp_avg_sq", "exp_avg / exp_avg_sq"]
+def test_results_that_are_kept_are_those_of_the_runs(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    CliRunner().invoke(tables.app, ["keep", str(study)], catch_exceptions=False)
+    cells = tables.kept("methods")
+    ours = cells["DES-LOC",]
     # Seeds 0 and 1 moved 2/2 and 3/2; both 0.5/5.
-    assert row == ["DES-LOC", "1.25 ± 0.35", "0.1 ± 0", "12.5 ± 3.5"]
+    assert ours["rates_of_change"] == {"exp_avg": [1.0, 1.5], "exp_avg_sq": [0.1, 0.1]}
+    assert ours["seeds"] == [0, 1]
+    assert tables.above(ours, cells["Local",]).mean == pytest.approx(10)
+    assert tables.above(ours, cells["Local",]).reach == pytest.approx(0, abs=1e-9)
 
 
-def test_cells_are_compared_seed_by_seed(study):
-    arguments = ("against", str(study), "--reference", "Local")
-    _, _, ours, theirs = printed(*arguments)
-    name, more = ours
-    assert name == "DES-LOC"
-    assert float(more.split(" ± ")[0]) == pytest.approx(10)
-    assert float(more.split(" ± ")[1]) == pytest.approx(0, abs=1e-9)
-    assert theirs == ["Local", "0 ± 0"]
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_table_of_the_page_is_that_of_the_results(name):
+    assert between(name) == tables.TABLES[name]()
+
+
+def between(marker: str) -> str:
+    page = (ROOT / "docs" / "paper.md").read_text()
+    _, _, rest = page.partition(f"<!-- {marker} -->\n")
+    return rest.partition(f"\n<!-- /{marker} -->")[0]
 
 
 @pytest.mark.parametrize("partition", tables.PARTITIONS)
 def test_the_comparison_of_methods_on_the_page_is_that_of_the_results(partition):
-    page = (ROOT / "docs" / "paper.md").read_text()
     marker = f"baselines {tables.PARTITIONS[partition]}"
-    _, _, rest = page.partition(f"<!-- {marker} -->\n")
-    assert rest.partition(f"\n<!-- /{marker} -->")[0] == tables.baselines(partition)
+    assert between(marker) == tables.baselines(partition)
 
 
 def test_methods_are_compared_with_local_in_pairs_and_at_any_rate(tmp_path, monkeypatch):
