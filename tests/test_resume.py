@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, assert_same
+from federation import OPTIMIZERS, assert_same
 from flower_path import RUN, Run
 from flwr.app import Error, Message
 from omegaconf import OmegaConf
@@ -79,12 +79,9 @@ class Case:
             phases=self.phases,
         )
         run = Run(
-            Quadratic(),
             optimizer,
             schedule,
             folder / "clients",
-            num_clients=3,
-            num_steps=12,
             outer=self.outer() if self.outer else None,
             formats=self.formats,
             **({"sync_delay": self.delay} if self.delay else {}),
@@ -208,12 +205,12 @@ def outcome(run: Run) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
-    """After three of the checkpoints, and at two more points, drawn by the case's name."""
+    """After two of the checkpoints, and at one more point, drawn by the case's name."""
     case, whole = CASES[name], Fuse()
     expected = case.run(tmp_path / "whole", whole)
     saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
     draw = random.Random(name)
-    points = {*draw.sample(saved, min(3, len(saved))), *draw.sample(range(1, len(whole.burnt)), 2)}
+    points = {*draw.sample(saved, 2), draw.randrange(1, len(whole.burnt))}
     for point in sorted(points):
         folder, fuse = tmp_path / str(point), Fuse(point)
         with pytest.raises(Killed):
@@ -229,7 +226,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_pat
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
-@pytest.mark.parametrize("name", ["periods", "coded streams", "late averages in codes"])
+@pytest.mark.parametrize("name", ["coded streams", "late averages in codes"])
 def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bits(name, tmp_path):
     """Killed when some of the clients have gone on from the last one, and when none has."""
     case, whole = CASES[name], Fuse()
@@ -340,7 +337,7 @@ def test_a_checkpoint_is_read_as_it_was_written_and_two_are_kept(tmp_path):
     assert (read.versions, read.step, read.settings) == (written.versions, 12, "settings")
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "of a client", "text"])
+@pytest.mark.parametrize("harm", ["torn", "flipped", "number", "empty", "of a client", "text"])
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
@@ -350,6 +347,10 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
         data = data[: len(data) // 2]
     elif harm == "flipped":
         data[-5] ^= 1
+    elif harm == "number":
+        said = b'\\"round\\": 2'
+        assert data.count(said) == 1
+        data = data.replace(said, said.replace(b"2", b"1"))
     elif harm == "empty":
         data = bytearray()
     elif harm == "text":
@@ -358,17 +359,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     if harm == "of a client":
         tensor_file.write(path, {"step": 4, "versions": {}}, {PARAMS: {"w": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"step-00000004.*take the (one|checkpoint) before"):
-        Checkpoint.read(path)
-
-
-def test_a_changed_number_in_a_checkpoint_is_detected(tmp_path):
-    checkpoints = Checkpoints(tmp_path, every=1)
-    checkpoints.write(a_checkpoint())
-    (path,) = checkpoints.all()
-    said, changed = b'\\"round\\": 2', b'\\"round\\": 1'
-    assert path.read_bytes().count(said) == 1
-    path.write_bytes(path.read_bytes().replace(said, changed))
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         Checkpoint.read(path)
 
 
@@ -393,15 +383,8 @@ def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):
         case.run(tmp_path / "a")
         path = Checkpoints(tmp_path / "a" / "checkpoints").all()[-1]
         whole = Checkpoint.read(path)
-        run = Run(
-            Quadratic(),
-            OPTIMIZERS["adopt"],
-            SyncSchedule(OPTIMIZERS["adopt"].periods(2, 3, 5)),
-            tmp_path,
-            num_clients=3,
-            num_steps=12,
-            resume=dataclasses.replace(whole, **changes),
-        )
+        resume = dataclasses.replace(whole, **changes)
+        run = Run("adopt", (2, 3, 5), tmp_path, resume=resume)
         with pytest.raises(ValueError, match=words):
             run.start()
 

@@ -61,10 +61,10 @@ class Case:
         paces: dict[str, Any] = {"min_steps": self.least, "step_seconds": dict(self.paces)}
         weighting = "examples" if self.by_examples else "uniform"
         return Run(
-            Regression() if self.regression else Quadratic(),
-            OPTIMIZERS[self.optimizer],
+            self.optimizer,
             self.schedule,
             folder,
+            problem=Regression() if self.regression else Quadratic(),
             num_clients=CLIENTS,
             num_steps=STEPS,
             sync_delay=self.delay,
