@@ -200,9 +200,6 @@ class Still:
     def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
         return sum((p - m).square().sum() / 2 for p in module.parameters())
 
-    def grad(self, m: int, t: int, x: Tree) -> Tree:
-        return {key: x[key] - m for key in x}
-
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_outer_step_of_a_configuration_is_diloco_in_closed_form(nesterov, tmp_path):

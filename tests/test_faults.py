@@ -11,8 +11,8 @@ import pytest
 import torch
 from faults import Faults, Phase
 from federation import OPTIMIZERS, assert_close
-from flower_path import Run, oracle
-from flwr.app import Context, Error, Message, RecordDict
+from flower_path import Run
+from flwr.app import Error, Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -339,35 +339,6 @@ def test_a_request_that_flower_does_not_accept_fails_at_once():
     [node] = grid.get_node_ids()
     [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60)
     assert reply.error.reason == "Flower did not accept the request"
-
-
-def test_a_client_that_moves_to_another_node_is_recorded(tmp_path):
-    run = faulty("adam", None, tmp_path).run
-    after = run.watch.after
-
-    def move(record: WindowRecord) -> None:
-        after(record)
-        if record.step == 4:
-            old = run.grid.contexts.pop(2)
-            run.grid.contexts[77] = Context(1, 77, old.node_config, RecordDict(), {})
-
-    run.watch.after = move
-    run.grid.get_node_ids = lambda: list(run.grid.contexts)
-    assert_close(run.start(), oracle(run))
-    (event,) = [event for record in run.watch.records for event in record.events]
-    assert (event.kind, event.client) == ("moved", "client-1")
-    assert event.what == "from node 2 to node 77"
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_window_below_the_quorum_is_repeated_and_nothing_is_lost(phase, tmp_path):
-    faults = faulty(*ADOPT, tmp_path, min_clients=3, repeats=1)
-    faults.fail_at(node=1, window=3, phase=phase)
-    run = faults.run
-    assert_close(run.start(), oracle(run))
-    step = run.watch.records[3].step
-    assert events(run) == [(step, "failed", "client-1"), (step, "repeated", "")]
-    assert all(not record.left_out for record in run.watch.records)
 
 
 def test_events_are_in_the_lines_of_metrics(tmp_path):

@@ -226,6 +226,7 @@ def test_a_client_that_moves_in_a_repeated_window_loses_nothing(tmp_path):
     assert_same(run.start(), calm.start())
     (record,) = [r for r in run.watch.records if r.start == 4]
     assert [e.kind for e in record.events] == ["failed", "repeated", "moved"]
+    assert record.events[-1].what == "from node 2 to node 77"
 
 
 def test_files_that_a_failed_run_of_the_same_name_left_behind_are_ignored(tmp_path):

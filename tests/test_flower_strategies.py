@@ -22,7 +22,7 @@ from federation import (
 from flower_path import Run
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from reference import E, Tree, each
-from tiny import summary, train
+from tiny import TINY, summary, train
 from torch import nn
 
 from flower_desloc import SyncSchedule
@@ -181,11 +181,10 @@ def test_a_model_with_buffers_is_refused():
 
 # --------------------------------------------------------------------------------------- As an app
 
-SMALL = (
-    "run.steps=12 run.eval_every=6 sync.params=5 model.hidden_size=32 "
-    "model.intermediate_size=64 model.num_hidden_layers=1 data.max_bytes=60000 data.seq_len=32 "
-    "data.batch_size=2 federation.num_clients=3 evaluation.sequences=4"
-)
+SMALL = [
+    *TINY,
+    *("run.steps=12", "run.eval_every=6", "sync.params=5", "federation.num_clients=3"),
+]
 
 
 @pytest.fixture
@@ -197,7 +196,7 @@ def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_figures")
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
 def test_a_run_writes_the_same_folder_as_desloc_and_the_analytic_bytes(preset, tmp_path):
-    folder = train(tmp_path, SMALL, config=preset, clients=3)
+    folder = train(tmp_path, *SMALL, config=preset, clients=3)
     found = summary(folder)
     assert {path.name for path in folder.iterdir()} >= {
         *("config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "final")
@@ -218,7 +217,7 @@ def test_a_run_writes_the_same_folder_as_desloc_and_the_analytic_bytes(preset, t
 @pytest.mark.usefixtures("_no_figures")
 def test_a_run_whose_clients_fail_writes_the_reason(tmp_path):
     with pytest.raises(FederationError, match=r"lower optimizer\.lr"):
-        train(tmp_path, SMALL, "optimizer.lr=1e30", config="fedavg", clients=3)
+        train(tmp_path, *SMALL, "optimizer.lr=1e30", config="fedavg", clients=3)
     found = summary(tmp_path / "fedavg")
     assert found["status"] == "failed"
     assert "lower optimizer.lr" in found["error"]

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import PIL.Image
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,6 @@ from flower_desloc.tasks.image_classification.partition import client_rows
 from flower_desloc.tasks.image_classification.sources import read
 from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
 from flower_desloc.tasks.source import Source
-from flower_desloc.tools.engines.in_process import run_in_process
 
 DIGITS = Source("builtin", validation_fraction=0.2)
 RULES = ("iid", "dirichlet", "pathological", "quantity")
@@ -321,14 +321,10 @@ def test_fairness_of_text_is_by_loss_and_leaves_out_what_is_not_finite():
 
 
 def run(folder: Path, *overrides: str, clients: int = 3) -> dict[str, Any]:
-    text = " ".join([
-        *("run.name=run", "run.steps=12", "run.eval_every=6"),
-        *("sync.params=2", "sync.exp_avg=6", "sync.exp_avg_sq=12"),
-        *SMALL, *overrides,
-    ])  # fmt: skip
-    run_in_process({"config": "digits", "overrides": text, "output-dir": str(folder)}, clients)
-    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
-    return summary
+    steps = ("run.name=run", "run.steps=12", "run.eval_every=6")
+    periods = ("sync.params=2", "sync.exp_avg=6", "sync.exp_avg_sq=12")
+    words = (*steps, *periods, *SMALL, *overrides)
+    return tiny.summary(tiny.train(folder, *words, config="digits", clients=clients))
 
 
 @dataclass(frozen=True)

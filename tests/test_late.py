@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, assert_close, assert_same
-from flower_path import Run, oracle
+from federation import OPTIMIZERS, Quadratic, assert_same
+from flower_path import Run
 from flwr.app import Error, Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,40 +25,12 @@ from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.setup.build import check_streams
 
-LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
-
 
 def late(
     folder: Path, name: str = "adam", delay: int = 2, schedule: Any = (4, 6, 9), **options: Any
 ) -> Run:
     """Return a run whose periods make windows of one to four steps."""
     return Run(name, schedule, folder, sync_delay=delay, **{"num_steps": 26, **options})
-
-
-@pytest.mark.parametrize(
-    ("name", "delay"), [*((name, 2) for name in LINEAR), ("adopt", 1), ("adopt", 26)]
-)
-def test_late_averages_give_the_states_that_averages_in_time_would_have_given(
-    name, delay, tmp_path
-):
-    """For the gradients that were seen; a delay longer than a window ends with it."""
-    run = late(tmp_path, name, delay)
-    assert_close(run.start(), oracle(run))
-
-
-@pytest.mark.parametrize(("name", "seed"), [("adopt", 1), ("sgdm", 3)])
-def test_late_averages_with_coins_and_absences_equal_the_oracle(name, seed, tmp_path):
-    """A client that was away, or is away at the end, is given the averages in time."""
-    schedule = SyncSchedule(OPTIMIZERS[name].periods(3, 5, 7), coin_seed=seed)
-    windows = list(schedule.windows(26))
-    away = {(1, 1), (1, 2), (2, 2), (2, 4), (0, 5), (1, len(windows) - 1)}
-
-    def present(m: int, t: int) -> bool:
-        number = sum(window.stop <= t for window in windows)
-        return (m, number) not in away
-
-    run = late(tmp_path, name, schedule=schedule, present=present)
-    assert_close(run.start(), oracle(run, present=present))
 
 
 @pytest.mark.parametrize("name", ["adam", "adopt"])

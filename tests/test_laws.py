@@ -20,8 +20,6 @@ from federation import (
     initial,
     largest_gap,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import E, each
 
 from flower_desloc import NEVER, Clipping, SyncSchedule, Window, take
@@ -110,26 +108,6 @@ def test_an_absent_worker_neither_steps_nor_counts_and_still_receives(case):
     assert not all(present(m, w.start) for w in schedule.windows(T) for m in range(3))
     got = federate(problem, case.make, schedule, num_workers=3, num_steps=T, present=present)
     assert_close(got, oracle(case, problem, schedule, present=present))
-
-
-@given(
-    periods=st.fixed_dictionaries(
-        {s: st.integers(1, 9) | st.just(NEVER) for s in ("params", "exp_avg", "exp_avg_sq")}
-    ),
-    coin_seed=st.none() | st.integers(0, 2**32),
-    absent=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 11)), max_size=12),
-)
-@settings(max_examples=15)
-def test_any_periods_any_coins_any_absences(periods, coin_seed, absent):
-    def present(m: int, t: int) -> bool:
-        window = next(w for w in schedule.windows(12) if w.start <= t < w.stop)
-        return (m, window.start) not in absent
-
-    problem, case = Quadratic(), OPTIMIZERS["adam"]
-    schedule = SyncSchedule(periods, coin_seed)
-    got = federate(problem, case.make, schedule, num_workers=3, num_steps=12, present=present)
-    due = due_table(schedule, 12)
-    assert_close(got, oracle(case, problem, schedule, num_steps=12, due=due, present=present))
 
 
 # ------------------------------------------------------------------------------------ Closed forms

@@ -5,7 +5,7 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -52,7 +52,8 @@ class Case:
     """A run whose server is to die."""
 
     optimizer: str = "adopt"
-    periods: dict[str, Any] | None = None
+    periods: Sequence[Period] = (2, 3, 5)
+    gradients: bool = False
     phases: Mapping[str, int] = field(default_factory=dict)
     coins: bool = False
     outer: Callable[[], OuterOptimizer] | None = None
@@ -74,7 +75,7 @@ class Case:
         # Killed before the first checkpoint, it starts anew.
         latest = Checkpoint.read(checkpoints.all()[last]) if resume and checkpoints.all() else None
         schedule = SyncSchedule(
-            self.periods or optimizer.periods(2, 3, 5),
+            {GRADIENTS: 1} if self.gradients else optimizer.periods(*self.periods),
             coin_seed=3 if self.coins else None,
             phases=self.phases,
         )
@@ -136,57 +137,38 @@ class Burning(Checkpoints):
         self.fuse.burn("after the checkpoint")
 
 
+def nesterov() -> OuterOptimizer:
+    return OuterOptimizer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True))
+
+
+DILOCO = (3, NEVER, NEVER)
+CODES = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 CASES = {
     "periods": Case(),
     "coins": Case(coins=True, optimizer="amsgrad"),
     "every third window": Case(every=3, optimizer="adam"),
     "some of the clients": Case(every=4, fraction=0.6),
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
-    "DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        every=2,
-    ),
+    "DiLoCo": Case(periods=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(
-        optimizer="adam",
-        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
-        present=lambda m, t: m != 2 or not 4 <= t < 7,
+        optimizer="adam", formats=CODES, present=lambda m, t: m != 2 or not 4 <= t < 7
     ),
-    "coded DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        formats={PARAMS: "int8"},
-        every=2,
-    ),
-    "reset states": Case(
-        optimizer="adam", periods={PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}
-    ),
-    "late averages": Case(
-        optimizer="adam", periods={PARAMS: 3, "exp_avg": 4, "exp_avg_sq": 6}, delay=2
-    ),
+    "coded DiLoCo": Case(periods=DILOCO, outer=nesterov, formats={PARAMS: "int8"}, every=2),
+    "reset states": Case(optimizer="adam", periods=(3, RESET, RESET)),
+    "late averages": Case(optimizer="adam", periods=(3, 4, 6), delay=2),
     "late averages of some of the clients": Case(every=2, fraction=0.6, delay=1),
     "late averages in codes": Case(
         optimizer="adam",
-        periods={PARAMS: 2, "exp_avg": 4, "exp_avg_sq": 6},
-        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        periods=(2, 4, 6),
+        formats=CODES,
         delay=1,
         phases={"exp_avg": 2, "exp_avg_sq": 4},
         present=lambda m, t: m != 2 or not 4 <= t < 8,
     ),
-    "late DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        delay=2,
-    ),
+    "late DiLoCo": Case(periods=DILOCO, outer=nesterov, delay=2),
     "sites of unequal speed": Case(
         optimizer="adam",
-        periods={PARAMS: 4, "exp_avg": 6, "exp_avg_sq": 9},
+        periods=(4, 6, 9),
         paces={"client-0": 1.0, "client-1": 1.5, "client-2": 4.0},
         formats={PARAMS: "int8"},
         delay=1,
@@ -194,7 +176,7 @@ CASES = {
         present=lambda m, t: m != 1 or not 4 <= t < 6,
     ),
     "data parallelism": Case(
-        periods={GRADIENTS: 1}, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
+        gradients=True, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
     ),
 }
 
@@ -281,7 +263,7 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
-    case = Case(optimizer="adam", periods={PARAMS: 2, "exp_avg": 3, "exp_avg_sq": 6})
+    case = Case(optimizer="adam", periods=(2, 3, 6))
     whole = Fuse()
     expected = case.run(tmp_path / "whole", whole)
     saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]

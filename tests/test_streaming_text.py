@@ -202,25 +202,20 @@ def test_a_part_without_text(source):
 # ------------------------------------------------------------------------------------- sequences
 
 
-def test_a_batch_is_a_function_of_seed_client_and_step(config, cache):
-    def batch(seed: int, client: int, step: int) -> torch.Tensor:
+def test_a_batch_is_the_same_without_the_cache(config, cache):
+    def batch(step: int) -> torch.Tensor:
         forget()
-        config.run.seed = seed
-        return CausalLM(config).client_data(Site(client, 2)).train_batch(step).tokens
+        return CausalLM(config).client_data(Site(1, 2)).train_batch(step).tokens
 
     later = 2 * BLOCK // 4 + 100
-    first, second = batch(0, 1, 5), batch(0, 1, later)
-    assert first.shape == (4, 16)
-    assert first.dtype == torch.int64
-    for key in ((1, 1, 5), (0, 0, 5), (0, 1, 6)):
-        assert not torch.equal(batch(*key), first)
+    first, second = batch(5), batch(later)
     for file in cache.rglob("00000002.safetensors"):
         file.unlink()
-    assert torch.equal(batch(0, 1, later), second)  # from the state before it
+    assert torch.equal(batch(later), second)  # from the state before it
     for file in cache.rglob("*.safetensors"):
         file.unlink()
-    assert torch.equal(batch(0, 1, later), second)  # from the beginning
-    assert torch.equal(batch(0, 1, 5), first)
+    assert torch.equal(batch(later), second)  # from the beginning
+    assert torch.equal(batch(5), first)
 
 
 def test_sequences_are_whole_documents_one_after_the_other_in_their_weights(config, source):

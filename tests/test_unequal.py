@@ -2,13 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import OPTIMIZERS, assert_close, assert_same
-from flower_path import Run, oracle
+from federation import OPTIMIZERS, assert_same
+from flower_path import Run
 from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from flower_desloc.flower.messages import METRICS
 from flower_desloc.flower.policy import FederationError
 from flower_desloc.setup.build import check_streams
 
-LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
 PACES = {"client-0": 0.1, "client-1": 0.15, "client-2": 0.4}
 
 
@@ -39,47 +37,8 @@ def unequal(
     return Run(name, schedule, folder, num_steps=num_steps, policy=policy, **options)
 
 
-def takes(run: Run, least: float = 0.25) -> Callable[[int, int], bool]:
-    """Return whether client m takes step t, from the windows and the stated paces."""
-    windows = list(run.schedule.windows(run.num_steps))
-
-    def taken(m: int, t: int) -> bool:
-        window = next(w for w in windows if w.start <= t < w.stop)
-        steps = window.stop - window.start
-        share = steps * 0.1 / PACES[f"client-{m}"]
-        return t - window.start < max(math.ceil(least * steps), round(share))
-
-    return taken
-
-
 def steps_of(run: Run) -> list[list[int]]:
     return [[client.steps for client in w.clients.values()] for w in run.watch.records if w.clients]
-
-
-@pytest.mark.parametrize(
-    ("name", "delay"), [*((name, 0) for name in LINEAR), ("adam", 1), ("adopt", 1)]
-)
-def test_unequal_sites_equal_the_oracle(name, delay, tmp_path):
-    run = unequal(tmp_path, name, sync_delay=delay)
-    assert_close(run.start(), oracle(run, takes=takes(run)))
-    assert [7, 5, 2] in steps_of(run)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_unequal_sites_with_coins_absences_and_weights_equal_the_oracle(seed, tmp_path):
-    """A client that was away weighs by the steps it took since the stream's last average."""
-    schedule = SyncSchedule(OPTIMIZERS["adopt"].periods(5, 8, 11), coin_seed=seed)
-    windows = list(schedule.windows(40))
-    away = {(1, 1), (1, 2), (2, 2), (2, 4)}
-
-    def present(m: int, t: int) -> bool:
-        return (m, sum(window.stop <= t for window in windows)) not in away
-
-    policy = {"weighting": "examples"}
-    # Only those present are compared: if the fastest is away, the next takes all steps.
-    run = unequal(tmp_path, "adopt", schedule=schedule, present=present, policy=policy)
-    expected = oracle(run, present=present, takes=takes(run), weights=[1.0, 2.0, 3.0])
-    assert_close(run.start(), expected)
 
 
 def test_sites_of_equal_speed_train_as_in_lock_step(tmp_path):
