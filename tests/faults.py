@@ -129,18 +129,14 @@ class Faults:
 
         self._plan(Fault(node, window, "new", "state lost", "", around))
 
-    def fill_disk_at(self, *, node: int, window: int, how: Literal["disk", "limit"]) -> None:
-        """The client's state cannot be written: its disk is full, or exceeds a limit on file sizes.
-
-        For ``disk`` the caller has mounted a small one at the run's folder.
-        """
+    def fill_disk_at(self, *, node: int, window: int) -> None:
+        """The client's state cannot be written: its file exceeds a limit."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            with _full(self.run.folder) if how == "disk" else _limited():
+            with _limited():
                 return answer(message, context)
 
-        words = "No space left" if how == "disk" else "File too large"
-        self._plan(Fault(node, window, "undone", "failed", words, around))
+        self._plan(Fault(node, window, "undone", "failed", "File too large", around))
 
     def be_late_at(self, *, node: int, window: int) -> None:
         """The reply does not arrive within the policy's timeout."""
@@ -322,17 +318,3 @@ def _limited() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
-
-
-@contextlib.contextmanager
-def _full(folder: Path) -> Iterator[None]:
-    """Fill the disk that is mounted at this folder."""
-    assert os.path.ismount(folder)
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    try:
-        yield
-    finally:
-        filler.unlink()

@@ -285,6 +285,29 @@ def federate(
     return federation.states()
 
 
+def trained(
+    problem: Problem,
+    case: OptimizerCase,
+    m: int,
+    x: Tree,
+    steps: Iterable[int],
+    rate: LRSchedule = CONSTANT,
+) -> Tree:
+    """Train from ``x`` as one would without any of this: a new optimizer and a loop."""
+    module = problem.module()
+    with torch.no_grad():
+        for key, p in module.named_parameters():
+            p.copy_(x[key])
+    optimizer = case.make(module.parameters())
+    for t in steps:
+        optimizer.zero_grad()
+        problem.loss(module, m, t).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * rate(t)
+        optimizer.step()
+    return {key: p.detach().clone() for key, p in module.named_parameters()}
+
+
 def due_table(schedule: SyncSchedule, num_steps: int) -> dict[int, frozenset[str]]:
     """Return what falls due when, for the oracle: coins it cannot throw itself."""
     table = {n: schedule.due(n) for n in range(1, num_steps + 1)}

@@ -1,18 +1,18 @@
 """The whole federated path in one process, over a problem of federation.py."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import reference
-from federation import OptimizerCase, Problem, due_table, initial
-from flwr.app import Context, Message
+from federation import OPTIMIZERS, OptimizerCase, Problem, Quadratic, due_table, initial
+from flwr.app import Context, Message, RecordDict
 from reference import State
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
@@ -75,23 +75,31 @@ class Watch(Observer):
 
 
 class Run:
-    """One run of the whole path over a problem of federation.py."""
+    """One run of the whole path over a problem of federation.py.
+
+    ``optimizer`` is one of ``OPTIMIZERS``, by name, or another; ``schedule`` may be the periods of
+    params and of each state in turn.
+    """
 
     def __init__(
         self,
-        problem: Problem,
-        case: OptimizerCase,
-        schedule: SyncSchedule,
+        optimizer: str | OptimizerCase,
+        schedule: SyncSchedule | Sequence[Period],
         folder: Path,
         *,
-        num_clients: int,
-        num_steps: int,
+        problem: Problem | None = None,
+        num_clients: int = 3,
+        num_steps: int = 12,
         lr_schedule: LRSchedule | None = None,
         clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
         outer: OuterOptimizer | None = None,
         **options: Any,
     ) -> None:
+        case = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        if not isinstance(schedule, SyncSchedule):
+            schedule = SyncSchedule(case.periods(*schedule))
+        problem = problem or Quadratic()
         self.problem, self.case, self.schedule = problem, case, schedule
         self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
         self.present = present
@@ -116,10 +124,11 @@ class Run:
         self.grid = Grid(client_app(build), num_clients, folder)
         self.watch = Watch(self._after)
         module = problem.module()
-        optimizer = case.make(module.parameters())
-        prime(optimizer)
-        streams = take(module, optimizer, stream_names(module, optimizer))
+        local = case.make(module.parameters())
+        prime(local)
+        streams = take(module, local, stream_names(module, local))
         self.initial = to_record(streams.pop(PARAMS))
+        self.zeros = streams
         options = {"states": streams, "evaluate_clients": False, "run_key": RUN, **options}
         self.strategy = (
             DataParallel(num_steps, outer, **options)
@@ -133,6 +142,13 @@ class Run:
         self.leave(0)
         self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
         return self.states
+
+    def renumber(self, order: Iterable[int]) -> None:
+        """Give the clients other nodes, in this order; in Flower the ids of nodes are random."""
+        configs = [context.node_config for context in self.grid.contexts.values()]
+        self.grid.contexts = {
+            100 - i: Context(1, 100 - i, configs[m], RecordDict(), {}) for i, m in enumerate(order)
+        }
 
     def files(self, m: int) -> StateFiles:
         return StateFiles(self.folder, RUN, f"client-{m}")

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 _DOTTED = re.compile(r"\w+(\.\w+)+(:\w+)?")
@@ -47,29 +48,10 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     return graph
 
 
-def cycles(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Return the sets of modules that import each other (Tarjan's strong components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[set[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for target in graph[module]:
-            if target not in index:
-                visit(target)
-                low[module] = min(low[module], low[target])
-            elif target in stack:
-                low[module] = min(low[module], index[target])
-        if low[module] == index[module]:
-            component = set(stack[stack.index(module) :])
-            del stack[stack.index(module) :]
-            if len(component) > 1:
-                found.append(component)
-
-    for module in graph:
-        if module not in index:
-            visit(module)
-    return found
+def cycle(graph: Mapping[str, set[str]]) -> set[str]:
+    """Return modules that import each other in a circle; none where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return set(error.args[1])
+    return set()

@@ -325,9 +325,9 @@ def listing_adam(
     M = range(num_workers)
     x, u, v = _seeds(x0, num_workers)
     for t in range(num_steps):
-        E_u = [E(u) if _syncs(t, periods["exp_avg"]) else u[m] for m in M]
-        E_v = [E(v) if _syncs(t, periods["exp_avg_sq"]) else v[m] for m in M]
-        E_x = [E(x) if _syncs(t, periods["params"]) else x[m] for m in M]
+        E_u = _averaged(t, periods["exp_avg"], u)
+        E_v = _averaged(t, periods["exp_avg_sq"], v)
+        E_x = _averaged(t, periods["params"], x)
         g = [grad(m, t, E_x[m] if gradient_at_mean else x[m]) for m in M]
         u = [each(lambda u, g: beta1 * u + (1 - beta1) * g, E_u[m], g[m]) for m in M]
         v = [each(lambda v, g: beta2 * v + (1 - beta2) * g * g, E_v[m], g[m]) for m in M]
@@ -353,9 +353,9 @@ def listing_adopt(
     M = range(num_workers)
     x, u, v = _seeds(x0, num_workers)
     for t in range(num_steps):
-        E_u = [E(u) if _syncs(t, periods["exp_avg"]) else u[m] for m in M]
-        E_v = [E(v) if _syncs(t, periods["exp_avg_sq"]) else v[m] for m in M]
-        E_x = [E(x) if _syncs(t, periods["params"]) else x[m] for m in M]
+        E_u = _averaged(t, periods["exp_avg"], u)
+        E_v = _averaged(t, periods["exp_avg_sq"], v)
+        E_x = _averaged(t, periods["params"], x)
         g = [grad(m, t, E_x[m] if gradient_at_mean else x[m]) for m in M]
         n = [each(lambda g, v: g / torch.clamp(torch.sqrt(v), min=eps), g[m], v[m]) for m in M]
         v = [each(lambda v, g: beta2 * v + (1 - beta2) * g * g, E_v[m], g[m]) for m in M]
@@ -434,8 +434,8 @@ def _seeds(x0: Tree, num_workers: int) -> tuple[list[Tree], list[Tree], list[Tre
     return [x0] * num_workers, [zeros] * num_workers, [zeros] * num_workers
 
 
-def _syncs(t: int, period: int | None) -> bool:
-    return period is not None and t % period == 0
+def _averaged(t: int, period: int | None, s: list[Tree]) -> list[Tree]:
+    return s if period is None or t % period else [E(s)] * len(s)
 
 
 def _states(x: list[Tree], u: list[Tree], v: list[Tree]) -> list[State]:

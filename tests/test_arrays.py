@@ -150,7 +150,7 @@ def read_by_numpy(data: bytes) -> np.ndarray | None:
     return array if file.tell() == len(data) else None
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     description=st.sampled_from(DESCRIPTIONS),
     order=st.sampled_from(["False", "True", "0"]),

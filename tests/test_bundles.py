@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, generator
+from federation import generator
 from flower_path import Run
 from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import bundles
 from flower_desloc.flower.bundles import STYPE, bundled, unbundled
@@ -130,17 +129,7 @@ def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, m
     """Arrays are bundled unless a client does not say that it reads bundles."""
 
     def run(folder):
-        case = OPTIMIZERS["adam"]
-        run = Run(
-            Quadratic(),
-            case,
-            SyncSchedule(case.periods(2, 3, 5)),
-            folder,
-            num_clients=3,
-            num_steps=12,
-            formats=formats,
-        )
-        stypes = set()
+        run, stypes = Run("adam", (2, 3, 5), folder, formats=formats), set()
 
         def observe(asked, reply):
             if not understood and asked.metadata.message_type == HELLO:

@@ -250,14 +250,7 @@ def test_the_end_of_text_token_ends_every_document(files):
     assert (tokens.num_bytes[ends] == 0).all()
 
 
-def test_a_tokenizer_gives_the_tokens_of_its_library(files):
-    for name in ("byte_level", "word_piece", "unigram"):
-        ours = load_tokenizer(files[name])
-        theirs = tokenizers.Tokenizer.from_file(files[name]).encode("axx ayé  bz").ids
-        assert [i for i in ours.encode(["axx ayé  bz"]).ids if i != ours.eos_id] == theirs[:]
-
-
-@pytest.mark.parametrize("name", ["bytes", "byte_level", "word_piece"])
+@pytest.mark.parametrize("name", ["bytes", "byte_level", "word_piece", "unigram"])
 def test_a_saved_tokenizer_is_loaded_by_name_of_its_folder(files, name, tmp_path):
     ours = load_tokenizer(files.get(name, name))
     ours.save(tmp_path)

@@ -47,15 +47,11 @@ def test_the_presets_are_those_of_the_repository():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_preset_loads_by_name_and_by_path(name):
-    by_name = load(name)
+def test_every_preset_loads_by_name_and_path_and_says_first_what_it_is_for(name):
+    by_name, path = load(name), PRESETS / f"{name}.yaml"
     assert by_name.run.name == name
-    assert load(str(PRESETS / f"{name}.yaml")) == by_name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_preset_says_on_its_first_line_what_it_is_for(name):
-    assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
+    assert load(str(path)) == by_name
+    assert path.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("name", NAMES)

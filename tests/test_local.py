@@ -73,12 +73,6 @@ def test_the_learning_rate_is_each_groups_own_times_the_schedule():
         assert rates == [0.5 * factor(stop - 1), 0.1 * factor(stop - 1)]
 
 
-def test_a_learning_rate_of_zero_moves_nothing():
-    module, optimizer = worker()
-    steps(module, optimizer, 0, 5, lr_schedule=lambda t: 0.0)
-    assert_same(module, TiedMLP())
-
-
 def test_the_window_reports_every_loss_and_norm_as_they_were_before_the_step_and_the_clip():
     module, optimizer = worker()
     metrics = steps(module, optimizer, 3, 9, clipping=Clipping(norm=1e-3))

@@ -1,7 +1,5 @@
 """Laws of the local optimizers, against naive float64 formulas and PyTorch's own."""
 
-import copy
-
 import pytest
 import reference
 import torch
@@ -119,6 +117,7 @@ FORMULAS = {
         lambda p: QHAdam(p, lr=0.05, mix=0.2, weight_decay=0.1, decouple=True),
         reference.adam(0.999, 0.999, 1e-8, mix=0.2, decay=0.1, decoupled=True),
     ),
+    "qhadam_mix_1": (lambda p: QHAdam(p, lr=0.05, mix=1.0), reference.adam(0.999, 0.999, 1e-8)),
     "amsgrad": (lambda p: Adam(p, lr=0.05, amsgrad=True), reference.amsgrad(0.9, 0.999, 1e-8)),
 }
 
@@ -169,55 +168,6 @@ def test_adopt_moves_no_coordinate_further_than_its_clip_allows():
         torch.testing.assert_close(p.detach(), x - 0.1 * (1 - 0.9), rtol=1e-12, atol=1e-12)
 
 
-def test_sgdm_is_pytorchs_dampened_sgd_with_a_buffer_that_starts_at_zero():
-    params, theirs = parameters(), parameters()
-    ours = SGDM(params, lr=0.05, momentum=0.8, weight_decay=0.1)
-    sgd = torch.optim.SGD(theirs, lr=0.05, momentum=0.8, dampening=0.8, weight_decay=0.1)
-    for p in theirs:
-        sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    drive(params, ours, range(12))
-    drive(theirs, sgd, range(12))
-    torch.testing.assert_close(
-        finals_of(params, ours, ["momentum_buffer"]),
-        finals_of(theirs, sgd, ["momentum_buffer"]),
-        rtol=1e-14,
-        atol=1e-14,
-    )
-
-
-def test_pytorchs_adam_is_the_papers_when_eps_and_steps_hide_the_difference():
-    """Without a stability term, and once the bias correction has worn off, the two are one."""
-    params, theirs = parameters(), parameters()
-    for p in params + theirs:
-        p.grad = torch.ones_like(p)
-    ours = PaperAdam(params, lr=0.05, betas=(0.5, 0.5), eps=1e-12)
-    adam = Adam(theirs, lr=0.05, betas=(0.5, 0.5), eps=1e-12)
-    for _ in range(60):
-        ours.step()
-        adam.step()
-    before = [p.detach().clone() for p in params], [p.detach().clone() for p in theirs]
-    ours.step()
-    adam.step()
-    for p, q, x, y in zip(params, theirs, *before, strict=True):
-        torch.testing.assert_close(p - x, q - y, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
-@pytest.mark.parametrize("theirs", [Adam, AdamW])
-def test_with_mix_1_qhadam_is_pytorchs_adam(theirs, decay):
-    shared = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0} | decay
-    ours = parameters(), parameters()
-    optimizers = (
-        QHAdam(ours[0], **shared, mix=1.0, decouple=theirs is AdamW),
-        theirs(ours[1], **shared),
-    )
-    got, expected = (
-        finals_of(drive(params, optimizer, range(12)), optimizer, ["exp_avg", "exp_avg_sq"])
-        for params, optimizer in zip(ours, optimizers, strict=True)
-    )
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_qhadam_is_that_of_another_library():
     """To single precision: it keeps its bias corrections in that."""
     theirs = pytest.importorskip("pytorch_optimizer").QHAdam
@@ -250,13 +200,14 @@ def test_with_mix_1_adopt_is_adopt_bit_for_bit_and_with_0_u_is_not_used():
 # ------------------------------------------------------------------------- As PyTorch's optimizers
 
 
-def test_a_state_dict_continues_bit_for_bit(ours):
+def test_a_state_dict_from_a_file_without_pickle_continues_bit_for_bit(ours, tmp_path):
     params = parameters()
     optimizer = ours(params)
     drive(params, optimizer, range(5))
     copies = [p.detach().clone().requires_grad_() for p in params]
     restored = ours(copies, lr=123.0)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    restored.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     drive(params, optimizer, range(5, 12))
     drive(copies, restored, range(5, 12))
     names = optimizer.streams
@@ -264,15 +215,6 @@ def test_a_state_dict_continues_bit_for_bit(ours):
     torch.testing.assert_close(
         finals_of(copies, restored, names), finals_of(params, optimizer, names), rtol=0, atol=0
     )
-
-
-def test_a_state_dict_survives_a_file_without_pickle(ours, tmp_path):
-    params = parameters()
-    optimizer = ours(params)
-    drive(params, optimizer, range(3))
-    torch.save(optimizer.state_dict(), tmp_path / "state")
-    loaded = torch.load(tmp_path / "state", weights_only=True)
-    torch.testing.assert_close(loaded, optimizer.state_dict(), rtol=0, atol=0)
 
 
 def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(ours):
@@ -371,8 +313,7 @@ def test_values_that_are_not_finite_stay_where_they_are():
     assert x[1] == alone[1] != 0
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_steps_do_not_depend_on_the_number_of_threads(ours, threads):
+def test_steps_do_not_depend_on_the_number_of_threads(ours):
     def after(number):
         torch.set_num_threads(number)
         try:
@@ -382,7 +323,7 @@ def test_steps_do_not_depend_on_the_number_of_threads(ours, threads):
         finally:
             torch.set_num_threads(1)
 
-    torch.testing.assert_close(after(1), after(threads), rtol=0, atol=0)
+    torch.testing.assert_close(after(1), after(3), rtol=0, atol=0)
 
 
 @compiled

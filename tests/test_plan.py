@@ -3,24 +3,21 @@
 import itertools
 import math
 import re
-import statistics
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from federation import Federation, Quadratic
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripts import load_benchmark
 from typer.testing import CliRunner
 
-from flower_desloc import NEVER, PARAMS, SyncSchedule, Window
+from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
-from flower_desloc.optim import SGDM
 from flower_desloc.plan.advice import MULTIPLES, can_bound, recommended, warnings
 from flower_desloc.plan.evidence import measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
@@ -190,44 +187,6 @@ def test_psi_bounds_the_two_recursions_of_its_proof(p_x, p_u, beta):
     assert spread(best, u_first=True) == pytest.approx((1 - p_u) * exact, rel=1e-6)
 
 
-class Slopes(Quadratic):
-    """Worker m's loss is d_m x."""
-
-    directions = (-2.0, 0.5, 1.5)
-
-    def loss(self, module, m, t):
-        return self.directions[m] * module.scalar
-
-
-@pytest.mark.parametrize("p_u", [0.0, 1.0])
-def test_psi_bounds_the_spread_of_workers_whose_momentum_is_averaged_after_the_step(p_u):
-    """Constant gradients: x moves apart by the same amount in every step since its last average.
-
-    The number n of these steps is geometric: the mean of n^2 is (1 - p)(2 - p) / p^2.
-    """
-    p_x, beta, lr = 1 / 4, 0.8, 0.1
-    periods = {PARAMS: 4, "momentum_buffer": 1 if p_u else NEVER}
-    schedule = SyncSchedule(periods, coin_seed=1)
-    federation = Federation(Slopes(), lambda p: SGDM(p, lr=lr, momentum=beta), 3)
-    # A worker's own gradient has the weight 1 - beta in its step, and 1 if u is never averaged.
-    apart = (1 - beta if p_u else 1) ** 2
-    steps = 0
-    for t in range(300):
-        due = schedule.due(t + 1)
-        for m in range(3):
-            federation.train(m, Window(t, t + 1, due))
-        federation.average(due, range(3))
-        steps = 0 if PARAMS in due else steps + 1
-        x = [module.scalar.item() for module, _ in federation.workers]
-        spread = statistics.pvariance(x) / lr**2 / statistics.pvariance(Slopes.directions)
-        if t > 100:  # u has forgotten its start
-            assert spread == pytest.approx(apart * steps**2, rel=1e-6, abs=1e-12)
-    exact = apart * (1 - p_x) * (2 - p_x) / p_x**2
-    assert exact < psi(p_x, p_u, beta)
-    papers = (1 - p_u) * psi(p_x, p_u, beta)
-    assert (exact < papers) == (p_u == 0)
-
-
 def test_psi_at_the_extreme_probabilities():
     assert psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
     assert psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
@@ -315,13 +274,8 @@ def test_the_papers_reductions():
     assert sent["DDP"] / sent["FedAvg"] == pytest.approx(256)
     assert sent["Local Adam"] / sent["DES-LOC"] == pytest.approx(2)
     assert sent["Local Adam"] / sent["FedAvg"] == pytest.approx(3)
-
-
-def test_the_papers_other_ways_to_halve_local_adam_do_so_too():
-    sizes = dict.fromkeys(STREAMS, P)
-    for u, v in ((3, 6), (6, 3), (4, 4)):
-        periods = periods_of(16, 16 * u, 16 * v)
-        _, local_adam, desloc, _ = method_rates(sizes, periods)
+    for u, v in ((3, 6), (6, 3), (4, 4)):  # all halve Local Adam
+        _, local_adam, desloc, _ = method_rates(sizes, periods_of(16, 16 * u, 16 * v))
         assert local_adam.num_bytes / desloc.num_bytes == pytest.approx(2)
 
 
@@ -417,6 +371,7 @@ def test_two_methods_cross_if_one_sends_fewer_bytes_and_the_other_fewer_messages
 # --- Advice ------------------------------------------------------------------------------------
 
 
+@settings(max_examples=20)
 @given(
     st.sampled_from(Topology),
     st.floats(4.5, 9),
@@ -452,6 +407,7 @@ def test_the_recommended_period_is_the_smallest_affordable_one(
         assert periods == {PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K}
 
 
+@settings(max_examples=20)
 @given(st.sampled_from([0.95, 0.99, 0.999]), st.floats(5.5, 9), st.sampled_from(["adam", "adopt"]))
 def test_a_slow_momentum_is_averaged_up_to_half_a_half_life_apart(beta1, exponent, name):
     run = planned(
@@ -582,6 +538,9 @@ def plan(*arguments):
     return result.exit_code, " ".join(result.stdout.split()), result.stderr
 
 
+SMALL = ("--params", "1e6", "--step-seconds", 0.1)
+
+
 def test_the_page_shows_what_its_commands_print():
     page = (ROOT / "docs" / "plan.md").read_text()
     shown = re.findall(r"```bash\ndesloc (plan .*?)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
@@ -675,13 +634,13 @@ def test_a_plan_counts_compressed_streams_as_they_are_sent():
 
 
 def test_coins_are_named():
-    said = plan("1.7b", "sync_mode=probabilistic")[1]
+    said = plan("quickstart", "sync_mode=probabilistic", *SMALL)[1]
     assert "averaged by coins" in said
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_preset_with_periods_has_a_plan(preset):
-    code, said, error = plan(preset, "--params", "1e6", "--step-seconds", 0.1)
+    code, said, error = plan(preset, *SMALL)
     if PARAMS in load(preset).sync:
         assert (code, error) == (0, "")
         assert "Recommended" in said
@@ -692,9 +651,9 @@ def test_every_preset_with_periods_has_a_plan(preset):
 
 def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert plan("1.7b")[0] == 0
+    assert plan("quickstart", *SMALL)[0] == 0
     assert not [*tmp_path.iterdir()]
-    code, said, _ = plan("1.7b", "sync.params=2", "sync.exp_avg_sq=never", "--plot", "plan.png")
+    code, said, _ = plan("quickstart", "sync.exp_avg_sq=never", *SMALL, "--plot", "plan.png")
     assert code == 0
     assert said.endswith("drawn into plan.png")
     assert (tmp_path / "plan.png").exists()
@@ -708,8 +667,8 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
         (["1.7b", "sync.parms=3"], "sync.parms"),
         (["1.7b", "sync.params=0"], "the period of 'params'"),
         (["1.7b", "sync.buffers=3"], "sync.buffers: "),
-        (["1.7b", "--plot", "plan.xyz"], "--plot plan.xyz: "),
-        (["1.7b", "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),
+        (["1.7b", *SMALL, "--plot", "plan.xyz"], "--plot plan.xyz: "),
+        (["1.7b", *SMALL, "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),
     ],
 )
 def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path, monkeypatch):

@@ -5,14 +5,14 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, assert_same
+from federation import OPTIMIZERS, assert_same
 from flower_path import RUN, Run
 from flwr.app import Error, Message
 from omegaconf import OmegaConf
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -52,7 +52,8 @@ class Case:
     """A run whose server is to die."""
 
     optimizer: str = "adopt"
-    periods: dict[str, Any] | None = None
+    periods: Sequence[Period] = (2, 3, 5)
+    gradients: bool = False
     phases: Mapping[str, int] = field(default_factory=dict)
     coins: bool = False
     outer: Callable[[], OuterOptimizer] | None = None
@@ -74,17 +75,14 @@ class Case:
         # Killed before the first checkpoint, it starts anew.
         latest = Checkpoint.read(checkpoints.all()[last]) if resume and checkpoints.all() else None
         schedule = SyncSchedule(
-            self.periods or optimizer.periods(2, 3, 5),
+            {GRADIENTS: 1} if self.gradients else optimizer.periods(*self.periods),
             coin_seed=3 if self.coins else None,
             phases=self.phases,
         )
         run = Run(
-            Quadratic(),
             optimizer,
             schedule,
             folder / "clients",
-            num_clients=3,
-            num_steps=12,
             outer=self.outer() if self.outer else None,
             formats=self.formats,
             **({"sync_delay": self.delay} if self.delay else {}),
@@ -139,57 +137,38 @@ class Burning(Checkpoints):
         self.fuse.burn("after the checkpoint")
 
 
+def nesterov() -> OuterOptimizer:
+    return OuterOptimizer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True))
+
+
+DILOCO = (3, NEVER, NEVER)
+CODES = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 CASES = {
     "periods": Case(),
     "coins": Case(coins=True, optimizer="amsgrad"),
     "every third window": Case(every=3, optimizer="adam"),
     "some of the clients": Case(every=4, fraction=0.6),
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
-    "DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        every=2,
-    ),
+    "DiLoCo": Case(periods=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(
-        optimizer="adam",
-        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
-        present=lambda m, t: m != 2 or not 4 <= t < 7,
+        optimizer="adam", formats=CODES, present=lambda m, t: m != 2 or not 4 <= t < 7
     ),
-    "coded DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        formats={PARAMS: "int8"},
-        every=2,
-    ),
-    "reset states": Case(
-        optimizer="adam", periods={PARAMS: 3, "exp_avg": RESET, "exp_avg_sq": RESET}
-    ),
-    "late averages": Case(
-        optimizer="adam", periods={PARAMS: 3, "exp_avg": 4, "exp_avg_sq": 6}, delay=2
-    ),
+    "coded DiLoCo": Case(periods=DILOCO, outer=nesterov, formats={PARAMS: "int8"}, every=2),
+    "reset states": Case(optimizer="adam", periods=(3, RESET, RESET)),
+    "late averages": Case(optimizer="adam", periods=(3, 4, 6), delay=2),
     "late averages of some of the clients": Case(every=2, fraction=0.6, delay=1),
     "late averages in codes": Case(
         optimizer="adam",
-        periods={PARAMS: 2, "exp_avg": 4, "exp_avg_sq": 6},
-        formats={PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"},
+        periods=(2, 4, 6),
+        formats=CODES,
         delay=1,
         phases={"exp_avg": 2, "exp_avg_sq": 4},
         present=lambda m, t: m != 2 or not 4 <= t < 8,
     ),
-    "late DiLoCo": Case(
-        periods={PARAMS: 3, "exp_avg": "never", "exp_avg_sq": "never"},
-        outer=lambda: OuterOptimizer(
-            lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True)
-        ),
-        delay=2,
-    ),
+    "late DiLoCo": Case(periods=DILOCO, outer=nesterov, delay=2),
     "sites of unequal speed": Case(
         optimizer="adam",
-        periods={PARAMS: 4, "exp_avg": 6, "exp_avg_sq": 9},
+        periods=(4, 6, 9),
         paces={"client-0": 1.0, "client-1": 1.5, "client-2": 4.0},
         formats={PARAMS: "int8"},
         delay=1,
@@ -197,7 +176,7 @@ CASES = {
         present=lambda m, t: m != 1 or not 4 <= t < 6,
     ),
     "data parallelism": Case(
-        periods={GRADIENTS: 1}, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
+        gradients=True, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
     ),
 }
 
@@ -208,12 +187,12 @@ def outcome(run: Run) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
-    """After three of the checkpoints, and at two more points, drawn by the case's name."""
+    """After two of the checkpoints, and at one more point, drawn by the case's name."""
     case, whole = CASES[name], Fuse()
     expected = case.run(tmp_path / "whole", whole)
     saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
     draw = random.Random(name)
-    points = {*draw.sample(saved, min(3, len(saved))), *draw.sample(range(1, len(whole.burnt)), 2)}
+    points = {*draw.sample(saved, 2), draw.randrange(1, len(whole.burnt))}
     for point in sorted(points):
         folder, fuse = tmp_path / str(point), Fuse(point)
         with pytest.raises(Killed):
@@ -229,7 +208,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_pat
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
-@pytest.mark.parametrize("name", ["periods", "coded streams", "late averages in codes"])
+@pytest.mark.parametrize("name", ["coded streams", "late averages in codes"])
 def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bits(name, tmp_path):
     """Killed when some of the clients have gone on from the last one, and when none has."""
     case, whole = CASES[name], Fuse()
@@ -284,7 +263,7 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
-    case = Case(optimizer="adam", periods={PARAMS: 2, "exp_avg": 3, "exp_avg_sq": 6})
+    case = Case(optimizer="adam", periods=(2, 3, 6))
     whole = Fuse()
     expected = case.run(tmp_path / "whole", whole)
     saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
@@ -340,7 +319,7 @@ def test_a_checkpoint_is_read_as_it_was_written_and_two_are_kept(tmp_path):
     assert (read.versions, read.step, read.settings) == (written.versions, 12, "settings")
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "of a client", "text"])
+@pytest.mark.parametrize("harm", ["torn", "flipped", "number", "empty", "of a client", "text"])
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
@@ -350,6 +329,10 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
         data = data[: len(data) // 2]
     elif harm == "flipped":
         data[-5] ^= 1
+    elif harm == "number":
+        said = b'\\"round\\": 2'
+        assert data.count(said) == 1
+        data = data.replace(said, said.replace(b"2", b"1"))
     elif harm == "empty":
         data = bytearray()
     elif harm == "text":
@@ -358,17 +341,6 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     if harm == "of a client":
         tensor_file.write(path, {"step": 4, "versions": {}}, {PARAMS: {"w": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"step-00000004.*take the (one|checkpoint) before"):
-        Checkpoint.read(path)
-
-
-def test_a_changed_number_in_a_checkpoint_is_detected(tmp_path):
-    checkpoints = Checkpoints(tmp_path, every=1)
-    checkpoints.write(a_checkpoint())
-    (path,) = checkpoints.all()
-    said, changed = b'\\"round\\": 2', b'\\"round\\": 1'
-    assert path.read_bytes().count(said) == 1
-    path.write_bytes(path.read_bytes().replace(said, changed))
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         Checkpoint.read(path)
 
 
@@ -393,15 +365,8 @@ def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):
         case.run(tmp_path / "a")
         path = Checkpoints(tmp_path / "a" / "checkpoints").all()[-1]
         whole = Checkpoint.read(path)
-        run = Run(
-            Quadratic(),
-            OPTIMIZERS["adopt"],
-            SyncSchedule(OPTIMIZERS["adopt"].periods(2, 3, 5)),
-            tmp_path,
-            num_clients=3,
-            num_steps=12,
-            resume=dataclasses.replace(whole, **changes),
-        )
+        resume = dataclasses.replace(whole, **changes)
+        run = Run("adopt", (2, 3, 5), tmp_path, resume=resume)
         with pytest.raises(ValueError, match=words):
             run.start()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_desloc import NEVER, PARAMS, SyncSchedule, Window
+from flower_desloc import NEVER, PARAMS, SyncSchedule
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 PERIODS = st.fixed_dictionaries(
@@ -86,10 +86,6 @@ def test_a_longer_run_begins_with_the_windows_of_a_shorter_one(schedule, num_ste
     shorter = list(schedule.windows(num_steps))
     longer = list(schedule.windows(num_steps + more))
     assert longer[: len(shorter) - 1] == shorter[:-1]
-
-
-def test_a_stream_that_is_never_due_only_knows_the_end():
-    assert list(schedule_of(NEVER, NEVER, NEVER).windows(9)) == [Window(0, 9, frozenset({PARAMS}))]
 
 
 @given(SCHEDULES, NUM_STEPS)

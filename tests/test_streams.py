@@ -181,18 +181,6 @@ def test_a_joiner_with_streams_and_step_continues_exactly_as_the_original(make):
     assert_same(everything(*joiner), everything(*original))
 
 
-def test_without_the_step_a_joiner_would_go_elsewhere():
-    """What the law above rests on: Adam's bias correction follows the step."""
-    make, _ = MAKERS["adam"]
-    original = train(*primed(make), range(7))
-    joiner = primed(make)
-    put(*joiner, everything(*original))
-    train(*original, range(7, 15))
-    train(*joiner, range(7, 15))
-    x, y = (everything(*worker)["params"]["a.weight"] for worker in (joiner, original))
-    assert float((x - y).abs().max()) > 1e-2
-
-
 # ------------------------------------------------------------------------------------ Take and put
 
 

@@ -167,9 +167,13 @@ def words_of(code: str) -> list[str]:
 def test_the_builtin_code_is_the_librarys_without_comments_and_docstrings():
     codes = list(islice(BUILTIN["code"](), 120))
     docstrings = list(islice(BUILTIN["docstrings"](), 120))
-    for module in (ast, argparse, configparser):  # the last has "#" in a string
-        source = inspect.getsource(module)
-        [code] = [code for code in codes if words_of(code) == words_of(source)]
+    for module, content in (
+        (ast, "class NodeVisitor("),
+        (argparse, "class ArgumentParser("),
+        (configparser, "class RawConfigParser("),  # has "#" in a string
+    ):
+        [code] = [code for code in codes if content in code]
+        assert words_of(code) == words_of(inspect.getsource(module))
         comments = tokenize.generate_tokens(io.StringIO(code).readline)
         assert not any(token.type == tokenize.COMMENT for token in comments)
         assert inspect.cleandoc(module.__doc__) not in code
