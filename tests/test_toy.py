@@ -177,14 +177,14 @@ def desloc_toy(*arguments):
 
 
 def test_desloc_toy_in_miniature(tmp_path):
-    small = ("--workers", 4, "--rounds", 2, "--transcribed", 3, "--seeds", 2)
+    small = ("--workers", 2, "--rounds", 1, "--transcribed", 2, "--seeds", 2)
     result = desloc_toy("--output-dir", tmp_path, "--jobs", 2, *small)
     assert result.exit_code == 0, result.output
     for figure in ("toy_iid.png", "toy_niid.png"):
         assert (tmp_path / figure).exists()
         assert figure in result.output
     told = json.loads((tmp_path / "toy.json").read_text())
-    assert told["size"] == {"workers": 4, "rounds": 2, "transcribed": 3, "seeds": 2}
+    assert told["size"] == {"workers": 2, "rounds": 1, "transcribed": 2, "seeds": 2}
     assert [(end["split"], end["method"]) for end in told["ends"]] == [
         (split, method) for split in SPLITS for method in METHODS
     ]

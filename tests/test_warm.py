@@ -6,6 +6,7 @@ A process that forks once per message stands in for a SuperNode.
 import json
 import os
 import pickle
+import runpy
 import stat
 import subprocess
 import sys
@@ -97,9 +98,9 @@ from flower_desloc.optim import ADOPT
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 optimizer = ADOPT(module.parameters(), lr=0.1)
-batches = open(__file__ + ".batches", "a", buffering=1)
 def loss_at(step):
-    print(step, file=batches)
+    with open(__file__ + ".batches", "a") as batches:
+        print(step, file=batches)
     torch.manual_seed(step)
     return (module(torch.randn(5, 3)) - torch.randn(5, 4)).square().mean()
 worker = Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=3,
@@ -257,6 +258,19 @@ def test_the_process_of_one_message_does_not_import_pytorch():
     output_of([sys.executable, "-c", code], cwd=ROOT)
 
 
+def timeless(reply):
+    """Return the content of a reply without its times."""
+    reply.content["metrics"].pop("seconds", None)
+    return reply.content
+
+
+def cold_reply(node, kind, content):
+    """Return the reply of a client that keeps only its state file between messages."""
+    at = context({"state-dir": str(node.folder / "cold")})
+    reply = runpy.run_path(str(node.folder / "real.py"))["app"](message(kind, content), at)
+    return timeless(reply)
+
+
 def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
     weights, zeros = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4)}, torch.zeros(4)
     params = {**weights, "0.bias": zeros, "1.bias": zeros}
@@ -281,16 +295,10 @@ def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
         window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params}),
     ]
 
-    def replies(**config):
-        node.config = {"state-dir": str(tmp_path / str(config)), **config}
-        for content in windows:
-            reply = node.ask("train", content, "real:app").content
-            reply["metrics"].pop("seconds", None)
-            yield reply
-
-    warm = list(replies())
+    node.config = {"state-dir": str(tmp_path)}
+    warm = [timeless(node.ask("train", content, "real:app")) for content in windows]
     node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
-    assert warm == list(replies(warm=False))
+    assert warm == [cold_reply(node, "train", content) for content in windows]
     first, second = (from_record(reply["params"]) for reply in warm)
     assert first.keys() == params.keys()
     assert not torch.equal(first["0.bias"], second["0.bias"])
@@ -323,22 +331,17 @@ def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, t
     asked = [("train", first), ("evaluate", evaluation), ("train", second)]
     batches = node.folder / "real.py.batches"
 
-    def replies(expected, **config):
-        node.config = {"state-dir": str(tmp_path / str(config)), **config}
-        batches.unlink(missing_ok=True)
-        for (kind, request), steps in zip(asked, expected, strict=True):
-            reply = node.ask(kind, request.to_content(1), "real:app").content
-            reply["metrics"].pop("seconds", None)
-            yield reply
-            done = [*range(steps), 99] if kind == "evaluate" else list(range(steps))
-            wait_until(lambda: steps_in(batches) >= set(done), node.log.read_text)  # noqa: B023
+    def steps_done():
+        return set(map(int, batches.read_text().split()))
 
-    def steps_in(path):
-        return set(map(int, path.read_text().split())) if path.exists() else set()
-
-    warm = list(replies((4, 4, 5)))
+    node.config = {"state-dir": str(tmp_path)}
+    batches.write_text("")
+    warm = []
+    for (kind, request), steps in zip(asked, (4, 4, 5), strict=True):
+        warm.append(timeless(node.ask(kind, request.to_content(1), "real:app")))
+        wait_until(lambda: set(range(steps)) <= steps_done(), node.log.read_text)  # noqa: B023
     node.ask("query.goodbye", WindowRequest(run_key="late").to_content(0), "real:app")
-    assert warm == list(replies((2, 2, 5), warm=False))
+    assert warm == [cold_reply(node, kind, request.to_content(1)) for kind, request in asked]
 
 
 # --- One trainer for a run and node --------------------------------------------------------------
