@@ -18,7 +18,7 @@ import typer
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import DEFAULT_SIGNALS, processes_with, wait_until
+from processes import DEFAULT_SIGNALS, command_line, processes_with, wait_until
 from typer.testing import CliRunner
 
 import flower_desloc
@@ -300,7 +300,7 @@ def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(temp, mo
     monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
 
     def started():
-        return processes_with("FLWR_HOME", str(link.home))
+        return [command_line(p) for p in processes_with("FLWR_HOME", str(link.home))]
 
     with superlink.private_superlink() as link:
         wait_until(lambda: any(name.startswith("sh -c trap") for name in started()), started)
@@ -524,7 +524,7 @@ class Place:
 
     def left(self):
         """Return the processes and the temporary folders that are still there."""
-        return processes_with("PLACE", str(self.temp)) + list(self.temp.iterdir())
+        return [*processes_with("PLACE", str(self.temp)), *self.temp.iterdir()]
 
 
 @contextmanager

@@ -5,12 +5,11 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faults import forked
 from test_simulation import BIN, SMALL
-from tiny import summary, train
+from tiny import ended_at, failing_at, summary, train
 
 from flower_desloc.config import ConfigError, load
 from flower_desloc.runs import RunFolder
@@ -33,17 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def failed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of the same run, whose server could not write its fifth window's record."""
-    append, output_dir = RunFolder.append_metrics, tmp_path_factory.mktemp("failed")
-
-    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
-        if line["round"] == 5:
-            raise OSError(28, "No space left on device")
-        append(self, line)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", until_full)
-        with pytest.raises(OSError, match="No space"):
-            run(output_dir)
+    output_dir = tmp_path_factory.mktemp("failed")
+    with failing_at(5):
+        run(output_dir)
     assert summary(output_dir / "quickstart")["status"] == "failed"
     return output_dir
 
@@ -137,19 +128,12 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path, monkeypatch):
+def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     """In Flower's simulation, with the same bits as an uninterrupted run in one process."""
     with forked() as is_child:
         if is_child:
-            append = RunFolder.append_metrics
-
-            def until_killed(self: RunFolder, line: dict[str, Any]) -> None:
-                if line["round"] == 5:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                append(self, line)
-
-            monkeypatch.setattr(RunFolder, "append_metrics", until_killed)
-            run(tmp_path / "runs")
+            with ended_at(5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                run(tmp_path / "runs")
     killed = tmp_path / "runs" / "quickstart"
     assert not (killed / "summary.json").exists()
     command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--workers", "1"]

@@ -264,84 +264,75 @@ def timeless(reply):
     return reply.content
 
 
-def cold_reply(node, kind, content):
+def cold_reply(state_dir, node, kind, request):
     """Return the reply of a client that keeps only its state file between messages."""
-    at = context({"state-dir": str(node.folder / "cold")})
-    reply = runpy.run_path(str(node.folder / "real.py"))["app"](message(kind, content), at)
-    return timeless(reply)
+    client = runpy.run_path(str(node.folder / "real.py"))["app"]
+    asked = message(kind, request.to_content(1))
+    return timeless(client(asked, context({"state-dir": str(state_dir)})))
+
+
+def warm_replies(node, asked, after=lambda number: None):
+    """Return the replies of a trainer; ``after`` is called after each."""
+    replies = []
+    for number, (kind, request) in enumerate(asked):
+        replies.append(timeless(node.ask(kind, request.to_content(1), "real:app")))
+        after(number)
+    node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
+    return replies
+
+
+PARAMS = {
+    "0.weight": torch.ones(4, 3),
+    "0.bias": torch.zeros(4),
+    "1.weight": torch.ones(4),
+    "1.bias": torch.zeros(4),
+}
+BUFFERS = {"1.running_mean": torch.zeros(4), "1.running_var": torch.ones(4)}
+FIRST = WindowRequest(
+    run_key="r",
+    stop=2,
+    due=frozenset({"params"}),
+    versions=dict.fromkeys(("params", "buffers", "exp_avg", "exp_avg_sq"), 0),
+    streams={"params": PARAMS, "buffers": BUFFERS},
+)
 
 
 def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
-    weights, zeros = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4)}, torch.zeros(4)
-    params = {**weights, "0.bias": zeros, "1.bias": zeros}
-    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
-    sent = {"params": params, "buffers": buffers}
-    versions = dict.fromkeys([*sent, "exp_avg", "exp_avg_sq"], 0)
-
-    def window(start, stop, due, streams):
-        request = WindowRequest(
-            run_key="r",
-            start=start,
-            stop=stop,
-            due=frozenset(due),
-            versions=versions,
-            streams=streams,
-        )
-        return request.to_content(1)
-
-    windows = [
-        window(0, 2, {"params"}, sent),
-        # Streams that were not due come from the state file.
-        window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params}),
-    ]
-
     node.config = {"state-dir": str(tmp_path)}
-    warm = [timeless(node.ask("train", content, "real:app")) for content in windows]
-    node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
-    assert warm == [cold_reply(node, "train", content) for content in windows]
-    first, second = (from_record(reply["params"]) for reply in warm)
-    assert first.keys() == params.keys()
-    assert not torch.equal(first["0.bias"], second["0.bias"])
+    # Streams that were not due come from the state file.
+    due = frozenset({"params", "exp_avg", "exp_avg_sq"})
+    second = replace(FIRST, start=2, stop=4, due=due, streams={"params": PARAMS})
+    asked = [("train", FIRST), ("train", second)]
+    warm = warm_replies(node, asked)
+    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
+    one, other = (from_record(reply["params"]) for reply in warm)
+    assert one.keys() == PARAMS.keys()
+    assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
 def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, tmp_path):
     """With an evaluation on the way, whose parameters are not those that it trains."""
-    zeros = torch.zeros(4)
-    params = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4), "0.bias": zeros}
-    params["1.bias"] = zeros
-    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
-    average = {name: tensor + 1 for name, tensor in params.items()}
-    versions = dict.fromkeys(["params", "buffers", "exp_avg", "exp_avg_sq"], 0)
-    first = WindowRequest(
-        run_key="late",
-        stop=2,
-        ahead=2,
-        due=frozenset({"params"}),
-        versions=versions,
-        streams={"params": params, "buffers": buffers},
-    )
+    node.config = {"state-dir": str(tmp_path)}
+    first = replace(FIRST, ahead=2)
     evaluation = WindowRequest(
-        run_key="late",
+        run_key="r",
         start=2,
         stop=2,
-        versions=versions | {"params": 2},
-        streams={"params": average},
+        versions=FIRST.versions | {"params": 2},
+        streams={"params": {name: tensor + 1 for name, tensor in PARAMS.items()}},
     )
-    second = replace(evaluation, stop=5, before_merge=2, due=frozenset(versions), streams={})
+    due = frozenset(FIRST.versions)
+    second = replace(evaluation, stop=5, before_merge=2, due=due, streams={})
     asked = [("train", first), ("evaluate", evaluation), ("train", second)]
     batches = node.folder / "real.py.batches"
+    batches.unlink(missing_ok=True)
 
-    def steps_done():
-        return set(map(int, batches.read_text().split()))
+    def wait_for_the_steps(number):
+        steps = {str(step) for step in range((4, 4, 5)[number])}
+        wait_until(lambda: steps <= set(batches.read_text().split()), node.log.read_text)
 
-    node.config = {"state-dir": str(tmp_path)}
-    batches.write_text("")
-    warm = []
-    for (kind, request), steps in zip(asked, (4, 4, 5), strict=True):
-        warm.append(timeless(node.ask(kind, request.to_content(1), "real:app")))
-        wait_until(lambda: set(range(steps)) <= steps_done(), node.log.read_text)  # noqa: B023
-    node.ask("query.goodbye", WindowRequest(run_key="late").to_content(0), "real:app")
-    assert warm == [cold_reply(node, kind, request.to_content(1)) for kind, request in asked]
+    warm = warm_replies(node, asked, wait_for_the_steps)
+    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
 
 
 # --- One trainer for a run and node --------------------------------------------------------------
