@@ -86,7 +86,7 @@ class Faults:
         """The client's process is killed in this phase of the window."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            with _forked() as is_child:
+            with forked() as is_child:
                 if is_child:
                     self._arm(phase, message)
                     answer(message, context)
@@ -289,7 +289,7 @@ def place(message: Message) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _forked() -> Iterator[bool]:
+def forked() -> Iterator[bool]:
     """Also run the block in a child, where it yields True; the child must end by SIGKILL."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; there is one

@@ -37,16 +37,23 @@ def wait_until(
         time.sleep(0.05)
 
 
-def processes_with(name: str, value: str) -> list[str]:
-    """Return the command lines of the processes that have a variable in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(name) == value:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
+def command_line(process: psutil.Process) -> str:
+    """Return a process's command line, "" if it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, empty if it has ended."""
+    with suppress(psutil.Error):
+        return process.environ()
+    return {}
+
+
+def processes_with(name: str, value: str) -> list[psutil.Process]:
+    """Return the processes that have a variable in their environment."""
+    return [p for p in psutil.process_iter() if environment_of(p).get(name) == value]
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -1,9 +1,7 @@
 """A simulation on a Ray cluster of two nodes, both on this machine."""
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +11,12 @@ from typing import Any
 import pytest
 from flwr.app import Context, RecordDict
 from processes import output_of
-from tiny import TINY
+from tiny import TINY, summary
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED, state_folder
+from flower_desloc.sites.deployment.environment import free_port
 from flower_desloc.sites.supervisor import end_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,19 +78,11 @@ def cluster(tmp_path: Path) -> Iterator[str]:
         shutil.rmtree(short, ignore_errors=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
     words = ["run", "quickstart", *SETTINGS, "task=traced:Traced", "--output-dir", str(folder)]
     result = CliRunner().invoke(app, [*words, *arguments])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads((folder / "quickstart" / "summary.json").read_text())
-    return found
+    return summary(folder / "quickstart")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +19,20 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
-from processes import has_ended, output_of, wait_until
+from processes import (
+    command_line,
+    environment_of,
+    has_ended,
+    output_of,
+    processes_with,
+    wait_until,
+)
 from safetensors.torch import load_file
-from tiny import TINY
+from tiny import TINY, summary
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
+from flower_desloc.runs.folder import read_lines
 from flower_desloc.sites.deployment.credentials import make_certificates, make_key
 from flower_desloc.sites.deployment.environment import (
     as_argument,
@@ -111,11 +119,11 @@ def test_polling_delays_a_message_by_five_percent_of_the_time_since_the_last_one
     assert delay <= max(0.1, min(3.0, 0.05 * after)) + 1e-9
 
 
-@pytest.mark.parametrize(("asked", "slept"), [(3.0, 3.0), (0.5, 0.5)])
-def test_a_supernode_without_messages_sleeps_as_long_as_flowers(asked, slept):
+@pytest.mark.parametrize("asked", [3.0, 0.5])
+def test_a_supernode_without_messages_sleeps_as_long_as_flowers(asked):
     clock = Clock()
     PollInterval(clock).sleep(asked)
-    assert clock.now == 1000.0 + slept
+    assert clock.now == 1000.0 + asked
 
 
 @pytest.mark.parametrize(
@@ -265,10 +273,8 @@ def test_a_killed_superlink_is_reported_as_gone():
     with private_superlink() as superlink:
         (process,) = [
             p
-            for p in psutil.process_iter()
-            if "/flower-superlink " in command_line(p)
-            and "supervisor.py" not in command_line(p)
-            and environment_of(p).get("FLWR_HOME") == str(superlink.home)
+            for p in processes_with("FLWR_HOME", str(superlink.home))
+            if "/flower-superlink " in command_line(p) and "supervisor.py" not in command_line(p)
         ]
         process.kill()
         # Asked at once, while the supervisor is still ending everything, `flwr` included.
@@ -277,18 +283,6 @@ def test_a_killed_superlink_is_reported_as_gone():
 
 
 # --- A run ---------------------------------------------------------------------------------------
-
-
-def command_line(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    with suppress(psutil.Error):
-        return process.environ()
-    return {}
 
 
 @dataclass(frozen=True)
@@ -309,8 +303,7 @@ class Federation:
         )
 
     def processes(self) -> list[psutil.Process]:
-        mark = str(self.temp)
-        return [p for p in psutil.process_iter() if environment_of(p).get("FEDERATION") == mark]
+        return processes_with("FEDERATION", str(self.temp))
 
     def left(self) -> list[object]:
         return [*self.processes(), *self.temp.glob("desloc-*")]
@@ -327,14 +320,10 @@ class Federation:
         return found
 
     def windows(self) -> list[dict[str, Any]]:
-        lines = (self.output / "quickstart" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return list(read_lines(self.output / "quickstart" / "metrics.jsonl"))
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            (self.output / "quickstart" / "summary.json").read_text()
-        )
-        return found
+        return summary(self.output / "quickstart")
 
 
 @pytest.fixture
@@ -353,19 +342,6 @@ def test_a_failed_run_shows_the_log_of_the_node_that_failed(federation):
     assert "client-0" in before or "node " in before
     assert "data.seq_len" in log
     assert federation.left() == []
-
-
-@pytest.mark.slow
-def test_no_process_or_file_is_left_after_a_federation_is_killed(federation):
-    with federation.start(*SMALL, "run.steps=4", "--nodes", "1") as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        while not (lines and "SuperNodes online" in lines[-1]):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-        assert len(federation.left()) > 4
-        process.kill()
-    wait_until(lambda: federation.left() == [], lambda: str(federation.left()))
 
 
 RECEIVED, ONLINE = "Receiving: train message", "SuperNode ID: "

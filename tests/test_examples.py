@@ -14,7 +14,7 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import summary
+from tiny import failing_at, summary
 from torch import nn
 from typer.testing import CliRunner
 
@@ -26,7 +26,6 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import check_optimizer, frozen
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import FederationError
-from flower_desloc.runs import RunFolder
 from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
@@ -95,21 +94,6 @@ def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return whole
 
 
-def cut_off(run: Run, name: str, folder: Path) -> None:
-    """Run an example whose server cannot write its third window's record."""
-    append = RunFolder.append_metrics
-
-    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
-        if line["round"] == 3:
-            raise OSError(28, "No space left on device")
-        append(self, line)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", until_full)
-        with pytest.raises(OSError, match="No space"):
-            run(name, folder)
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_commands_of_the_page_train_and_send_what_the_formula_says(name, whole):
     found = summary(whole(name))
@@ -127,7 +111,8 @@ def test_the_page_names_every_example():
 
 @pytest.mark.parametrize("name", ["lion", "ademamix", "lora"])
 def test_a_run_cut_off_ends_as_one_that_was_not(name, whole, run, tmp_path):
-    cut_off(run, name, tmp_path)
+    with failing_at(3):
+        run(name, tmp_path)
     if name == "lora":  # what clients keep, optimizer states included
         (file, *_) = tmp_path.glob(".clients/*/*/*.safetensors")
         with safe_open(file, "pt") as held:

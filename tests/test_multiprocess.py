@@ -179,14 +179,6 @@ def settings(folder: Path, task: str = "Rows", **optimizer: object) -> Config:
     return config
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _end_ranks() -> Iterator[None]:
     yield

@@ -4,14 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from processes import wait_until
+from faults import forked
 from test_simulation import BIN, SMALL
-from tiny import summary, train
+from tiny import ended_at, failing_at, summary, train
 
 from flower_desloc.config import ConfigError, load
 from flower_desloc.runs import RunFolder
@@ -34,17 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def failed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of the same run, whose server could not write its fifth window's record."""
-    append, output_dir = RunFolder.append_metrics, tmp_path_factory.mktemp("failed")
-
-    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
-        if line["round"] == 5:
-            raise OSError(28, "No space left on device")
-        append(self, line)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", until_full)
-        with pytest.raises(OSError, match="No space"):
-            run(output_dir)
+    output_dir = tmp_path_factory.mktemp("failed")
+    with failing_at(5):
+        run(output_dir)
     assert summary(output_dir / "quickstart")["status"] == "failed"
     return output_dir
 
@@ -137,39 +127,20 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # two runs in Flower's simulation, on a busy machine
+@pytest.mark.timeout(600)
 def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     """In Flower's simulation, with the same bits as an uninterrupted run in one process."""
+    with forked() as is_child:
+        if is_child:
+            with ended_at(5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                run(tmp_path / "runs")
+    killed = tmp_path / "runs" / "quickstart"
+    assert not (killed / "summary.json").exists()
     command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--workers", "1"]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
-    log = tmp_path / "log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            wait_until(
-                lambda: len(list(read_lines(metrics))) >= 4 or process.poll() is not None,
-                log.read_text,
-                limit=400,
-            )
-            assert process.poll() is None, log.read_text()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert not (metrics.parent / "summary.json").exists()
     done = subprocess.run(
         [*command, "run.resume=auto"],
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=400,
@@ -177,4 +148,4 @@ def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flwr run" in done.stdout
     assert "resumed after step" in done.stdout
-    same(metrics.parent, whole)
+    same(killed, whole)

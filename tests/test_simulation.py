@@ -1,7 +1,6 @@
 """The app as `flwr run` alone runs it."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from processes import wait_until
 from tiny import TINY, summary
 
 from flower_desloc.config import load, parse
+from flower_desloc.sites.deployment.environment import free_port
 from flower_desloc.sites.supervisor import end_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     """As a newcomer types it: Flower starts a SuperLink of its own, which the test must end."""
     home = tmp_path / "home"
     home.mkdir()
-    ports = [_free_port() for _ in range(2)]
+    ports = [free_port() for _ in range(2)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")} | {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -49,7 +49,8 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         )
         return done.stdout + done.stderr
 
-    run_config = f'overrides="{" ".join(SMALL)}" output-dir="{tmp_path}" learning-rate=0.003 seed=3'
+    short = [*SMALL, "run.steps=4", "run.eval_every=2"]
+    run_config = f'overrides="{" ".join(short)}" output-dir="{tmp_path}" learning-rate=0.003 seed=3'
     try:
         said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
 
@@ -63,13 +64,6 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     assert (tmp_path / "quickstart" / "summary.json").exists(), "\n".join(said)
     assert summary(tmp_path / "quickstart")["status"] == "completed", "\n".join(said)
     config = parse((tmp_path / "quickstart" / "config.yaml").read_text())
-    assert config == load("quickstart", [*SMALL, "optimizer.lr=0.003", "run.seed=3"])
+    assert config == load("quickstart", [*short, "optimizer.lr=0.003", "run.seed=3"])
     assert "Installed:" not in said[0]
     assert not list(ROOT.glob("*.fab"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

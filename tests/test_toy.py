@@ -97,9 +97,9 @@ def test_the_methods_are_the_papers():
 def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
     """Past K_v, and past a reset; at a higher rate every rounding grows until runs part."""
     rounds = K_V // K_X + 1
-    size = {"num_workers": 3, "num_steps": rounds * K_X, "seeds": [0, 5]}
+    size = {"num_workers": 2, "num_steps": rounds * K_X, "seeds": [0, 5]}
     through = federate(setting, METHODS[method], **size, state_dir=tmp_path)
-    written = transcribe([setting], METHODS[method], noise(3, rounds * K_X, [0, 5])).averages
+    written = transcribe([setting], METHODS[method], noise(2, rounds * K_X, [0, 5])).averages
     assert through.shape == (1 + rounds, 2, len(SPLITS), 2)
     np.testing.assert_allclose(through, written[:, :, 0], rtol=0, atol=1e-7)
     assert np.ptp(through[-1], axis=(1, 2)).min() > 1e-4  # replicas are runs of their own
@@ -177,14 +177,14 @@ def desloc_toy(*arguments):
 
 
 def test_desloc_toy_in_miniature(tmp_path):
-    small = ("--workers", 4, "--rounds", 2, "--transcribed", 3, "--seeds", 2)
+    small = ("--workers", 2, "--rounds", 1, "--transcribed", 2, "--seeds", 2)
     result = desloc_toy("--output-dir", tmp_path, "--jobs", 2, *small)
     assert result.exit_code == 0, result.output
     for figure in ("toy_iid.png", "toy_niid.png"):
         assert (tmp_path / figure).exists()
         assert figure in result.output
     told = json.loads((tmp_path / "toy.json").read_text())
-    assert told["size"] == {"workers": 4, "rounds": 2, "transcribed": 3, "seeds": 2}
+    assert told["size"] == {"workers": 2, "rounds": 1, "transcribed": 2, "seeds": 2}
     assert [(end["split"], end["method"]) for end in told["ends"]] == [
         (split, method) for split in SPLITS for method in METHODS
     ]

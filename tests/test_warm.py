@@ -6,6 +6,7 @@ A process that forks once per message stands in for a SuperNode.
 import json
 import os
 import pickle
+import runpy
 import stat
 import subprocess
 import sys
@@ -97,9 +98,9 @@ from flower_desloc.optim import ADOPT
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 optimizer = ADOPT(module.parameters(), lr=0.1)
-batches = open(__file__ + ".batches", "a", buffering=1)
 def loss_at(step):
-    print(step, file=batches)
+    with open(__file__ + ".batches", "a") as batches:
+        print(step, file=batches)
     torch.manual_seed(step)
     return (module(torch.randn(5, 3)) - torch.randn(5, 4)).square().mean()
 worker = Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=3,
@@ -257,88 +258,81 @@ def test_the_process_of_one_message_does_not_import_pytorch():
     output_of([sys.executable, "-c", code], cwd=ROOT)
 
 
-def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
-    weights, zeros = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4)}, torch.zeros(4)
-    params = {**weights, "0.bias": zeros, "1.bias": zeros}
-    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
-    sent = {"params": params, "buffers": buffers}
-    versions = dict.fromkeys([*sent, "exp_avg", "exp_avg_sq"], 0)
+def timeless(reply):
+    """Return the content of a reply without its times."""
+    reply.content["metrics"].pop("seconds", None)
+    return reply.content
 
-    def window(start, stop, due, streams):
-        request = WindowRequest(
-            run_key="r",
-            start=start,
-            stop=stop,
-            due=frozenset(due),
-            versions=versions,
-            streams=streams,
-        )
-        return request.to_content(1)
 
-    windows = [
-        window(0, 2, {"params"}, sent),
-        # Streams that were not due come from the state file.
-        window(2, 4, {"params", "exp_avg", "exp_avg_sq"}, {"params": params}),
-    ]
+def cold_reply(state_dir, node, kind, request):
+    """Return the reply of a client that keeps only its state file between messages."""
+    client = runpy.run_path(str(node.folder / "real.py"))["app"]
+    asked = message(kind, request.to_content(1))
+    return timeless(client(asked, context({"state-dir": str(state_dir)})))
 
-    def replies(**config):
-        node.config = {"state-dir": str(tmp_path / str(config)), **config}
-        for content in windows:
-            reply = node.ask("train", content, "real:app").content
-            reply["metrics"].pop("seconds", None)
-            yield reply
 
-    warm = list(replies())
+def warm_replies(node, asked, after=lambda number: None):
+    """Return the replies of a trainer; ``after`` is called after each."""
+    replies = []
+    for number, (kind, request) in enumerate(asked):
+        replies.append(timeless(node.ask(kind, request.to_content(1), "real:app")))
+        after(number)
     node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
-    assert warm == list(replies(warm=False))
-    first, second = (from_record(reply["params"]) for reply in warm)
-    assert first.keys() == params.keys()
-    assert not torch.equal(first["0.bias"], second["0.bias"])
+    return replies
+
+
+PARAMS = {
+    "0.weight": torch.ones(4, 3),
+    "0.bias": torch.zeros(4),
+    "1.weight": torch.ones(4),
+    "1.bias": torch.zeros(4),
+}
+BUFFERS = {"1.running_mean": torch.zeros(4), "1.running_var": torch.ones(4)}
+FIRST = WindowRequest(
+    run_key="r",
+    stop=2,
+    due=frozenset({"params"}),
+    versions=dict.fromkeys(("params", "buffers", "exp_avg", "exp_avg_sq"), 0),
+    streams={"params": PARAMS, "buffers": BUFFERS},
+)
+
+
+def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
+    node.config = {"state-dir": str(tmp_path)}
+    # Streams that were not due come from the state file.
+    due = frozenset({"params", "exp_avg", "exp_avg_sq"})
+    second = replace(FIRST, start=2, stop=4, due=due, streams={"params": PARAMS})
+    asked = [("train", FIRST), ("train", second)]
+    warm = warm_replies(node, asked)
+    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
+    one, other = (from_record(reply["params"]) for reply in warm)
+    assert one.keys() == PARAMS.keys()
+    assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
 def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, tmp_path):
     """With an evaluation on the way, whose parameters are not those that it trains."""
-    zeros = torch.zeros(4)
-    params = {"0.weight": torch.ones(4, 3), "1.weight": torch.ones(4), "0.bias": zeros}
-    params["1.bias"] = zeros
-    buffers = {"1.running_mean": zeros, "1.running_var": torch.ones(4)}
-    average = {name: tensor + 1 for name, tensor in params.items()}
-    versions = dict.fromkeys(["params", "buffers", "exp_avg", "exp_avg_sq"], 0)
-    first = WindowRequest(
-        run_key="late",
-        stop=2,
-        ahead=2,
-        due=frozenset({"params"}),
-        versions=versions,
-        streams={"params": params, "buffers": buffers},
-    )
+    node.config = {"state-dir": str(tmp_path)}
+    first = replace(FIRST, ahead=2)
     evaluation = WindowRequest(
-        run_key="late",
+        run_key="r",
         start=2,
         stop=2,
-        versions=versions | {"params": 2},
-        streams={"params": average},
+        versions=FIRST.versions | {"params": 2},
+        streams={"params": {name: tensor + 1 for name, tensor in PARAMS.items()}},
     )
-    second = replace(evaluation, stop=5, before_merge=2, due=frozenset(versions), streams={})
+    due = frozenset(FIRST.versions)
+    second = replace(evaluation, stop=5, before_merge=2, due=due, streams={})
     asked = [("train", first), ("evaluate", evaluation), ("train", second)]
     batches = node.folder / "real.py.batches"
+    batches.unlink(missing_ok=True)
 
-    def replies(expected, **config):
-        node.config = {"state-dir": str(tmp_path / str(config)), **config}
-        batches.unlink(missing_ok=True)
-        for (kind, request), steps in zip(asked, expected, strict=True):
-            reply = node.ask(kind, request.to_content(1), "real:app").content
-            reply["metrics"].pop("seconds", None)
-            yield reply
-            done = [*range(steps), 99] if kind == "evaluate" else list(range(steps))
-            wait_until(lambda: steps_in(batches) >= set(done), node.log.read_text)  # noqa: B023
+    def wait_for_the_steps(number):
+        steps = {str(step) for step in range((4, 4, 5)[number])}
+        wait_until(lambda: steps <= set(batches.read_text().split()), node.log.read_text)
 
-    def steps_in(path):
-        return set(map(int, path.read_text().split())) if path.exists() else set()
-
-    warm = list(replies((4, 4, 5)))
-    node.ask("query.goodbye", WindowRequest(run_key="late").to_content(0), "real:app")
-    assert warm == list(replies((2, 2, 5), warm=False))
+    warm = warm_replies(node, asked, wait_for_the_steps)
+    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
 
 
 # --- One trainer for a run and node --------------------------------------------------------------

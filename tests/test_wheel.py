@@ -1,6 +1,5 @@
 """The wheel: what it holds, and that it needs no clone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,8 +11,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from flwr.cli.build import build_fab_from_disk
 from processes import output_of
+from tiny import TINY, summary
 
 import flower_desloc
 
@@ -128,23 +129,19 @@ def installed(wheel, tmp_path_factory):
     return call
 
 
-def test_the_presets_are_listed_and_can_be_extended(installed):
+def test_the_presets_are_listed(installed):
     listed = installed("desloc", "run")
     assert listed.returncode == 2, listed.stderr
     for preset in (ROOT / "configs").glob("*.yaml"):
         assert f"\n  {preset.stem} " in listed.stderr
-    (installed.cwd / "mine.yaml").write_text("extends: lean\nrun:\n  steps: 7\n")
-    code = (
-        "from flower_desloc.config import load; c = load('mine.yaml'); print(c.run.steps, c.wire)"
-    )
-    said = installed("python", "-c", code)
-    assert said.stdout.startswith("7 {'params': 'int8'"), said.stderr
 
 
-def test_a_run_from_an_empty_folder_completes(installed):
-    small = ["run.steps=2", "run.eval_every=0", "federation.num_clients=2", "data.max_bytes=60000"]
-    run = ["run", "quickstart", *small, "evaluation.sequences=2", "--engine", "inprocess"]
-    done = installed("desloc", *run)
+def test_a_run_that_extends_a_preset_completes_without_a_clone(installed):
+    (installed.cwd / "mine.yaml").write_text("extends: lean\nrun:\n  steps: 2\n  name: mine\n")
+    small = ["run.eval_every=0", "federation.num_clients=2", *TINY]
+    done = installed("desloc", "run", "mine.yaml", *small, "--engine", "inprocess")
     assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((installed.cwd / "runs" / "quickstart" / "summary.json").read_text())
-    assert summary["status"] == "completed"
+    run = installed.cwd / "runs" / "mine"
+    assert summary(run)["status"] == "completed"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["run"]["steps"], config["wire"]["params"]) == (2, "int8")

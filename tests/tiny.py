@@ -1,9 +1,14 @@
 """The smallest whole runs, for tests of what is around them."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from flower_desloc.runs import RunFolder
 from flower_desloc.tools.engines.in_process import run_in_process
 
 TINY = [
@@ -23,6 +28,32 @@ def train(output_dir: Path, *overrides: str, config: str = "quickstart", clients
     run_in_process({"config": config, "overrides": words, "output-dir": str(output_dir)}, clients)
     written = output_dir.glob("*/summary.json")
     return max(written, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+@contextmanager
+def ended_at(number: int, end: Callable[[], None]) -> Iterator[None]:
+    """Call ``end`` where the server of a run would write the record of a window."""
+    append = RunFolder.append_metrics
+
+    def ended(self: RunFolder, line: dict[str, Any]) -> None:
+        if line["round"] == number:
+            end()
+        append(self, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "append_metrics", ended)
+        yield
+
+
+@contextmanager
+def failing_at(number: int) -> Iterator[None]:
+    """Let the run in the block fail: its server cannot write the record of a window."""
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    with ended_at(number, fail), pytest.raises(OSError, match="No space"):
+        yield
 
 
 def summary(folder: Path) -> dict[str, Any]:
