@@ -7,12 +7,12 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from flower_desloc.tools.step_time import Timing
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import load
 from flower_desloc.tools import dry_run
+from flower_desloc.tools.dry_run import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
