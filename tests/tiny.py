@@ -23,7 +23,7 @@ TINY = [
 
 
 def train(output_dir: Path, *overrides: str, config: str = "quickstart", clients: int = 2) -> Path:
-    """Train in this process; return the folder of the run."""
+    """Train in this process; return the folder of the run, which has no report."""
     words = " ".join(overrides)
     run_in_process({"config": config, "overrides": words, "output-dir": str(output_dir)}, clients)
     written = output_dir.glob("*/summary.json")

@@ -2,7 +2,7 @@
 
 Each returns the factor of the peak learning rate for the step taken after ``step`` completed
 steps, so ``step`` runs from 0 to ``num_steps - 1``: after an average at step t the next step has
-``schedule(t)``. They hold no state: a client that joins or
+``schedule(t)``. The factor may be 0 at ``num_steps``. They hold no state: a client that joins or
 returns continues where the federation is.
 """
 

@@ -69,6 +69,11 @@ def measured() -> tuple[MeasuredGap, ...]:
     return tuple(MeasuredGap(*each) for each in GAPS)
 
 
+def is_as_measured(*, delay: int, coins: bool, phases: bool, mix: float, min_steps: float) -> bool:
+    """Return whether a run differs from those of docs/ladder.md in nothing but what they vary."""
+    return not (delay or coins or phases or mix < 1 or min_steps < 1)
+
+
 def nearest(
     optimizer: str,
     periods: Mapping[str, Period],

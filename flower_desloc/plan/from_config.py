@@ -90,6 +90,7 @@ def planned_run(
         formats=config.wire,
         mix=config.optimizer.mix,
         partition=config.data.partition,
+        min_steps=config.federation.min_steps,
         delay=config.sync_delay,
     )
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from flower_desloc.core.schedule import Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
+from flower_desloc.plan.evidence import is_as_measured
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
@@ -66,13 +67,21 @@ class PlannedRun:
     """Share of the first moment in a step; below 1 it is a slow momentum (``optimizer.mix``)."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
+    min_steps: float = 1.0
+    """Least share of a window's steps that a worker may take (``federation.min_steps``)."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 
     @property
     def as_measured(self) -> bool:
-        """True if the run differs from those of docs/ladder.md in nothing but what they vary."""
-        return not (self.delay or self.coins or self.phases or self.mix < 1)
+        """Whether the measurements of docs/ladder.md are of such runs."""
+        return is_as_measured(
+            delay=self.delay,
+            coins=self.coins,
+            phases=bool(self.phases),
+            mix=self.mix,
+            min_steps=self.min_steps,
+        )
 
     @property
     def periods(self) -> dict[str, Period]:

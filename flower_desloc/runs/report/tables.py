@@ -12,7 +12,7 @@ import torch
 from flower_desloc.config import Config, dump, units
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import nearest, unknown
+from flower_desloc.plan.evidence import is_as_measured, nearest, unknown
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric
 from flower_desloc.runs.figures.losses import worst_first
@@ -115,12 +115,12 @@ def _expected(run: RunRecord) -> Tile | None:
         bound=config.get("sync_bound", False),
         formats=config.get("wire"),
         partition=config["data"]["partition"],
-        as_measured=(
-            not config.get("sync_delay")
-            and not config.get("sync_phase")
-            and config.get("sync_mode", "periodic") == "periodic"
-            and config["optimizer"].get("mix", 1) == 1
-            and config["federation"].get("min_steps", 1) == 1
+        as_measured=is_as_measured(
+            delay=config.get("sync_delay", 0),
+            coins=config.get("sync_mode") == "probabilistic",
+            phases=bool(config.get("sync_phase")),
+            mix=config["optimizer"].get("mix", 1.0),
+            min_steps=config["federation"].get("min_steps", 1.0),
         ),
     )
     if not gaps:
