@@ -193,7 +193,7 @@ def spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-TABLES = {"rates": rates, "splits": splits, "coins": coins}
+TABLES = {"rates": rates, "periods": periods, "splits": splits, "coins": coins}
 
 
 @app.command()
