@@ -156,7 +156,7 @@ def test_an_error_of_the_model_is_its_own_compiled_or_not(compiling):
         ("model.precision=fp16", "model.precision=fp16: must be one of full, bf16"),
         ("model.precision=bf16 model.dtype=float64", "needs model.dtype=float32"),
         ("data.micro_batch_size=3 data.batch_size=8", "must divide data.batch_size=8"),
-        ("data.micro_batch_size=0", "data.micro_batch_size=0: must be at least 1"),
+        ("data.micro_batch_size=0", "data.micro_batch_size=0: must be a number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(settings, message):
