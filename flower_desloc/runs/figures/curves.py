@@ -61,7 +61,8 @@ def aligned(curves: Iterable[Curve], *, interpolate: bool = False) -> pd.DataFra
     The steps are those that any curve has. With ``interpolate`` they are only those that all curves
     span: with coins, no two seeds are evaluated after the same steps.
     """
-    columns = [pd.Series(curve.y, curve.x) for curve in curves]
+    # A client may state a step twice; the last value counts.
+    columns = [pd.Series(curve.y, curve.x).groupby(level=0).last() for curve in curves]
     if not columns:
         return pd.DataFrame(dtype=np.float64)
     table = pd.concat(columns, axis=1).sort_index().dropna(how="all")
