@@ -442,13 +442,13 @@ app = ServerApp()
 def main(grid, context):
     print("server: run config", dict(context.run_config))
     print("server: imported", __file__, flower_desloc.__file__)
+    if "raises" in context.run_config["overrides"]:
+        raise ValueError("the app has had enough")
     while len(nodes := list(grid.get_node_ids())) < 2:  # they come up beside the ServerApp
         time.sleep(0.01)
     ask = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in nodes]
     for reply in grid.send_and_receive(ask):
         print("client: imported", *reply.content["imported"].values())
-    if "raises" in context.run_config["overrides"]:
-        raise ValueError("the app has had enough")
     while "waits" in context.run_config["overrides"]:
         time.sleep(0.1)
 """
@@ -567,15 +567,11 @@ def place(tmp_path) -> Iterator[Place]:
 
 
 @slow
-def test_a_run_is_of_the_submitted_code_and_if_it_fails_exits_with_1_and_prints_the_error(
-    tiny, place
-):
-    few = ["federation.num_clients=2", "--workers", "1"]
-    code, output, errors = place.run(tiny, "run.name=raises", *few, "--output-dir", "my runs")
-    assert code == 1, output + errors
-    assert "ValueError: the app has had enough" in output
-    assert "finished:failed" in errors
-    assert "the app has had enough" in errors
+def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, place):
+    code, output, errors = place.run(
+        tiny, "federation.num_clients=2", "--workers", "1", "--output-dir", "my runs"
+    )
+    assert (code, errors) == (0, ""), output
     _takes, command, _submitted, *said = output.splitlines()
     config = shlex.split(command)[shlex.split(command).index("--run-config") + 1]
     assert said[0] == f"server: run config {parse_config_args([config])}"
@@ -588,6 +584,16 @@ def test_a_run_is_of_the_submitted_code_and_if_it_fails_exits_with_1_and_prints_
         assert Path(package_file).parents[1] == Path(app_file).parents[1]
     assert "decoy runs" not in output
     assert "INFO" not in output
+
+
+@slow
+def test_a_run_that_fails_exits_with_1_and_prints_the_error(tiny, place):
+    code, output, errors = place.run(tiny, "run.name=raises")
+    assert code == 1, output + errors
+    assert "server: imported" in output
+    assert "ValueError: the app has had enough" in output
+    assert "finished:failed" in errors
+    assert "the app has had enough" in errors
 
 
 @slow

@@ -344,6 +344,19 @@ def test_a_failed_run_shows_the_log_of_the_node_that_failed(federation):
     assert federation.left() == []
 
 
+@pytest.mark.slow
+def test_no_process_or_file_is_left_after_a_federation_is_killed(federation):
+    with federation.start(*SMALL, "run.steps=4", "--nodes", "1") as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not (lines and "SuperNodes online" in lines[-1]):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+        assert len(federation.left()) > 4
+        process.kill()
+    wait_until(lambda: federation.left() == [], lambda: str(federation.left()))
+
+
 RECEIVED, ONLINE = "Receiving: train message", "SuperNode ID: "
 
 

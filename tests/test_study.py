@@ -46,7 +46,7 @@ TINY = [
 ]  # fmt: skip
 
 LONG = [
-    "run.steps=40", "run.eval_every=0", "sync.params=1", "data.partition=iid",
+    "run.steps=80", "run.eval_every=0", "sync.params=1", "data.partition=iid",
     "federation.num_clients=2", "evaluation.federated=false",
 ]  # fmt: skip
 """Enough windows to be interrupted during a run."""
