@@ -522,6 +522,12 @@ def test_each_warning(periods, changes, said):
     assert [line for line in found if said in line], found
 
 
+def test_the_order_in_which_streams_are_stated_changes_no_warning():
+    run = planned(16, 48, 96, **(GOOD | {"betas": (0.95, 0.9)}))
+    turned = replace(run, streams=run.streams[::-1])
+    assert set(warnings(turned)) == set(warnings(run)) != set()
+
+
 def test_a_moment_without_a_bound_is_named():
     run = planned(20, 20, 240, optimizer="adopt", **GOOD)
     unbounded = tuple(replace(stream, ceiling=None) for stream in run.streams)

@@ -105,11 +105,12 @@ def warnings(run: PlannedRun) -> Iterator[str]:
     for stream in run.streams:
         if stream.name != PARAMS:
             yield from _state_warnings(run, stream)
-    betas = [stream.beta for stream in run.moments if stream.beta is not None]
-    if len(betas) > 1 and betas[0] > math.sqrt(betas[1]):
+    beta = {stream.name: stream.beta for stream in run.moments}
+    first, second = beta.get("exp_avg"), beta.get("exp_avg_sq")
+    if first is not None and second is not None and first > math.sqrt(second):
         yield (
-            f"optimizer.betas=[{betas[0]:g},{betas[1]:g}]: Adam is known to converge for "
-            f"beta1 up to sqrt(beta2), here {math.sqrt(betas[1]):.4g}"
+            f"optimizer.betas=[{first:g},{second:g}]: Adam is known to converge for "
+            f"beta1 up to sqrt(beta2), here {math.sqrt(second):.4g}"
         )
     unbounded = [stream.name for stream in run.moments if stream.ceiling is None]
     if unbounded:
