@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,19 @@ import yaml
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings of the runs, KEY=VALUE")]
 Times = dict[str, list[float]]
 DESLOC = str(Path(sys.executable).with_name("desloc"))
+
+
+def desloc_run(code: Path, arguments: Iterable[str]) -> "subprocess.CompletedProcess[str]":
+    """Run `desloc run` with the code of a checkout, which asks no hub; return how it ended."""
+    command = [sys.executable, "-c", "from flower_desloc.cli import app; app()", "run", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True)
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of the code that a folder belongs to; "" outside git."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -19,7 +19,6 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
+from common import commit_of
 from paired import DOCS, GREY, RESULTS, ROOT, Estimate, table, write_between
 
 from flower_desloc.config import load
@@ -286,10 +286,9 @@ def identity(run: Run) -> str:
     return json.dumps([run[key] for key in (*keys, "domains")])
 
 
-def commit_of(folder: Path) -> str:
-    """Return the commit of the code that a folder of runs belongs to; nothing outside git."""
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def code_of(folder: Path) -> dict[str, str]:
+    """Return the commit of a folder of runs, and the machine."""
+    return {"commit": commit_of(folder), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
 @app.command()
@@ -299,13 +298,12 @@ def collect(folders: list[Path]) -> None:
         where = RESULTS / f"{folder.name}.json"
         kept = json.loads(where.read_text()) if where.exists() else {"code": [], "runs": []}
         found = {identity(run): run for run in kept["runs"]}
-        commit = commit_of(folder)
+        about = code_of(folder)
         for place in sorted(folder.glob("[!.]*/*/")):
             run = read_run(place)
             if run is None or identity(run) in found:
                 continue
-            machine = f"{platform.machine()}, {os.cpu_count()} cores"
-            code = {"commit": commit, "machine": machine, "versions": run.pop("versions", None)}
+            code = {**about, "versions": run.pop("versions", None)}
             if code not in kept["code"]:
                 kept["code"].append(code)
             found[identity(run)] = run | {"code": kept["code"].index(code)}

@@ -9,8 +9,6 @@ collected by `ladder.py collect`. Differences are paired by seed; in brackets th
 
 import json
 import math
-import os
-import platform
 import statistics
 from collections import defaultdict
 from datetime import date
@@ -61,8 +59,7 @@ def keep(
         )
     about = {
         "study": found["study"],
-        "commit": ladder.commit_of(study),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **ladder.code_of(study),
         "versions": summaries[0]["versions"],
         "date": date.fromtimestamp((study / "results.json").stat().st_mtime).isoformat(),
     }

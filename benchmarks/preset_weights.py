@@ -10,12 +10,10 @@ are equal bit for bit, and the largest difference of the others.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import typer
+from common import desloc_run
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,11 +58,8 @@ def run_presets(out: Path, code: Path = ROOT, data: Path | None = None) -> None:
 
 
 def run(code: Path, out: Path, name: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", "from flower_desloc.cli import app; app()", "run", *arguments]
-    command += ["--engine", "inprocess", "--output-dir", str(out), f"run.name={name}"]
-    command += ["run.steps=32", "run.eval_every=16"]
-    environment = {**os.environ, "PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True)
+    short = ["run.steps=32", "run.eval_every=16", f"run.name={name}"]
+    done = desloc_run(code, [*arguments, "--engine", "inprocess", "--output-dir", str(out), *short])
     print(name, "completed" if done.returncode == 0 else done.stdout + done.stderr, flush=True)
 
 

@@ -8,30 +8,27 @@ given, in turns: the order is reversed with each pair. Without settings it is th
 quickstart, with ADOPT.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import typer
-from common import Overrides, extremes, ratios, report
+from common import Overrides, commit_of, desloc_run, extremes, ratios, report
 
 ROOT = Path(__file__).resolve().parents[1]
 ADOPT = ["optimizer.name=adopt", "optimizer.lr=0.0021", "optimizer.betas=[0.95,0.9999]"]
 ADOPT += ["optimizer.eps=1e-6"]
-COMMAND = [sys.executable, "-c", "from flower_desloc.cli import app; app()", "run", "quickstart"]
 
 
 def seconds(code: Path, settings: list[str]) -> float:
     """Return the wall-clock time of one run with the code of a checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(code)}
     with tempfile.TemporaryDirectory() as folder:
-        command = [*COMMAND, *settings, "--output-dir", folder]
         began = time.perf_counter()
-        subprocess.run(command, cwd=code, env=environment, check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - began
+        done = desloc_run(code, ["quickstart", *settings, "--output-dir", folder])
+        took = time.perf_counter() - began
+    if done.returncode != 0:
+        raise RuntimeError(f"{code}: {done.stdout}{done.stderr}")
+    return took
 
 
 def main(
@@ -44,9 +41,8 @@ def main(
     for pair in range(pairs):
         for name in list(arms) if pair % 2 == 0 else reversed(arms):
             took[name].append(seconds(arms[name], settings))
-    commit = ["git", "-C", str(earlier), "rev-parse", "HEAD"]
     result = {
-        "earlier_commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "earlier_commit": commit_of(earlier),
         "settings": settings,
         "pairs": pairs,
         "seconds": {name: extremes(values) for name, values in took.items()},

@@ -522,6 +522,12 @@ def test_each_warning(periods, changes, said):
     assert [line for line in found if said in line], found
 
 
+def test_a_run_of_unequal_sites_is_not_like_the_measured_ones():
+    settings = ["sync_bound=true", "federation.min_steps=0.5"]
+    assert planned_run(load("quickstart", settings[:1]), LINK).as_measured
+    assert not planned_run(load("quickstart", settings), LINK).as_measured
+
+
 def test_the_order_in_which_streams_are_stated_changes_no_warning():
     run = planned(16, 48, 96, **(GOOD | {"betas": (0.95, 0.9)}))
     turned = replace(run, streams=run.streams[::-1])

@@ -1,7 +1,7 @@
 """The smallest whole runs, for tests of what is around them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,19 @@ def train(output_dir: Path, *overrides: str, config: str = "quickstart", clients
 
 
 @contextmanager
-def ended_at(number: int, end: Callable[[], None]) -> Iterator[None]:
-    """Call ``end`` where the server of a run would write the record of a window."""
+def failing_at(number: int) -> Iterator[None]:
+    """Let the run in the block fail: its server cannot write the record of a window."""
     append = RunFolder.append_metrics
 
-    def ended(self: RunFolder, line: dict[str, Any]) -> None:
+    def until_full(self: RunFolder, line: dict[str, Any]) -> None:
         if line["round"] == number:
-            end()
+            raise OSError(28, "No space left on device")
         append(self, line)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "append_metrics", ended)
-        yield
-
-
-@contextmanager
-def failing_at(number: int) -> Iterator[None]:
-    """Let the run in the block fail: its server cannot write the record of a window."""
-
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
-    with ended_at(number, fail), pytest.raises(OSError, match="No space"):
-        yield
+        patch.setattr(RunFolder, "append_metrics", until_full)
+        with pytest.raises(OSError, match="No space"):
+            yield
 
 
 def summary(folder: Path) -> dict[str, Any]:

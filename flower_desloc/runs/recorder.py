@@ -130,10 +130,10 @@ class RunRecorder(Observer):
 
     def _for_views(self, call: Callable[[TensorBoard | TerminalView], None]) -> None:
         for view in list(self._views):
-            self._views.remove(view)
             with _optional(type(view).__name__):
                 call(view)
-                self._views.append(view)
+                continue
+            self._views.remove(view)
 
 
 def to_line(record: WindowRecord) -> Line:
