@@ -1,33 +1,39 @@
 """Wall-clock time of the quickstart, compared with another version of the code.
 
-    git worktree add ../earlier 7279700^
+    git clone . ../earlier && git -C ../earlier checkout 7279700^
+    (cd ../earlier && python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e .)
     python benchmarks/quickstart_time.py ../earlier [--pairs 3] [--json FILE] [KEY=VALUE ...]
 
-Both versions run the command `desloc run quickstart` in Flower's simulation with the settings
-given, in turns: the order is reversed with each pair. Without settings it is the earlier
-quickstart, with ADOPT.
+Both versions are set up as the README says, in a clone with its own virtual environment, and run
+`desloc run quickstart` with the settings given, in turns: the order is reversed with each pair.
+Without settings it is the earlier quickstart, with ADOPT.
 """
 
+import os
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import typer
-from common import Overrides, commit_of, desloc_run, extremes, ratios, report
+from common import Overrides, commit_of, extremes, ratios, report
 
 ROOT = Path(__file__).resolve().parents[1]
 ADOPT = ["optimizer.name=adopt", "optimizer.lr=0.0021", "optimizer.betas=[0.95,0.9999]"]
 ADOPT += ["optimizer.eps=1e-6"]
 
 
-def seconds(code: Path, settings: list[str]) -> float:
-    """Return the wall-clock time of one run with the code of a checkout."""
+def seconds(clone: Path, settings: list[str]) -> float:
+    """Return the wall-clock time of one run in a clone, which asks no hub."""
+    desloc = [str(clone / ".venv" / "bin" / "desloc"), "run", "quickstart", *settings]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
+        command = [*desloc, "--output-dir", folder]
         began = time.perf_counter()
-        done = desloc_run(code, ["quickstart", *settings, "--output-dir", folder])
+        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
         took = time.perf_counter() - began
     if done.returncode != 0:
-        raise RuntimeError(f"{code}: {done.stdout}{done.stderr}")
+        raise RuntimeError(f"{clone}: {done.stdout}{done.stderr}")
     return took
 
 

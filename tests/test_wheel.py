@@ -17,6 +17,7 @@ from processes import output_of
 from tiny import TINY, summary
 
 import flower_desloc
+from flower_desloc.tools.engines.superlink import app_alone
 
 ROOT = Path(__file__).parents[1]
 APP = "flower_desloc/app"
@@ -64,7 +65,7 @@ def test_a_wheel_is_the_library_with_the_app_inside(unpacked):
     held = files(unpacked, "**/*")
     assert {name for name in held if name not in meant} == {
         f"{METADATA}/{name}"
-        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.json", "licenses/LICENSE")
     }
     assert {name: held[name] for name in meant} == meant
 
@@ -89,14 +90,62 @@ def contents(archive):
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of flwr
 def test_what_flower_sends_from_a_wheel_lacks_only_the_library(unpacked):
-    clone, installed = (
-        set(ZipFile(BytesIO(build_fab_from_disk(folder))).namelist())
-        for folder in (ROOT, unpacked / APP)
-    )
+    clone, installed = (names_in(build_fab_from_disk(at)) for at in (ROOT, unpacked / APP))
     library = {name for name in clone if name.startswith("flower_desloc/")}
     assert "flower_desloc/core/schedule.py" in library
     assert {"client_app/client.py", "server_app/__init__.py", "LICENSE"} <= installed
     assert clone - library == installed
+
+
+def names_in(fab):
+    return set(ZipFile(BytesIO(fab)).namelist())
+
+
+A_PROJECT = """\
+[project]
+name = "toy"
+version = "1"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41,<1.42"]
+[tool.flwr.app]
+publisher = "us"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+fab-include = ["/LICENSE", "*.py", "/a/b.json", "a/**/*.md"]
+[tool.flwr.app.components]
+serverapp = "app:app"
+clientapp = "app:app"
+"""
+
+
+@pytest.fixture
+def small_app(tmp_path):
+    (tmp_path / "small" / "a" / "c").mkdir(parents=True)
+    files = (
+        "LICENSE",
+        "app.py",
+        "secret.py",
+        "a/b.json",
+        "a/c.json",
+        "a/c/d.md",
+        "a/c/e.py",
+        "f.json",
+    )
+    for name in files:
+        (tmp_path / "small" / name).write_text(name)
+    (tmp_path / "small" / "pyproject.toml").write_text(A_PROJECT)
+    (tmp_path / "small" / ".gitignore").write_text("secret.py\n")
+    return tmp_path / "small"
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of flwr
+def test_an_app_that_is_submitted_alone_is_the_app_that_flower_builds(small_app, tmp_path):
+    for app in (ROOT, small_app):
+        alone = app_alone(app, tmp_path / "home" / app.name)
+        built = build_fab_from_disk(app)
+        assert build_fab_from_disk(alone) == built
+        left = {file.relative_to(alone).as_posix() for file in alone.rglob("*") if file.is_file()}
+        assert left - names_in(built) <= {".gitignore", "secret.py"}
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0})
     totals = worker.evaluate()
-    noise = worker.noise(step)
+    noise = worker.noise(step) if step else {}  # an untrained model's says nothing of the run
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,

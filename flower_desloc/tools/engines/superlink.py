@@ -9,7 +9,9 @@ one, instead of from the submitted app (Ray puts the driver's working directory 
 
 import json
 import shlex
+import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,8 +79,9 @@ class SuperLink:
         )
 
     def submit(self, command: Sequence[str]) -> str:
-        """Run a `flwr run ... --format json` and return the id of the run it started."""
-        return str(self._flwr(command)["run-id"])
+        """Run a `flwr run APP ... --format json` and return the id of the run it started."""
+        flwr, run, app, *rest = command
+        return str(self._flwr([flwr, run, str(app_alone(Path(app), self.home)), *rest])["run-id"])
 
     def status(self, run_id: str) -> RunStatus:
         """Return the status of a run: `flwr run` and `flwr log` always exit with code 0."""
@@ -140,6 +143,25 @@ class SuperLink:
         scheme = "https" if self.certificates else "http"
         ready = f"Uvicorn running on {scheme}://{self.address} "
         self.process.wait_for_log(ready, "the SuperLink did not start")
+
+
+def app_alone(app: Path, home: Path) -> Path:
+    """Return a folder in ``home`` with only the files that Flower builds ``app`` from.
+
+    Flower compares every file below ``app`` with the patterns of its `fab-include`. For a clone
+    with a virtual environment that took 4.3 of the quickstart's 77 seconds.
+    """
+    settings = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+    alone = home / "app"
+    include = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
+    for pattern in ("/pyproject.toml", "/.gitignore", *include):
+        anywhere = "" if "/" in pattern else "**/"  # as in .gitignore
+        for file in app.glob(anywhere + pattern.lstrip("/")):
+            if file.is_file():
+                copy = alone / file.relative_to(app)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
+    return alone
 
 
 @contextmanager
