@@ -32,7 +32,7 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.checkpoint import KEEP
-from flower_desloc.flower.members import is_name
+from flower_desloc.flower.messages import is_name
 
 STATE_DIR = "DESLOC_STATE_DIR"
 """Environment variable: the folder of the state of clients whose node config has no state-dir."""

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.exchange import event_kind, printable
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.messages import ABOUT
+from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import records_of
@@ -164,11 +164,6 @@ class Members:
     def at(self, node_id: int) -> Member:
         """Return the client at a node."""
         return next(m for m in self._known.values() if m.node_id == node_id)
-
-
-def is_name(text: str) -> bool:
-    """Return whether ``text`` may name a run or a client; both name files."""
-    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", text) is not None
 
 
 def in_order(members: Iterable[Member]) -> list[Member]:

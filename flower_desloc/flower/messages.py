@@ -4,6 +4,7 @@ Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is se
 Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -264,6 +265,11 @@ def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
             raise ValueError(f"the setting {key!r} is a {type(value).__name__}, not a single value")
         settings[key] = value
     return settings
+
+
+def is_name(text: str) -> bool:
+    """Return whether ``text`` may name a run or a client; both name files."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", text) is not None
 
 
 def _streams(content: RecordDict) -> dict[str, Stream]:
