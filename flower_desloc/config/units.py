@@ -1,8 +1,9 @@
 """Numbers as text for people: bytes, durations, bandwidths, losses, factors."""
 
 import math
-from collections.abc import Mapping
 from typing import Final
+
+from flower_desloc.core.schedule import SyncSchedule
 
 TEXT: Final = "causal_lm"
 """The task whose data are measured in bytes."""
@@ -133,26 +134,21 @@ def period_text(period: object) -> str:
     return f"every {period}" if isinstance(period, int) else str(period)
 
 
-def periods_text(
-    periods: Mapping[str, object],
-    *,
-    coins: bool = False,
-    phases: Mapping[str, int] | None = None,
-    delay: int = 0,
-) -> str:
-    """Return the sync period of each stream; with ``coins`` they are means.
+def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
+    """Return the sync period of each stream; where coins are thrown they are means.
 
-    >>> periods_text({"params": 16, "exp_avg": "never"}, coins=True)
+    >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": "never"}, coin_seed=0))
     'params every 16, exp_avg never steps on average'
-    >>> periods_text({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}, delay=2)
+    >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}), delay=2)
     'params every 16, exp_avg every 48 from 16 steps, merged 2 steps later'
     """
     listed = []
-    for stream, period in periods.items():
-        phase = (phases or {}).get(stream, 0)
+    for stream, period in schedule.periods.items():
+        phase = schedule.phases.get(stream, 0)
         listed.append(f"{stream} {period_text(period)}{f' from {phase}' if phase else ''}")
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
-    return f"{', '.join(listed)} steps{' on average' if coins else ''}{late}"
+    mean = "" if schedule.coin_seed is None else " on average"
+    return f"{', '.join(listed)} steps{mean}{late}"
 
 
 def count_text(number: int, noun: str) -> str:

@@ -7,8 +7,8 @@ federated round is one window.
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
 
 PARAMS: Final = "params"
 """The stream of the parameters."""
@@ -117,6 +117,10 @@ class SyncSchedule:
                     f"the phase of {stream!r} must be at least 0 and below its period {period}; "
                     f"got {phase!r}"
                 )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them: ``SyncSchedule(**fields)`` is this schedule again."""
+        return asdict(self) | {"once_at": sorted(self.once_at)}
 
     @property
     def resets(self) -> frozenset[str]:

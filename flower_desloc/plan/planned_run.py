@@ -121,11 +121,15 @@ class PlannedRun:
         return replace(self, streams=tuple(streams), phases={})
 
     @cached_property
+    def schedule(self) -> SyncSchedule:
+        """The schedule; coins fall as with seed 0."""
+        return SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
+
+    @cached_property
     def windows(self) -> list[tuple[int, float]]:
         """Every window's steps, and the bytes that a worker sends after it."""
-        schedule = SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
-        steps = [window.stop - window.start for window in schedule.windows(self.steps)]
-        return [*zip(steps, window_bytes(schedule, self.wire, self.steps), strict=True)]
+        steps = [window.stop - window.start for window in self.schedule.windows(self.steps)]
+        return [*zip(steps, window_bytes(self.schedule, self.wire, self.steps), strict=True)]
 
     def late_waiting(self) -> float:
         """Return the seconds per step of waiting on a star when averages are merged late.

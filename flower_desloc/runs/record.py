@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config import parse
-from flower_desloc.config.units import count_text, periods_text
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.config.units import count_text, schedule_text
+from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.runs.summary import build
@@ -62,23 +62,23 @@ class RunRecord:
         """The number of steps completed."""
         return int(self.summary["steps"])
 
+    @cached_property
+    def schedule(self) -> SyncSchedule:
+        """The schedule, from the summary: an older configuration may no longer be valid."""
+        stated = self.summary["config"]
+        names = (each.name for each in fields(SyncSchedule))
+        return SyncSchedule(**{name: stated[name] for name in names if name in stated})
+
     @property
-    def periods(self) -> Mapping[str, Any]:
+    def periods(self) -> Mapping[str, Period]:
         """The sync period of each stream."""
-        periods: Mapping[str, Any] = self.summary["config"]["periods"]
-        return periods
+        return self.schedule.periods
 
     @property
     def averaged(self) -> str:
         """The schedule of each stream in words."""
-        config = self.summary["config"]
-        text = periods_text(
-            self.periods,
-            coins=config["coin_seed"] is not None,
-            phases=config.get("phases"),
-            delay=config.get("sync_delay", 0),
-        )
-        return f"averaged: {text}"
+        delay = self.summary["config"].get("sync_delay", 0)
+        return f"averaged: {schedule_text(self.schedule, delay)}"
 
     @property
     def optimizer_and_clients(self) -> str:

@@ -105,16 +105,14 @@ class TerminalView:
 
     def _opening(self) -> Iterator[str]:
         plan, run = self._plan, self._config.run
-        schedule, coins = self._schedule, self._schedule.coin_seed is not None
         sizes = ", ".join(f"{s} {units.bytes_text(size)}" for s, size in plan.stream_bytes.items())
         yield (
             f"run {run.name}: {plan.num_steps} steps in {plan.num_windows} windows, "
             f"{len(plan.clients)} clients, {self._config.optimizer.name}"
         )
-        averaged = units.periods_text(
-            schedule.periods, coins=coins, phases=schedule.phases, delay=self._config.sync_delay
-        )
-        yield f"averaged: {averaged}{', by coin' if coins else ''}"
+        averaged = units.schedule_text(self._schedule, self._config.sync_delay)
+        by = "" if self._schedule.coin_seed is None else ", by coin"
+        yield f"averaged: {averaged}{by}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(

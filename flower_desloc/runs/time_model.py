@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from statistics import median
 
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.runs.record import RunRecord
@@ -57,11 +57,8 @@ def modelled(run: RunRecord, link: Link) -> dict[str, ModelledTime]:
     if pace is None or lock_step is None:
         return {}
     config, sizes = run.summary["config"], run.summary["stream_bytes"]
-    # From the summary: an older version's configuration may no longer be valid.
-    once_at = frozenset(config.get("once_at", ()))
-    phases, delay = config.get("phases", {}), config.get("sync_delay", 0)
-    schedule = SyncSchedule(config["periods"], config["coin_seed"], once_at, phases)
-    uploads = Uploads(schedule, sizes, sizes, config["steps"])
+    delay = config.get("sync_delay", 0)
+    uploads = Uploads(run.schedule, sizes, sizes, config["steps"])
     methods = {name: ModelledTime() for name in ("this run", "Local Adam", "DDP")}
     ends = [line["step"] for line in run.windows]
     for line, following in zip(run.windows, [*ends[1:], ends[-1]], strict=True):

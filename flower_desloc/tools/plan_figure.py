@@ -130,8 +130,8 @@ def _bandwidths(run: PlannedRun) -> list[float]:
 
 
 def _subtitle(run: PlannedRun) -> str:
-    periods = units.periods_text(run.periods, coins=run.coins)
+    averaged = units.schedule_text(run.schedule)
     return (
-        f"{run.optimizer} on {units.count_text(run.workers, 'worker')}, averaged: {periods}; "
+        f"{run.optimizer} on {units.count_text(run.workers, 'worker')}, averaged: {averaged}; "
         f"dashed: the link, {units.bandwidth_text(run.link.bandwidth)}"
     )
