@@ -83,10 +83,10 @@ class RunArguments:
 
 
 def opening_comments(folder: Path) -> dict[str, str]:
-    """Return the comment that each YAML file of a folder opens with, by the file's stem."""
+    """Return the first paragraph of each YAML file's opening comment, by the file's stem."""
     comments = {}
     for path in sorted(folder.glob("*.yaml")):
-        lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+        lines = takewhile(lambda line: line.startswith("# "), path.read_text("utf-8").splitlines())
         comments[path.stem] = " ".join(word for line in lines for word in line.lstrip("#").split())
     return comments
 
