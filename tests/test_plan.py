@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, load
+from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.plan.advice import MULTIPLES, can_bound, recommended, warnings
 from flower_desloc.plan.evidence import measured, nearest
@@ -118,7 +119,7 @@ def test_the_drift_bound_of_the_first_moment_is_reached_when_the_gradient_change
     assert u + 1 == pytest.approx(drift_bound(beta, K, 1), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     torch.manual_seed(3)
     words = ["run.steps=60", f"optimizer.name={name}"]
@@ -461,7 +462,7 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
 
 
 def test_every_optimizers_states_have_a_multiple():
-    for name in ("adam", "adamw", "amsgrad", "adopt", "sgdm", "paper_adam"):
+    for name in OPTIMIZERS:
         config = load("quickstart", f"optimizer.name={name}")
         streams = build_streams(config, torch.nn.Linear(1, 1))
         assert streams.keys() - {PARAMS} <= MULTIPLES.keys()
