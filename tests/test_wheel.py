@@ -65,7 +65,7 @@ def test_a_wheel_is_the_library_with_the_app_inside(unpacked):
     held = files(unpacked, "**/*")
     assert {name for name in held if name not in meant} == {
         f"{METADATA}/{name}"
-        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.json", "licenses/LICENSE")
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
     }
     assert {name: held[name] for name in meant} == meant
 
