@@ -3,8 +3,9 @@
     python benchmarks/paper_tables.py keep runs/coins   # a study's results into benchmarks/results
     python benchmarks/paper_tables.py draw
 
-`keep` takes rates_of_change, sync_periods, budget_splits and coins; the runs of paper_baselines are
-collected by `ladder.py collect`. Differences are paired by seed; in brackets the 95 % t-interval.
+`keep` takes rates_of_change, sync_periods, budget_splits and coins; the runs of paper_baselines,
+low_frequency and low_frequency_parts are collected by `ladder.py collect`. Differences are paired
+by seed; in brackets the 95 % t-interval.
 """
 
 import json
@@ -12,21 +13,31 @@ import math
 import statistics
 from collections import defaultdict
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import ladder
 import typer
-from paired import DOCS, PARTITIONS, RESULTS, Estimate, table, write_between
+from paired import DOCS, RESULTS, Estimate, table, write_between
 
 from flower_desloc.runs.folder import read_lines
 
 Line = dict[str, Any]
 Cells = dict[tuple[str, ...], Line]
+LOW_FREQUENCY = "low_frequency"
 LABELS = {"u as often as x, lean, bounded": "`lean`"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SPLITS = {"Local": "1 and 1", "never": "never (FAVG+OPT)"}
+PARTS = {
+    "local": "128, 128, 128 (Local)",
+    "local-formats-of-lean": "128, 128, 128, formats of `lean`",
+    "local-bounded": "128, 128, 128, bounded",
+    "u-every-384": "128, 384, 128",
+    "v-every-768": "128, 128, 768",
+    "v-every-768-bounded": "128, 128, 768, bounded",
+}
 SHARES = {"Local": "1", "never": "1/3"}
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -152,10 +163,10 @@ def coins() -> str:
     return table(["", *(f"seed {seed}" for seed in seeds), "mean"], rows)
 
 
-def baselines(partition: str) -> str:
-    """Return the comparison of methods (RQ3), with norms (RQ4), from the collected runs."""
+def methods(study: str, partition: str) -> str:
+    """Return the comparison of methods (RQ3), with norms (RQ4), from a study's collected runs."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    runs = json.loads((RESULTS / f"{ladder.PAPER}.json").read_text())["runs"]
+    runs = json.loads((RESULTS / f"{study}.json").read_text())["runs"]
     for run in runs:
         if run["partition"] == partition and run["seed"] < ladder.TUNING:
             # DiLoCo's AdamW is compared with Local Adam.
@@ -180,6 +191,23 @@ def baselines(partition: str) -> str:
     return table([*heads, "worst client", "parameters", "activations"], rows)
 
 
+def parts() -> str:
+    """Return the cost of each part of lean alone, at low frequency."""
+    found: dict[str, dict[int, Any]] = defaultdict(dict)
+    for run in json.loads((RESULTS / f"{LOW_FREQUENCY}_parts.json").read_text())["runs"]:
+        found[run["cell"]][run["seed"]] = run
+    rows = []
+    for cell, name in PARTS.items():
+        mean = f"{statistics.fmean(run['loss'] for run in found[cell].values()):.3f}"
+        more = (
+            ""
+            if cell == "local"
+            else ladder.text(ladder.above(found[cell], found["local"], "loss"))
+        )
+        rows.append([name, len(found[cell]), mean, more])
+    return table(["K_x, K_u, K_v", "seeds", "loss", "above Local's, %"], rows)
+
+
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:
     order = (ladder.LOCAL, *LABELS, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
     return optimizer, order.index(method) if method in order else len(order), method
@@ -190,14 +218,21 @@ def spread(values: list[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
-TABLES = {"rates": rates, "periods": periods, "splits": splits, "coins": coins}
+TABLES = {
+    "rates": rates,
+    "periods": periods,
+    "splits": splits,
+    "coins": coins,
+    "baselines by domain": partial(methods, ladder.PAPER, "by_domain"),
+    "baselines IID": partial(methods, ladder.PAPER, "iid"),
+    "low frequency by domain": partial(methods, LOW_FREQUENCY, "by_domain"),
+    "parts of lean": parts,
+}
 
 
 @app.command()
 def draw() -> None:
     """Write the tables into docs/paper.md."""
-    for partition, name in PARTITIONS.items():
-        write_between(DOCS / "paper.md", f"baselines {name}", baselines(partition))
     for name, text in TABLES.items():
         write_between(DOCS / "paper.md", name, text())
 

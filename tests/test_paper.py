@@ -70,19 +70,9 @@ def test_results_that_are_kept_are_those_of_the_runs(study, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_a_table_of_the_page_is_that_of_the_results(name):
-    assert between(name) == tables.TABLES[name]()
-
-
-def between(marker: str) -> str:
     page = (ROOT / "docs" / "paper.md").read_text()
-    _, _, rest = page.partition(f"<!-- {marker} -->\n")
-    return rest.partition(f"\n<!-- /{marker} -->")[0]
-
-
-@pytest.mark.parametrize("partition", tables.PARTITIONS)
-def test_the_comparison_of_methods_on_the_page_is_that_of_the_results(partition):
-    marker = f"baselines {tables.PARTITIONS[partition]}"
-    assert between(marker) == tables.baselines(partition)
+    _, _, rest = page.partition(f"<!-- {name} -->\n")
+    assert rest.partition(f"\n<!-- /{name} -->")[0] == tables.TABLES[name]()
 
 
 def test_methods_are_compared_with_local_in_pairs_and_at_any_rate(tmp_path, monkeypatch):
@@ -98,6 +88,6 @@ def test_methods_are_compared_with_local_in_pairs_and_at_any_rate(tmp_path, monk
     runs.append({**runs[0], "seed": 100, "loss": 99.0})  # a seed that tunes does not count
     (tmp_path / "paper_baselines.json").write_text(json.dumps({"runs": runs}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    *_, local, ours = tables.baselines("iid").splitlines()
+    *_, local, ours = tables.methods("paper_baselines", "iid").splitlines()
     assert local.split(" | ")[1:6] == ["0.0084", "1.00", "2", "3.000", ""]
     assert ours.split(" | ")[1:6] == ["0.0042", "0.50", "2", "3.300", "+10.00 (+10.00 to +10.00)"]
