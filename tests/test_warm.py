@@ -147,19 +147,19 @@ class Node:
         return SimpleNamespace(**self.ask(*args).content["about"])
 
     def begin(self, kind, content=None, reference="toy:app"):
-        """Send a message; return the process that Flower would have started for it."""
+        """Send a message; return the id of the process that Flower would have started for it."""
         for name in ("reply", "error"):
             (self.folder / name).unlink(missing_ok=True)
         request = message(kind, content), context(self.config, self.run)
         (self.folder / "request").write_bytes(pickle.dumps(request))
         print(json.dumps([reference, str(self.folder)]), file=self.process.stdin, flush=True)
-        return psutil.Process(int(self.process.stdout.readline()))
+        return int(self.process.stdout.readline())
 
     def begin_to_sleep(self):
         """Return the trainer, which sleeps in a message, and the process that waits for it."""
         path = self.folder / "asleep"
         where = RecordDict({"where": ConfigRecord({"path": str(path)})})
-        waiting = self.begin("train.sleep", where)
+        waiting = psutil.Process(self.begin("train.sleep", where))
         wait_until(lambda: path.exists() and path.read_text(), self.log.read_text)
         pid = int(path.read_text())
         path.unlink()
