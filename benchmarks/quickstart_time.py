@@ -9,14 +9,12 @@ Both versions are set up as the README says, in a clone with its own virtual env
 Without settings it is the earlier quickstart, with ADOPT.
 """
 
-import os
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import typer
-from common import Overrides, commit_of, extremes, ratios, report
+from common import Overrides, commit_of, desloc_run, extremes, ratios, report
 
 ROOT = Path(__file__).resolve().parents[1]
 ADOPT = ["optimizer.name=adopt", "optimizer.lr=0.0021", "optimizer.betas=[0.95,0.9999]"]
@@ -24,13 +22,11 @@ ADOPT += ["optimizer.eps=1e-6"]
 
 
 def seconds(clone: Path, settings: list[str]) -> float:
-    """Return the wall-clock time of one run in a clone, which asks no hub."""
-    desloc = [str(clone / ".venv" / "bin" / "desloc"), "run", "quickstart", *settings]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    """Return the wall-clock time of one run with a clone's own virtual environment."""
+    python = clone / ".venv" / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
-        command = [*desloc, "--output-dir", folder]
         began = time.perf_counter()
-        done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
+        done = desloc_run(clone, ["quickstart", *settings, "--output-dir", folder], python)
         took = time.perf_counter() - began
     if done.returncode != 0:
         raise RuntimeError(f"{clone}: {done.stdout}{done.stderr}")
