@@ -93,6 +93,12 @@ def kept(study: str) -> Cells:
     return {tuple(cell["labels"]): cell for cell in found}
 
 
+def collected(study: str) -> list[Line]:
+    """Return the runs of a study that `ladder.py collect` collected."""
+    runs: list[Line] = json.loads((RESULTS / f"{study}.json").read_text())["runs"]
+    return runs
+
+
 def above(cell: Line, reference: Line) -> Estimate:
     """Return by how many per cent a cell's score exceeds another's."""
     ours, theirs = (dict(zip(c["seeds"], c["scores"], strict=True)) for c in (cell, reference))
@@ -166,8 +172,7 @@ def coins() -> str:
 def methods(study: str, partition: str) -> str:
     """Return the comparison of methods (RQ3), with norms (RQ4), from a study's collected runs."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    runs = json.loads((RESULTS / f"{study}.json").read_text())["runs"]
-    for run in runs:
+    for run in collected(study):
         if run["partition"] == partition and run["seed"] < ladder.TUNING:
             # DiLoCo's AdamW is compared with Local Adam.
             optimizer = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
@@ -194,17 +199,14 @@ def methods(study: str, partition: str) -> str:
 def parts() -> str:
     """Return the cost of each part of lean alone, at low frequency."""
     found: dict[str, dict[int, Any]] = defaultdict(dict)
-    for run in json.loads((RESULTS / f"{LOW_FREQUENCY}_parts.json").read_text())["runs"]:
+    for run in collected(f"{LOW_FREQUENCY}_parts"):
         found[run["cell"]][run["seed"]] = run
-    rows = []
+    rows, local = [], found["local"]
     for cell, name in PARTS.items():
-        mean = f"{statistics.fmean(run['loss'] for run in found[cell].values()):.3f}"
-        more = (
-            ""
-            if cell == "local"
-            else ladder.text(ladder.above(found[cell], found["local"], "loss"))
-        )
-        rows.append([name, len(found[cell]), mean, more])
+        seeds = found[cell]
+        mean = f"{statistics.fmean(run['loss'] for run in seeds.values()):.3f}"
+        more = "" if seeds is local else ladder.text(ladder.above(seeds, local, "loss"))
+        rows.append([name, len(seeds), mean, more])
     return table(["K_x, K_u, K_v", "seeds", "loss", "above Local's, %"], rows)
 
 
