@@ -119,7 +119,12 @@ class SyncSchedule:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them: ``SyncSchedule(**fields)`` is this schedule again."""
+        """Return the fields as JSON has them: ``SyncSchedule(**fields)`` is this schedule again.
+
+        >>> schedule = SyncSchedule({"params": 2, "exp_avg": 6}, None, {4, 3}, {"exp_avg": 2})
+        >>> SyncSchedule(**schedule.to_dict()) == schedule
+        True
+        """
         return asdict(self) | {"once_at": sorted(self.once_at)}
 
     @property

@@ -217,7 +217,7 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0})
     totals = worker.evaluate()
-    noise = worker.noise(step) if step else {}  # an untrained model's says nothing of the run
+    noise = worker.noise(step) if step else {}  # a run's noise is that of its second half
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
