@@ -190,21 +190,13 @@ def clip_coordinates(rho: float) -> Callable[[Tree], Tree]:
 # ----------------------------------------------------------------------- The optimizers, one tensor
 
 
-def adam(
-    beta1: float,
-    beta2: float,
-    eps: float,
-    *,
-    mix: float = 1.0,
-    decay: float = 0.0,
-    decoupled: bool = False,
-) -> Optimizer:
+def adam(beta1, beta2, eps, *, mix=1.0, decay=0.0, decoupled=False) -> Optimizer:
     """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps).
 
     With ``mix`` it is QHAdam as Ma and Yarats print it (nu_1; their nu_2 is 1).
     """
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+    def update(t, eta, g, x, u, v):
         x, g = _decayed(eta, g, x, decay, decoupled)
         u = beta1 * u + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g**2
@@ -219,7 +211,7 @@ def adam(
 def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
     """AMSGrad as PyTorch has it: the maximum is taken of the uncorrected v."""
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor, v_max: Tensor):
+    def update(t, eta, g, x, u, v, v_max):
         u = beta1 * u + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g**2
         v_max = torch.maximum(v_max, v)
@@ -233,7 +225,7 @@ def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
 def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
     """Adam as Algorithm 3 prints it: no bias correction, lambda inside the root."""
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+    def update(t, eta, g, x, u, v):
         u = beta1 * u + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         return x - eta / torch.sqrt(v + lam**2) * u, u, v
@@ -241,32 +233,26 @@ def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
     return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
 
 
-def adopt(
-    beta1: float,
-    beta2: float,
-    eps: float,
-    *,
-    clip: Callable[[int], float] | None = lambda t: t**0.25,
-    mix: float = 1.0,
-    decay: float = 0.0,
-    decoupled: bool = False,
-) -> Optimizer:
+def fourth_root(t: int) -> float:
+    return t**0.25
+
+
+def adopt(beta1, beta2, eps, *, clip=fourth_root, mix=1.0, decay=0.0, decoupled=False) -> Optimizer:
     """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped.
 
     With ``mix`` its step is quasi-hyperbolic, as QHAdam's is.
     """
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+    def update(t, eta, g, x, u, v):
+        decayed, g = _decayed(eta, g, x, decay, decoupled)
         if t == 0:
-            _, g = _decayed(eta, g, x, decay, decoupled)
             return x, u, v + g**2
-        x, g = _decayed(eta, g, x, decay, decoupled)
         n = g / torch.clamp(torch.sqrt(v), min=eps)
         if clip is not None:
             n = torch.clamp(n, -clip(t), clip(t))
         u = beta1 * u + (1 - beta1) * n
         towards = (1 - mix) * n + mix * u
-        return x - eta * towards, u, beta2 * v + (1 - beta2) * g**2
+        return decayed - eta * towards, u, beta2 * v + (1 - beta2) * g**2
 
     seeds = {"exp_avg_sq": torch.square}
     return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2))
@@ -275,7 +261,7 @@ def adopt(
 def paper_adopt(beta1: float, beta2: float, eps: float) -> Optimizer:
     """ADOPT as Algorithm 4 prints it: v starts at zero and n = g / max(sqrt(v_old), eps)."""
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor, v: Tensor):
+    def update(t, eta, g, x, u, v):
         u = beta1 * u + (1 - beta1) * g / torch.clamp(torch.sqrt(v), min=eps)
         return x - eta * u, u, beta2 * v + (1 - beta2) * g * g
 
@@ -285,7 +271,7 @@ def paper_adopt(beta1: float, beta2: float, eps: float) -> Optimizer:
 def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
     """SGD with momentum as Algorithm 5 prints it."""
 
-    def update(t: int, eta: float, g: Tensor, x: Tensor, u: Tensor):
+    def update(t, eta, g, x, u):
         g = g + decay * x
         u = beta * u + (1 - beta) * g
         return x - eta * u, u
@@ -303,23 +289,13 @@ def _decayed(eta: float, g: Tensor, x: Tensor, decay: float, decoupled: bool):
 
 # ------------------------------------------------------------------- The listings, line by line
 #
-# They average inside the step, at t mod K = 0 with t from 0. ``gradient_at_mean`` is not in the
-# paper: it takes the gradient of a step that averages x at E[x] instead of at the worker's own x,
-# which is what joins the listings to ``run``.
+# They average inside the step, at t mod K = 0 with t from 0, and take the arguments of ``run``.
+# ``gradient_at_mean`` is not in the paper: it takes the gradient of a step that averages x at E[x]
+# instead of at the worker's own x, which is what joins the listings to ``run``.
 
 
 def listing_adam(
-    x0: Tree,
-    grad: Grad,
-    *,
-    num_workers: int,
-    num_steps: int,
-    periods: Mapping[str, int | None],
-    lr: Callable[[int], float],
-    beta1: float,
-    beta2: float,
-    lam: float,
-    gradient_at_mean: bool = False,
+    x0, grad, *, num_workers, num_steps, periods, lr, beta1, beta2, lam, gradient_at_mean=False
 ) -> list[State]:
     """Algorithm 3, DES-LOC-Adam."""
     M = range(num_workers)
@@ -337,17 +313,7 @@ def listing_adam(
 
 
 def listing_adopt(
-    x0: Tree,
-    grad: Grad,
-    *,
-    num_workers: int,
-    num_steps: int,
-    periods: Mapping[str, int | None],
-    lr: Callable[[int], float],
-    beta1: float,
-    beta2: float,
-    eps: float,
-    gradient_at_mean: bool = False,
+    x0, grad, *, num_workers, num_steps, periods, lr, beta1, beta2, eps, gradient_at_mean=False
 ) -> list[State]:
     """Algorithm 4, DES-LOC-ADOPT; the denominator is the worker's own v, averaged or not."""
     M = range(num_workers)
@@ -364,16 +330,7 @@ def listing_adopt(
     return _states(x, u, v)
 
 
-def listing_sgdm(
-    x0: Tree,
-    grad: Grad,
-    *,
-    num_workers: int,
-    num_steps: int,
-    coins: Mapping[int, Collection[str]],
-    lr: Callable[[int], float],
-    beta: float,
-) -> list[State]:
+def listing_sgdm(x0, grad, *, num_workers, num_steps, coins, lr, beta) -> list[State]:
     """Algorithm 5, DES-LOC-SGDM; ``coins[n]`` are the streams whose coin fell in the n-th step.
 
     Counted from 1, so that a table of averages for ``run`` is a table of coins.
@@ -393,16 +350,7 @@ def listing_sgdm(
 
 
 def listing_amsgrad(
-    x0: Tree,
-    grad: Grad,
-    *,
-    num_workers: int,
-    num_steps: int,
-    coins: Mapping[int, Collection[str]],
-    lr: Callable[[int], float],
-    beta1: float,
-    beta2: float,
-    lam: float,
+    x0, grad, *, num_workers, num_steps, coins, lr, beta1, beta2, lam
 ) -> list[State]:
     """Algorithm 6, DES-LOC-Adam with coins: AMSGrad, the maximum taken after v is averaged.
 
