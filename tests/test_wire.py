@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, assert_close, assert_same, federate, initial
+from federation import assert_close, assert_same
 from flower_path import Run, oracle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,6 @@ from flower_desloc.core.compression import (
 )
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
-from flower_desloc.flower.meter import payload_bytes
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
 
@@ -68,10 +67,8 @@ def test_bytes_of_a_value():
     x = torch.zeros(1_000_000)
     for format_, each in [("fp32", 4), ("bf16", 2), ("int8", 1 + 2 / 256), ("int4", 0.5 + 2 / 64)]:
         assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
-    assert wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}) == {
-        "a": 4 * 10**6,
-        "b": 2 * 10**6,
-    }
+    wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"})
+    assert wire == {"a": 4_000_000, "b": 2_000_000}
 
 
 @given(seeds, shapes, st.sampled_from(["int8", "int4"]))
@@ -179,10 +176,7 @@ def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
 
 
 def test_with_an_evaluation_parameters_are_still_sent_once(tmp_path):
-    with_it, without = (
-        run("adam", ALL_CODED, tmp_path / "a"),
-        run("adam", ALL_CODED, tmp_path / "b"),
-    )
+    with_it, without = (run("adam", ALL_CODED, tmp_path / name) for name in ("with", "without"))
     with_it.strategy.evaluate_clients, with_it.strategy.eval_every = True, 1
     assert_same(with_it.start(), without.start())
     last = without.watch.plan.wire_bytes[PARAMS] * 3  # the last average, evaluated
@@ -195,52 +189,19 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
     away = lambda m, t: (m != 1 or not 3 <= t < 9) and (m != 2 or t >= 5)  # noqa: E731
     policy = Policy(on_failure="continue", min_clients=1)
     federation = run("adam", ALL_CODED, tmp_path, num_steps=30, present=away, policy=policy)
-    after, lost = federation.watch.after, []
+    after = federation.watch.after
 
     def lose(record: Any) -> None:
         after(record)
         if record.step == 10:
             federation.files(2).delete()
-        lost.extend(e.client for e in record.events if e.kind == "state lost")
-        assert not record.left_out
 
     federation.watch.after = lose
     states = federation.start()
-    assert lost == ["client-2"]
+    records = federation.watch.records
+    assert [e.client for r in records for e in r.events if e.kind == "state lost"] == ["client-2"]
+    assert not any(record.left_out for record in records)
     assert_same(states[1:], states[:1] * 2)  # at step 30 everything is due
-
-
-def test_asked_again_a_client_says_the_same(tmp_path):
-    """A window below the quorum is repeated, and who has been through it goes through it again."""
-    policy = Policy(on_failure="continue", min_clients=3, timeout=0.02)
-    once, again = (
-        run("adam", ALL_CODED, tmp_path / "a"),
-        run("adam", ALL_CODED, tmp_path / "b", policy=policy),
-    )
-    pull, dropped = again.grid.pull_messages, []
-
-    def drop(message_ids: Any) -> Any:
-        replies = pull(message_ids)
-        if list(message_ids) == ["14"]:  # of the fourth window, the second client
-            dropped.extend(payload_bytes(reply) for reply in replies)
-            return []
-        return replies
-
-    again.grid.pull_messages = drop
-    assert_same(again.start(), once.start())
-    assert dropped
-    assert dropped[0]
-
-
-def test_coded_parameters_come_to_the_same_place(tmp_path):
-    """Error feedback: after many averages int4 is as near as fp32, which without it it is not."""
-    case = OPTIMIZERS["adam"]
-    schedule = SyncSchedule(case.periods(2, 3, 5))
-    exact = federate(Quadratic(), case.make, schedule, num_workers=3, num_steps=30)
-    got = run("adam", ALL_CODED, tmp_path, num_steps=30).start()
-    moved = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in initial(Quadratic()).items())
-    apart = max(float((exact[0][PARAMS][k] - x).norm()) for k, x in got[0][PARAMS].items())
-    assert apart < moved / 50
 
 
 @pytest.mark.parametrize(
@@ -270,7 +231,6 @@ def test_a_reply_of_other_bytes_is_left_out(tmp_path):
 
     federation.grid.meddle = shorten
     federation.start()
-    reasons = [
-        r.left_out.get("client-1", "") for r in federation.watch.records if PARAMS in r.streams
-    ]
-    assert all("bytes of int4" in reason for reason in reasons)
+    averages = [record for record in federation.watch.records if PARAMS in record.streams]
+    assert averages
+    assert all("bytes of int4" in record.left_out["client-1"] for record in averages)
