@@ -19,18 +19,13 @@ PERIODS = st.fixed_dictionaries(
 @st.composite
 def staggered(draw):
     periods = draw(PERIODS)
-    clocks = {stream: K for stream, K in periods.items() if K != NEVER}
-    phases = {stream: draw(st.integers(0, K - 1)) for stream, K in clocks.items()}
+    shifted = [stream for stream, K in periods.items() if K != NEVER and draw(st.booleans())]
+    phases = {stream: draw(st.integers(0, periods[stream] - 1)) for stream in shifted}
     return SyncSchedule(periods, phases=phases)
 
 
 SCHEDULES = st.builds(SyncSchedule, PERIODS, coin_seed=st.none() | st.integers(0, 9)) | staggered()
 NUM_STEPS = st.integers(0, 60)
-FIXED = [(5, 7, 11), (4, 12, 24), (192, 192, 692), (256, 768, 1536), (16, NEVER, 3), (NEVER,) * 3]
-
-
-def schedule_of(*periods):
-    return SyncSchedule(dict(zip((PARAMS, "exp_avg", "exp_avg_sq"), periods, strict=True)))
 
 
 # ---------------------------------------------------------------------------------------- Windows
@@ -49,29 +44,6 @@ def test_no_event_lies_inside_a_window_and_each_ends_in_one(schedule, num_steps)
         at_the_end = {PARAMS} if window.stop == num_steps else set()
         assert window.due == schedule.due(window.stop) | at_the_end
         assert window.due
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 191, 192, 1536, 2000])
-@pytest.mark.parametrize("periods", FIXED)
-def test_a_stream_is_due_once_per_period_and_params_at_the_end(periods, num_steps):
-    schedule = schedule_of(*periods)
-    windows = list(schedule.windows(num_steps))
-    for stream, period in schedule.periods.items():
-        events = 0 if period == NEVER else num_steps // period
-        if stream == PARAMS and num_steps and (period == NEVER or num_steps % period):
-            events += 1
-        assert sum(stream in w.due for w in windows) == events
-        assert schedule.num_events(num_steps)[stream] == events
-
-
-def test_the_toy_problem_of_the_paper_cuts_at_multiples_of_192_and_692():
-    stops = {w.stop: w.due for w in schedule_of(192, 192, 692).windows(1400)}
-    both = frozenset({PARAMS, "exp_avg"})
-    assert stops == {
-        **dict.fromkeys((192, 384, 576, 768, 960, 1152, 1344), both),
-        **dict.fromkeys((692, 1384), frozenset({"exp_avg_sq"})),
-        1400: frozenset({PARAMS}),
-    }
 
 
 @given(SCHEDULES, NUM_STEPS)
@@ -100,23 +72,11 @@ def test_events_are_counted_from_the_windows(schedule, num_steps):
 
 
 @given(staggered(), st.integers(1, 300))
-def test_a_stream_with_a_phase_is_due_when_its_period_divides_the_steps_since(schedule, step):
+def test_a_stream_is_due_when_its_period_divides_the_steps_since_its_phase(schedule, step):
     for stream, period in schedule.periods.items():
-        phase = schedule.phases.get(stream)
-        steps = () if phase is None else range(phase or period, step + 1, period)
-        assert (stream in schedule.due(step)) == (step in steps)
-
-
-@given(staggered())
-def test_over_whole_cycles_phases_change_no_count(schedule):
-    plain = SyncSchedule(schedule.periods)
-    cycle = math.lcm(*(K for K in schedule.periods.values() if K != NEVER), 1)
-    for stream in schedule.periods:
-        counts = [
-            sum(stream in clock.due(step) for step in range(1, cycle + 1))
-            for clock in (plain, schedule)
-        ]
-        assert counts[0] == counts[1]
+        first = schedule.phases.get(stream, 0) or period
+        is_due = period != NEVER and step in range(first, step + 1, period)
+        assert (stream in schedule.due(step)) == is_due
 
 
 def test_phases_spread_the_papers_periods_over_windows_of_two_streams_at_most():
@@ -212,7 +172,7 @@ def test_a_schedule_without_a_period_for_params_is_refused():
 
 
 def test_exactly_the_streams_of_the_optimizer_must_have_a_period():
-    schedule = schedule_of(1, 2, 3)
+    schedule = SyncSchedule({PARAMS: 1, "exp_avg": 2, "exp_avg_sq": 3})
     schedule.require([PARAMS, "exp_avg", "exp_avg_sq"], "Adam")
     with pytest.raises(ValueError, match=re.escape("sync.max_exp_avg_sq is not stated")):
         schedule.require([PARAMS, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"], "Adam")
