@@ -133,14 +133,6 @@ def test_a_torn_last_file_makes_the_client_new(tmp_path):
     assert files.held() is None
 
 
-def test_a_client_that_joined_after_the_checkpoint_becomes_new(tmp_path):
-    files = StateFiles(tmp_path, "run", "client-0")
-    files.write(*window(5, checkpoint=4))
-    files.write(*window(6, checkpoint=5))
-    files.go_back({"A": -1, "B": 4})
-    assert files.held() is None
-
-
 def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(tmp_path, monkeypatch):
     """After the kill the old or the new state is there, and so is the state before the window.
 
