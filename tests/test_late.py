@@ -174,21 +174,6 @@ def test_a_second_moment_stays_at_least_zero(drawn, steps, beta2):
     assert (got["w"] >= 0).all()
 
 
-@given(st.integers(0, 40), st.floats(0.1, 1), st.integers(0, 2**31))
-def test_merging_commutes_with_what_enters_a_state(steps, beta, seed):
-    """Average then step, or step then merge: the same sum, in float64."""
-    draw = torch.Generator().manual_seed(seed)
-    sent, average, *entering = torch.randn(2 + steps, 5, generator=draw, dtype=torch.float64)
-
-    def after(state: Tensor) -> Tensor:
-        for entered in entering:
-            state = beta * state + entered
-        return state
-
-    got = merged("m", {"w": after(sent)}, {"w": sent}, {"w": average}, decay=beta, steps=steps)
-    torch.testing.assert_close(got["w"], after(average), rtol=1e-12, atol=1e-12)
-
-
 def test_buffers_are_replaced_by_their_average():
     now, sent, average = ({"n": torch.tensor([value])} for value in (1.0, 2.0, 3.0))
     assert merged("buffers", now, sent, average, decay=0.0, steps=3)["n"].item() == 3.0

@@ -1,4 +1,7 @@
-"""Every optimizer × every law of the algorithm, against reference.py and closed forms."""
+"""Every optimizer × the laws of the core, against reference.py and closed forms.
+
+Coins, absences and all that is Flower's: test_together.py, on the whole path.
+"""
 
 from functools import partial
 
@@ -69,12 +72,6 @@ def test_a_federation_is_algorithm_1(case, periods):
     assert_close(federated(case, problem, schedule), oracle(case, problem, schedule, due=due))
 
 
-@pytest.mark.parametrize("problem", [Quadratic(), Regression()], ids=["quadratic", "tied_mlp"])
-def test_a_federation_with_coins_is_algorithm_1_with_the_same_coins(case, problem):
-    schedule = SyncSchedule(case.periods(4, 3, 9), coin_seed=1)
-    assert_close(federated(case, problem, schedule), oracle(case, problem, schedule))
-
-
 @pytest.mark.parametrize(
     ("clipping", "clip"),
     [
@@ -90,17 +87,6 @@ def test_clipping_and_learning_rate_are_those_of_the_global_step(case, clipping,
     got = federated(case, problem, schedule, lr_schedule=factor, clipping=clipping)
     expected = oracle(case, problem, schedule, lr=lambda t: case.lr * factor(t), clip=clip)
     assert_close(got, expected)
-
-
-def test_an_absent_worker_neither_steps_nor_counts_and_still_receives(case):
-    def present(m: int, t: int) -> bool:
-        window = next(w for w in schedule.windows(T) if w.start <= t < w.stop)
-        return m == 0 or (window.start + m) % 3 > 0
-
-    problem, schedule = Quadratic(), SyncSchedule(case.periods(5, 7, 11))
-    assert not all(present(m, w.start) for w in schedule.windows(T) for m in range(3))
-    got = federated(case, problem, schedule, present=present)
-    assert_close(got, oracle(case, problem, schedule, present=present))
 
 
 # ------------------------------------------------------------------------------------ Closed forms
@@ -138,7 +124,7 @@ def test_identical_data_on_all_workers_is_one_worker(case):
         assert_same(four, one * 4)
 
 
-# ------------------------------------------------------------------------------- What an event does
+# ---------------------------------------------------------------------------------------- Resuming
 
 
 def train(federation: Federation, windows) -> None:
@@ -146,23 +132,6 @@ def train(federation: Federation, windows) -> None:
         for m in range(len(federation.workers)):
             federation.train(m, window)
         federation.average(window.due, range(len(federation.workers)))
-
-
-@pytest.mark.parametrize("coin_seed", [None, 5])
-def test_an_average_makes_its_streams_equal_on_all_workers_and_changes_no_bit_of_others(
-    case, coin_seed
-):
-    schedule = SyncSchedule(case.periods(4, 6, 9), coin_seed=coin_seed)
-    federation = Federation(Quadratic(), case.make, 3)
-    for window in schedule.windows(T):
-        for m in range(3):
-            federation.train(m, window)
-        before = federation.states()
-        federation.average(window.due, range(3))
-        after = federation.states()
-        for old, new in zip(before, after, strict=True):
-            expected = {name: (after[0] if name in window.due else old)[name] for name in old}
-            assert_same([new], [expected])
 
 
 def test_a_worker_that_is_given_the_streams_of_another_continues_exactly_as_it(case):

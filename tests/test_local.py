@@ -37,31 +37,12 @@ def assert_same(a: nn.Module, b: nn.Module) -> None:
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
 
 
-def test_the_batches_are_those_of_the_steps_in_order():
-    module, optimizer = model()
-    asked = []
-
-    def loss_at(t):
-        asked.append(t)
-        return PROBLEM.loss(module, 0, t)
-
-    steps(module, optimizer, 7, 12, loss_at=loss_at)
-    assert asked == [7, 8, 9, 10, 11]
-
-
 def test_two_windows_are_one():
     (one, a), (two, b) = model(), model()
     whole = steps(one, a, 0, 9)
     first, second = steps(two, b, 0, 4), steps(two, b, 4, 9)
     assert_same(one, two)
     assert whole == first + second
-
-
-def test_a_window_begins_at_the_federations_step_whatever_the_worker_counted():
-    module, optimizer = model()
-    steps(module, optimizer, 0, 3)
-    steps(module, optimizer, 40, 42)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {42.0}
 
 
 def test_the_learning_rate_is_each_groups_own_times_the_schedule():

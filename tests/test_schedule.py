@@ -53,13 +53,6 @@ def test_windows_resume_at_every_boundary(schedule, num_steps):
         assert list(schedule.windows(num_steps, start=window.stop)) == windows[i + 1 :]
 
 
-@given(SCHEDULES, st.integers(1, 60), st.integers(0, 60))
-def test_a_longer_run_begins_with_the_windows_of_a_shorter_one(schedule, num_steps, more):
-    shorter = list(schedule.windows(num_steps))
-    longer = list(schedule.windows(num_steps + more))
-    assert longer[: len(shorter) - 1] == shorter[:-1]
-
-
 @given(SCHEDULES, NUM_STEPS)
 def test_events_are_counted_from_the_windows(schedule, num_steps):
     events = schedule.num_events(num_steps)

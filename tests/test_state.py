@@ -50,14 +50,6 @@ def five_windows(folder: Path) -> StateFiles:
     return files
 
 
-def test_a_client_asked_again_for_a_window_has_its_state_before_it(tmp_path):
-    files = five_windows(tmp_path)
-    assert files.held_at(5).step == value(files) == 5
-    assert files.held_at(4).step == value(files) == 4
-    files.write(*window(5, checkpoint=4))
-    assert files.held_at(4).step == value(files) == 4
-
-
 def test_a_state_at_a_checkpoint_is_not_deleted(tmp_path):
     files = five_windows(tmp_path)
     files.held_at(4)
