@@ -29,10 +29,10 @@ from processes import output_of
 
 from flower_desloc.tasks.causal_lm import corpus as corpora
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
-from flower_desloc.tasks.causal_lm.corpus import client_rows, partition_documents, read, split
+from flower_desloc.tasks.causal_lm.corpus import client_rows, read, split
 from flower_desloc.tasks.causal_lm.document_streams import open_domain
 from flower_desloc.tasks.causal_lm.sources import cut, domains_of
-from flower_desloc.tasks.partition import PartitionRule
+from flower_desloc.tasks.partition import ClientRows, PartitionRule
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import Source
 
@@ -180,20 +180,12 @@ def test_the_builtin_code_is_the_librarys_without_comments_and_docstrings():
         assert any(inspect.cleandoc(module.__doc__) in text for text in docstrings)
 
 
-def test_an_installation_without_the_text_is_told_so(monkeypatch):
-    monkeypatch.setitem(BUILTIN, "code", lambda: iter(()))
-    with pytest.raises(
-        ValueError, match=r"data.source=builtin: its domain 'code' holds too little"
-    ):
-        corpora.read.__wrapped__(Source("builtin", max_bytes=1000))
-
-
 # ------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json", "json.gz", "parquet"])
-def test_every_format_holds_the_same_documents(tmp_path, suffix):
-    corpus = read(Source(str(write(tmp_path / f"a.{suffix}", prose("a")))))
+def test_every_format_holds_the_same_documents_and_its_path_is_no_pattern(tmp_path, suffix):
+    corpus = read(Source(str(write(tmp_path / "run [1]*" / f"a.{suffix}", prose("a")))))
     assert corpus.domains == ("a",)
     assert sorted(texts(corpus.train) + texts(corpus.heldout)) == sorted(prose("a"))
 
@@ -299,11 +291,6 @@ def test_a_word_that_begins_like_test_is_no_test(tmp_path, streaming):
     assert all(unit.heldout is None for unit in found.values())
 
 
-def test_a_path_is_not_a_pattern(tmp_path):
-    path = write(tmp_path / "run [1]*" / "a.jsonl", prose("a"))
-    assert read(Source(str(path))).domains == ("a",)
-
-
 def test_a_column_makes_the_domains(tmp_path):
     path = write(tmp_path / "all.jsonl", prose("u") + prose("v"), site=["u"] * 40 + ["v"] * 40)
     corpus = read(Source(str(path), domain_field="site"))
@@ -337,145 +324,110 @@ def test_a_domain_of_one_document_is_split_by_its_text(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_config_of_a_named_data_set_is_a_domain(repository, tmp_path, monkeypatch, streaming):
+def test_a_config_of_a_named_data_set_is_a_domain_read_without_a_word(
+    repository, tmp_path, monkeypatch, capfd, streaming
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert list(domains_of(Source(str(repository)))) == ["en", "fr"]
     corpus = read(Source(f"{repository}:fr", streaming=streaming, max_bytes=2000))
     assert corpus.domains == ("fr",)
     assert texts(corpus.heldout) == ["fr held out"]
     assert texts(corpus.train)[:5] == prose("fr")[:5]
     assert sum(map(len, texts(corpus.train))) == 2000
-    assert not datasets.are_progress_bars_disabled()
-
-
-def test_loading_a_named_data_set_shows_no_progress(repository, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    corpora.read.__wrapped__(Source(f"{repository}:en"))
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_configs_are_known_without_reading_them(repository):
-    assert list(domains_of(Source(str(repository)))) == ["en", "fr"]
+    assert not datasets.are_progress_bars_disabled()
 
 
 # ---------------------------------------------------------------------------------------- messages
 
 
-@pytest.fixture
-def offline(monkeypatch):
+NEITHER = "neither `builtin`, nor a file or folder here, nor"
+UNUSABLE = [
+    ("no-such-set", {}, f"^data.source=no-such-set: {NEITHER}"),
+    ("../no/such/path", {}, f"^data.source=../no/such/path: {NEITHER}"),
+    ("no/such.jsonl", {}, f"^data.source=no/such.jsonl: {NEITHER}"),
+    ("FOLDER/empty", {}, "^data.source=.*: it holds no file of a supported format"),
+    ("FOLDER/blank.jsonl", {}, "^data.source=.*: its domain 'blank' holds too little text"),
+    ("FOLDER/number.jsonl", {}, "^data.text_field=text: .* holds int, not text$"),
+    ("THREE", {"text_field": "body"}, "^data.text_field=body: .* it has text$"),
+    ("THREE", {"domain_field": "site"}, "^data.domain_field=site: .* it has text$"),
+    ("THREE", {"domains": ("a", "x")}, r"^data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"),
+    ("builtin", {"domains": ("x",)}, "^data.domains=.* it has docs, code, docstrings"),
+    ("REPOSITORY:de", {}, "^data.source=.*:de: .* no such config, only en, fr"),
+    (
+        "REPOSITORY:en",
+        {"domain_field": "text", "streaming": True},
+        r"^data.domains=\[\]: state the values",
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "settings", "message"), UNUSABLE)
+def test_text_that_cannot_be_used_is_an_error_that_names_the_setting(
+    three, repository, tmp_path, monkeypatch, where, settings, message
+):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("name", ["no-such-set", "../no/such/path", "no/such.jsonl"])
-def test_a_source_that_does_not_exist(name):
-    with pytest.raises(
-        ValueError, match=rf"^data.source={name}: neither `builtin`, nor a file or folder here, nor"
-    ):
-        read(Source(name))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"domains": ("a", "x")}, r"data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"),
-        ({"source": "builtin", "domains": ("x",)}, "data.domains=.* it has docs, code, docstrings"),
-        ({"text_field": "body"}, "data.text_field=body: .* it has text$"),
-        ({"domain_field": "site"}, "data.domain_field=site: .* it has text$"),
-    ],
-)
-def test_a_domain_or_column_that_does_not_exist(three, changes, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "number.jsonl").write_text('{"text": 1}')
+    write(tmp_path / "blank.jsonl", ["  ", "\n"])
+    places = {"FOLDER": tmp_path, "THREE": three.source, "REPOSITORY": repository}
+    for word, place in places.items():
+        where = where.replace(word, str(place))
     with pytest.raises(ValueError, match=message):
-        read(replace(three, **changes))
+        read(Source(where, **settings))
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "message"),
-    [
-        ("de", {}, r"data.source=.*:de: .* no such config, only en, fr"),
-        ("en", {"domain_field": "text", "streaming": True}, r"data.domains=\[\]: state the values"),
-    ],
-)
-def test_a_config_or_domain_that_a_data_set_cannot_give(repository, config, changes, message):
-    with pytest.raises(ValueError, match=message):
-        read(Source(f"{repository}:{config}", **changes))
-
-
-def test_a_column_that_is_not_text(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": 1}')
-    with pytest.raises(ValueError, match=r"data.text_field=text: .* holds int, not text$"):
-        read(Source(str(path)))
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match=r"data.source=.*: it holds no file of a supported format"):
-        read(Source(str(tmp_path)))
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nbroken')
-    with pytest.raises(ValueError, match=r"data.source=.*cannot read .*a.jsonl as json \("):
-        read(Source(str(tmp_path)))
+LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(500))
+UNREADABLE = {
+    "empty": ("alone/b.jsonl", b"", "it is empty"),
+    "torn": ("site/b.jsonl", LINES[:-9], "JSON"),
+    "latin-1": (
+        "site/b.jsonl",
+        LINES.replace(b'document 9"', b'document \xe9"'),
+        "UnicodeDecodeError",
+    ),
+    "no gzip": ("site/b.jsonl.gz", LINES, "BadGzipFile"),
+    "cut gzip": ("site/b.jsonl.gz", gzip.compress(LINES)[:-20], "EOFError"),
+    "no parquet": ("site/b.parquet", LINES, "Parquet"),
+}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_of_many_files_the_one_that_cannot_be_read_is_named(tmp_path, streaming):
-    for number in range(4):
-        write(tmp_path / "site" / f"part-{number}.jsonl", prose(str(number)))
-    with (tmp_path / "site" / "part-2.jsonl").open("ab") as file:
-        file.write(b'{"text": "\xe9"}\n')
-    source = Source(str(tmp_path), streaming=streaming)
-    reading = (
-        (lambda: [*open_domain(source, "site").heldout()]) if streaming else lambda: read(source)
-    )
-    with pytest.raises(ValueError, match=r"cannot read \S*part-2.jsonl"):
-        reading()
-
-
-def test_a_domain_without_text(tmp_path):
-    path = write(tmp_path / "a.jsonl", ["  ", "\n"])
-    with pytest.raises(ValueError, match=r"data.source=.*: its domain 'a' holds too little text"):
-        read(Source(str(path)))
-
-
-def test_private_data_that_does_not_exist():
-    with pytest.raises(ValueError, match=r"data-path=/no/such: there is no such file or folder"):
-        Source("builtin").at_site(Path("/no/such"))
+@pytest.mark.parametrize(("name", "data", "said"), UNREADABLE.values(), ids=UNREADABLE)
+def test_of_many_files_the_one_that_cannot_be_read_is_named(tmp_path, name, data, said, streaming):
+    for number in range(3):
+        write(tmp_path / "text" / "site" / f"a-{number}.jsonl", prose(str(number)))
+    (tmp_path / "text" / "alone").mkdir()
+    (tmp_path / "text" / name).write_bytes(data)
+    source = Source(str(tmp_path / "text"), streaming=streaming)
+    with pytest.raises(ValueError, match=rf"^data\.source=.*/text: cannot read \S*{name} .*{said}"):
+        [*open_domain(source, name.split("/")[0]).heldout()] if streaming else read(source)
 
 
 # --------------------------------------------------------------------------------------- partition
 
 
+def deal(source: Source, name: str, num_clients: int, seed: int = 0) -> list[ClientRows]:
+    return client_rows(source, PartitionRule(name, 0.5, seed), num_clients)
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 5, 9, 100])
-def test_every_training_document_goes_to_one_client(three, name, num_clients):
-    dealt = client_rows(three, PartitionRule(name, 0.5, seed=0), num_clients)
+def test_every_training_document_goes_to_one_client_that_is_tested_on_its_domains(
+    three, name, num_clients
+):
+    corpus, dealt = read(three), deal(three, name, num_clients)
     rows = [row for share in dealt for row in share.train]
-    assert sorted(rows) == list(range(len(read(three).train)))
-    assert all(share.train and share.heldout for share in dealt)
-    assert all(share.train == sorted(share.train) for share in dealt)
-
-
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("num_clients", [2, 9, 100])
-def test_held_out_text_is_of_a_domain_the_client_trains_on(three, name, num_clients):
-    corpus = read(three)
-    for share in client_rows(three, PartitionRule(name, 0.5, seed=0), num_clients):
+    assert sorted(rows) == list(range(len(corpus.train)))
+    for share in dealt:
+        assert share.train == sorted(share.train)
         trained = {corpus.train["domain"][row] for row in share.train}
-        kept = {corpus.heldout["domain"][row] for row in share.heldout}
-        assert kept & trained
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_the_seed_makes_the_partition(three, name):
-    documents = read(three).train
-    one, same, other = (
-        partition_documents(documents, PartitionRule(name, 0.5, seed), 4) for seed in (1, 1, 2)
-    )
-    assert one == same
-    assert one != other
+        assert trained & {corpus.heldout["domain"][row] for row in share.heldout}
 
 
 def digest(source: Source) -> str:
-    dealt = [client_rows(source, PartitionRule(name, 0.5, seed=7), 9) for name in RULES]
+    dealt = [deal(source, name, 9, seed=7) for name in RULES]
     corpus = read(source)
     content = repr((dealt, texts(corpus.train), texts(corpus.heldout)))
     return hashlib.sha256(content.encode()).hexdigest()
@@ -488,16 +440,15 @@ def test_another_process_deals_the_same_documents(three):
     assert output_of([sys.executable, "-c", code], env=environment).strip() == digest(three)
 
 
-def mixture(source: Source, name: str, num_clients: int, alpha: float = 0.5) -> list[Counter]:
-    domains = read(source).train["domain"][:]
-    rule = PartitionRule(name, alpha, seed=0)
-    return [
-        Counter(domains[row] for row in s.train) for s in client_rows(source, rule, num_clients)
-    ]
+@pytest.mark.parametrize("name", RULES)
+def test_another_seed_deals_other_documents(three, name):
+    assert deal(three, name, 4, seed=1) != deal(three, name, 4, seed=2)
 
 
 def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(three):
-    clients = mixture(three, "by_domain", 6)
+    domains = read(three).train["domain"][:]
+    dealt = deal(three, "by_domain", 6)
+    clients = [Counter(domains[row] for row in share.train) for share in dealt]
     assert [set(client) for client in clients] == [
         {"a", "b", "c"}, {"b"}, {"c"},
         {"a", "b", "c"}, {"b"}, {"c"},
@@ -511,14 +462,9 @@ def test_by_domain_the_first_client_has_the_mixture_and_each_other_one_domain(th
 def test_a_client_is_dealt_its_share_of_the_held_out_text_too(three, name):
     corpus = read(three)
     trained, kept = corpus.train["domain"][:], corpus.heldout["domain"][:]
-    for share in client_rows(three, PartitionRule(name, 0.5, seed=1), 4):
+    for share in deal(three, name, 4, seed=1):
         train = Counter(trained[row] for row in share.train)
         heldout = Counter(kept[row] for row in share.heldout)
         for domain in corpus.domains:  # But for rounding, twice.
             expected = train[domain] * kept.count(domain) / trained.count(domain)
             assert heldout[domain] == pytest.approx(expected, abs=1.2)
-
-
-def test_more_clients_than_documents(three):
-    with pytest.raises(ValueError, match=r"federation.num_clients=1000: .* only 540 documents"):
-        client_rows(three, PartitionRule("iid", 0.5, seed=0), 1000)
