@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -68,7 +67,7 @@ def counts(name: str, num_clients: int, **how: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("num_clients", [1, 10, 37, 500])
+@pytest.mark.parametrize("num_clients", [1, 37, 400])
 def test_every_training_image_goes_to_one_client_that_is_tested_on_its_labels(name, num_clients):
     corpus = read(DIGITS)
     dealt = client_rows(DIGITS, rule(name, classes=10 if num_clients == 1 else 2), num_clients)
@@ -76,7 +75,7 @@ def test_every_training_image_goes_to_one_client_that_is_tested_on_its_labels(na
     assert sorted(rows) == list(range(len(corpus.train)))
     for share in dealt:
         assert share.train
-        assert share.heldout  # with 500 clients, lent to most of them
+        assert share.heldout  # with 400 clients, lent to most of them
         assert {*corpus.heldout.labels[share.heldout]} <= {*corpus.train.labels[share.train]}
 
 
@@ -405,9 +404,9 @@ SPECIES = ["cat", "dog/wolf", "emu"]
 """A label may contain the slash that separates a label from its metric."""
 
 
-def of_animals(path: Path, labels: list[int], names: Sequence[str] = SPECIES) -> Path:
+def of_animals(path: Path, labels: list[int]) -> Path:
     """Write images whose shade tells one from the other."""
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=[*names])}
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=SPECIES)}
     images = [picture(20 * i) for i in range(len(labels))]
     return parquet(path, features, image=images, label=labels)
 

@@ -19,7 +19,7 @@ import datasets
 import pytest
 import torch
 from test_text import prose, write
-from tiny import failing_at, summary, train
+from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import check
@@ -56,6 +56,13 @@ def forget() -> None:
     open_packers.clear()
     open_domain.cache_clear()
     domain_names.cache_clear()
+
+
+def lose(cache: Path) -> None:
+    """Start a new process that finds no packed text."""
+    for file in cache.rglob("*.safetensors"):
+        file.unlink()
+    forget()
 
 
 @pytest.fixture(scope="module")
@@ -168,20 +175,28 @@ def test_a_part_without_text(source):
 # ------------------------------------------------------------------------------------- sequences
 
 
-def test_a_batch_is_the_same_without_the_cache(config, cache):
-    def batch(step: int) -> torch.Tensor:
+def test_a_batch_is_the_same_whatever_is_left_of_the_cache(config, cache):
+    def client() -> Any:
         forget()
-        return CausalLM(config).client_data(Site(1, 2)).train_batch(step).tokens
+        return CausalLM(config).client_data(Site(1, 2))
 
-    later = 2 * BLOCK // 4 + 100
-    first, second = batch(5), batch(later)
-    for file in cache.rglob("00000002.safetensors"):
-        file.unlink()
-    assert torch.equal(batch(later), second)  # from the state before it
-    for file in cache.rglob("*.safetensors"):
-        file.unlink()
-    assert torch.equal(batch(later), second)  # from the beginning
-    assert torch.equal(batch(5), first)
+    later = 3 * BLOCK // 4 + 100
+    data = client()
+    first, second = data.train_batch(5).tokens, data.train_batch(later).tokens
+    (last,) = cache.rglob("00000003.safetensors")
+    last.unlink()
+    assert torch.equal(client().train_batch(later).tokens, second)  # from the state before it
+    for number in (3, 2, 0):  # as a killed process leaves them
+        (path,) = cache.rglob(f"{number:08d}.safetensors")
+        path.write_bytes(path.read_bytes()[:-9])
+    (path.parent / "tmp1").mkdir()
+    (path.parent / "tmp1" / "block").write_bytes(b"half")
+    again = client()
+    assert again.description == data.description
+    assert torch.equal(again.train_batch(later).tokens, second)
+    lose(cache)
+    assert torch.equal(client().train_batch(later).tokens, second)  # from the beginning
+    assert torch.equal(client().train_batch(5).tokens, first)
 
 
 def test_sequences_are_whole_documents_one_after_the_other_in_their_weights(config, source):
@@ -205,20 +220,6 @@ def test_equal_shares_are_the_default(config):
     assert max(held.values()) < 1.1 * min(held.values())
 
 
-def test_what_a_killed_process_left_is_not_read(config, cache):
-    data = CausalLM(config).client_data(Site(0, 2))
-    wanted = data.train_batch(3 * BLOCK // 4)
-    for number in (3, 2, 0):
-        (path,) = cache.rglob(f"{number:08d}.safetensors")
-        path.write_bytes(path.read_bytes()[:-9])
-    (path.parent / "tmp1").mkdir()
-    (path.parent / "tmp1" / "block").write_bytes(b"half")
-    forget()
-    again = CausalLM(config).client_data(Site(0, 2))
-    assert again.description == data.description
-    assert torch.equal(again.train_batch(3 * BLOCK // 4).tokens, wanted.tokens)
-
-
 def test_old_blocks_go_and_come_again(config, cache, monkeypatch):
     monkeypatch.setattr(streaming, "KEPT_BLOCKS", 2)
     data = CausalLM(config).client_data(Site(0, 2))
@@ -234,9 +235,7 @@ def test_two_that_pack_one_clients_text_at_once_do_not_disturb_each_other(config
     wanted = CausalLM(config).client_data(Site(1, 2))
     steps = range(0, 6 * BLOCK // 4, 150)
     tokens = [wanted.train_batch(step).tokens for step in steps]
-    for file in cache.rglob("*.safetensors"):
-        file.unlink()
-    forget()
+    lose(cache)
 
     def pack(_: int) -> list[torch.Tensor]:
         data = CausalLM(config).client_data(Site(1, 2))
@@ -301,17 +300,13 @@ def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
     for name in ("report.write_page", "figures.overview.draw", "figures.partition.draw_partition"):
         monkeypatch.setattr(f"flower_desloc.runs.{name}", lambda *_, **__: None)
     words = [
-        f"data.source={folder}", "data.domains=[a,b,c]", "data.weights=[5,3,2]",
-        "data.streaming=true", "data.max_bytes=0", "data.seq_len=15", "data.batch_size=128",
-        "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1",
-        "sync.params=3", "sync.exp_avg=6", "sync.exp_avg_sq=12", "run.eval_every=0",
-        "evaluation.sequences=10", "run.steps=12",
+        *TINY, f"data.source={folder}", "data.domains=[a,b,c]", "data.weights=[5,3,2]",
+        "data.streaming=true", "data.max_bytes=0", "data.batch_size=128", "run.steps=12",
+        "run.eval_every=0", "sync.params=3", "sync.exp_avg=6", "sync.exp_avg_sq=12",
     ]  # fmt: skip
 
     def run(name: str, *overrides: str) -> dict[str, Any]:
-        for file in cache.rglob("*.safetensors"):
-            file.unlink()
-        forget()
+        lose(cache)
         return summary(train(tmp_path / name, *words, *overrides))
 
     whole = run("whole")
@@ -353,7 +348,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
         httpd.shutdown()
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypatch, caplog):
+def test_a_server_that_fails_for_a_while_is_asked_again(server, config, cache, monkeypatch, caplog):
     def units(_: Source) -> dict[str, Domain]:
         def web() -> Any:
             return datasets.load_dataset("json", data_files=[server.url], streaming=True)["train"]
@@ -367,9 +362,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, monkeypa
     data = CausalLM(config).client_data(Site(0, 1))
     wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
 
-    for file in streaming.cache_folder().rglob("*.safetensors"):
-        file.unlink()
-    forget()
+    lose(cache)
     data = CausalLM(config).client_data(Site(0, 1))
     assert torch.equal(data.train_batch(300).tokens, wanted[0])
     open_packers.clear()
