@@ -1,19 +1,12 @@
 """Laws of the configuration: typed once, and one clear sentence for whatever is wrong."""
 
 import dataclasses
-from pathlib import Path
+import json
 
 import pytest
+import yaml
 
-from flower_desloc.config import (
-    PRESETS,
-    Config,
-    ConfigError,
-    dump,
-    load,
-    load_run_config,
-    parse,
-)
+from flower_desloc.config import PRESETS, Config, ConfigError, dump, load, load_run_config, parse
 from flower_desloc.config.run_config import SETTINGS, app_run_config
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -23,14 +16,23 @@ def quickstart(overrides=()):
     return load("quickstart", overrides)
 
 
+def assert_refused(parts, call, *arguments, **options):
+    """Fail unless the call is refused in one line that has all of ``parts``."""
+    with pytest.raises(ConfigError) as error:
+        call(*arguments, **options)
+    message = str(error.value)
+    assert isinstance(error.value, ValueError)
+    assert "\n" not in message
+    assert not [part for part in parts if part not in message], message
+
+
 @pytest.fixture
 def presets(tmp_path):
     """Write files into a folder of presets: ``presets(base="run: ...", child="extends: base")``."""
 
-    def write(**files: str | bytes) -> Path:
+    def write(**files):
         for name, text in files.items():
-            path = tmp_path / f"{name}.yaml"
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="latin-1")
         return tmp_path
 
     return write
@@ -39,11 +41,6 @@ def presets(tmp_path):
 BASE = "run: {steps: 96}\noptimizer: {name: adam, lr: 0.5}\nsync: {params: 4, exp_avg: 8}\n"
 
 # ----------------------------------------------------------------------------------------- Presets
-
-
-def test_the_presets_are_those_of_the_repository():
-    assert Path(__file__).parents[1] / "configs" == PRESETS
-    assert "quickstart" in NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,23 +65,18 @@ def test_what_looks_like_something_else_survives_the_dump():
         assert parse(dump(config)) == config
 
 
+def test_a_dump_states_every_setting_in_plain_yaml():
+    config = quickstart()
+    assert yaml.safe_load(dump(config)) == json.loads(json.dumps(dataclasses.asdict(config)))
+
+
 def test_a_configuration_is_plain_typed_objects():
     config = quickstart("optimizer.lr=1 data.domains=[a,b]")
     assert isinstance(config, Config)
     assert isinstance(config.optimizer.lr, float)
     assert isinstance(config.optimizer.betas, tuple)
     assert config.data.domains == ["a", "b"]
-    assert type(config.sync) is dict
-    assert type(config.data.domains) is list
-
-
-def test_a_dump_states_every_field():
-    text = dump(quickstart())
-    for section in dataclasses.fields(Config):
-        assert f"{section.name}:" in text
-        if dataclasses.is_dataclass(section.type):
-            for field in dataclasses.fields(section.type):
-                assert f"  {field.name}:" in text
+    assert (type(config.sync), type(config.data.domains)) == (dict, list)
 
 
 # --------------------------------------------------------------------------------------- Overrides
@@ -93,25 +85,16 @@ def test_a_dump_states_every_field():
 @pytest.mark.parametrize(
     "overrides",
     [
-        "sync.params=32 optimizer.name=adam run.seed=3",
         "  sync.params=32   optimizer.name=adam\trun.seed=3 ",
-        ["sync.params=32", "optimizer.name=adam", "run.seed=3"],
         ("run.seed=9", "sync.params=32", "optimizer.name=adam", "run.seed=3"),
     ],
 )
 def test_overrides_win_as_text_or_list_and_the_last_one_wins(overrides):
-    config, default = quickstart(overrides), quickstart()
-    assert config.sync == default.sync | {"params": 32}
-    assert config == dataclasses.replace(
-        default,
-        sync=config.sync,
-        run=dataclasses.replace(default.run, seed=3),
-        optimizer=dataclasses.replace(default.optimizer, name="adam"),
-    )
-
-
-def test_no_overrides_change_nothing():
-    assert quickstart("") == quickstart(" ") == quickstart([]) == quickstart()
+    expected = quickstart()
+    expected.sync["params"] = 32
+    expected.optimizer.name = "adam"
+    expected.run.seed = 3
+    assert quickstart(overrides) == expected
 
 
 def test_an_element_of_a_list_may_hold_blanks():
@@ -171,30 +154,25 @@ def test_overrides_win_over_the_keys_and_these_over_the_preset(presets):
     ("keys", "parts"),
     [
         ({"learning_rte": 1}, ["learning-rte: no such key", "did you mean learning-rate?"]),
-        ({"learning_rate": "fast"}, ["optimizer.lr=fast: must be a number", "learning-rate=fast"]),
-        ({"learning_rate": True}, ["must be a number", "learning-rate=True"]),
+        ({"learning_rate": True}, ["optimizer.lr=True: must be a number", "learning-rate=True"]),
         ({"seed": 1.5}, ["run.seed=1.5: must be an integer", "seed=1.5"]),
-        ({"exp_avg_period": 0}, ["'exp_avg' must be a positive integer", "exp-avg-period=0"]),
         ({"exp_avg_period": "nver"}, ["'exp_avg' must be", "got 'nver'", "exp-avg-period=nver"]),
         ({"overrides": "run.seed=x"}, ["run.seed=x: must be an integer"]),
     ],
 )
-def test_a_wrong_run_config_is_refused_in_one_line_with_its_keys(keys, parts):
-    with pytest.raises(ConfigError) as error:
-        from_run_config(**keys)
-    message = str(error.value)
-    assert "\n" not in message
-    assert not [part for part in parts if part not in message], message
+def test_a_wrong_run_config_is_refused_with_its_keys(keys, parts):
+    assert_refused(parts, from_run_config, **keys)
 
 
 # ----------------------------------------------------------------------------------------- Extends
 
 
-def test_a_child_changes_what_it_states_and_inherits_the_rest(presets):
-    folder = presets(base=BASE, child="extends: base\noptimizer: {lr: 0.25}\n")
-    child, base = load("child", presets=folder), load("base", presets=folder)
-    assert (child.run.steps, child.optimizer.name, child.optimizer.lr) == (96, "adam", 0.25)
-    assert child.sync == base.sync
+def test_a_file_anywhere_extends_a_preset_and_changes_what_it_states(presets, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "mine.yaml"
+    path.write_text("extends: base\noptimizer: {lr: 0.25}\n")
+    config = load(str(path), presets=presets(base=BASE))
+    assert (config.run.steps, config.optimizer.name, config.optimizer.lr) == (96, "adam", 0.25)
+    assert config.sync == {"params": 4, "exp_avg": 8}
 
 
 def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
@@ -205,17 +183,9 @@ def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
         grandchild="extends: child\nrun: {seed: 1}\n",
     )
     own = {"params": 3, "momentum_buffer": "never"}
-    assert load("child", presets=folder).sync == own
     assert load("grandchild", presets=folder).sync == own
     assert load("child", "sync.params=9", presets=folder).sync == own | {"params": 9}
     assert load("base", "sync.params=9", presets=folder).sync == {"params": 9, "exp_avg": 8}
-
-
-def test_a_file_anywhere_extends_a_preset(presets, tmp_path_factory):
-    path = tmp_path_factory.mktemp("elsewhere") / "mine.yaml"
-    path.write_text("extends: base\nrun: {seed: 5}\n")
-    config = load(str(path), presets=presets(base=BASE))
-    assert (config.run.seed, config.run.steps, config.run.name) == (5, 96, "mine")
 
 
 def test_a_run_is_named_after_its_file_unless_it_says(presets):
@@ -225,25 +195,14 @@ def test_a_run_is_named_after_its_file_unless_it_says(presets):
         child="extends: named\n",
         grandchild="extends: plain\n",
     )
-    assert load("plain", presets=folder).run.name == "plain"
-    assert load("named", presets=folder).run.name == "mine"
-    assert load("child", presets=folder).run.name == "mine"
-    assert load("grandchild", presets=folder).run.name == "grandchild"
+    names = {"plain": "plain", "named": "mine", "child": "mine", "grandchild": "grandchild"}
+    assert {file: load(file, presets=folder).run.name for file in names} == names
     assert load("named", "run.name=yours", presets=folder).run.name == "yours"
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"a": "extends: a\n"},
-        {"a": "extends: b\n", "b": "extends: a\n"},
-        {"a": "extends: b\n", "b": "extends: c\n", "c": "extends: b\n"},
-    ],
-)
-def test_a_circle_of_files_is_refused(presets, files):
-    folder = presets(**files)
-    with pytest.raises(ConfigError, match="extends itself"):
-        load("a", presets=folder)
+def test_a_circle_of_files_is_refused(presets):
+    folder = presets(a="extends: b\n", b="extends: c\n", c="extends: b\n")
+    assert_refused(["b.yaml extends itself"], load, "a", presets=folder)
 
 
 # ------------------------------------------------------------------------------------------ Errors
@@ -257,7 +216,6 @@ WRONG = {
     "run.seed": ["'run.seed'", "key=value"],
     "=5": ["'=5'", "key=value"],
     "run.steps=many": ["run.steps=many", "must be an integer"],
-    "run.steps=1.5": ["run.steps=1.5", "must be an integer"],
     "run.steps=true": ["run.steps=True", "must be an integer"],
     "run.steps=null": ["run.steps=None", "needs a value"],
     "wire.params=null": ["wire.params=None", "needs a value"],
@@ -270,8 +228,6 @@ WRONG = {
     "run.seed=4294967296": ["run.seed=4294967296", "at most 4294967295"],
     "run.name=a/b": ["run.name=a/b", "letters, digits"],
     "run.name=.a": ["run.name=.a", "must not begin with"],
-    "run.name=": ["run.name="],
-    "run.name=${nope}": ["run.name", "nope"],
     "run.steps=${oc.env:DESLOC_UNSET}": ["run.steps", "DESLOC_UNSET"],
     "run.steps=???": ["run.steps"],
     "task=vision": ["task=vision", "causal_lm"],
@@ -286,7 +242,6 @@ WRONG = {
     "optimizer.lr=inf": ["optimizer.lr=inf"],
     "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "takes 2 values"],
-    "optimizer.betas=0.9": ["optimizer.betas=0.9"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
     "optimizer.momentum=1": ["optimizer.momentum=1.0", "below 1"],
     "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
@@ -294,12 +249,8 @@ WRONG = {
     "lr_schedule.name=linear": ["lr_schedule.name=linear", "wsd, cosine, constant"],
     "lr_schedule.final=2": ["lr_schedule.final=2.0", "at most 1"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
-    "sync=null": ["sync=None"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
-    "sync.params=-3": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got -3"],
     "sync.params=1.5": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 1.5"],
-    "sync.params=true": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got True"],
-    "sync.params=sometimes": ["sync", "'params'", "'never'", "got 'sometimes'"],
     "sync.exp_avg=null": ["sync", "'exp_avg'", "'never'", "got None"],
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
@@ -311,7 +262,6 @@ WRONG = {
     "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset": ["sync_delay=1", "set sync_delay=0"],
     "sync_mode=random": ["sync_mode=random", "periodic, probabilistic"],
     "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
-    "federation.on_failure=retry": ["federation.on_failure=retry", "stop, continue"],
     "federation.min_clients=9": ["federation.min_clients=9", "federation.num_clients=4"],
     "federation.fraction_train=0": ["federation.fraction_train=0.0", "at most 1"],
     "evaluation.central=maybe": ["evaluation.central=maybe", "bool"],
@@ -319,26 +269,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("override", "parts"), WRONG.items(), ids=WRONG)
-def test_a_wrong_value_is_refused_in_one_line_with_key_value_and_what_is_allowed(override, parts):
-    with pytest.raises(ConfigError) as error:
-        quickstart(override.split())
-    message = str(error.value)
-    assert "\n" not in message
-    assert not [part for part in parts if part not in message], message
+def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(override, parts):
+    assert_refused(parts, quickstart, override.split())
 
 
 BROKEN_FILES = {
     "invalid_yaml": ("run: [", ["not valid YAML", "broken.yaml"]),
-    "tabs": ("run:\n\tsteps: 3", ["not valid YAML", "broken.yaml"]),
     "duplicate_key": ("run: {seed: 1}\nrun: {seed: 2}", ["not valid YAML", "duplicate key run"]),
     "python_object": ("!!python/object/apply:os.getcwd []", ["not valid YAML"]),
     "list": ("- 1\n- 2", ["keys and values", "list"]),
     "word": ("hello", ["hello: no such key"]),
-    "empty": ("", ["sync", "no period is stated"]),
-    "not_utf8": (b"\xff\xfe\x00", ["cannot read", "broken.yaml", "utf-8"]),
+    "not_utf8": ("\xff\xfe\x00", ["cannot read", "broken.yaml", "utf-8"]),
     "empty_section": ("extends: base\nrun:", ["run=None", "section"]),
     "empty_sync": ("extends: base\nsync: {}", ["sync", "no period is stated"]),
-    "list_for_section": ("extends: base\nrun: [1]", ["run=[1]", "section"]),
     "number_for_key": ("extends: base\nrun: {1: 2}", ["run.1", "seed, steps"]),
     "unknown_parent": ("extends: bsae", ["extends=bsae", "did you mean base?", "broken"]),
     "no_params": ("sync: {exp_avg: 3}", ["sync", "'params'", "exp_avg"]),
@@ -346,13 +289,8 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize(("text", "parts"), BROKEN_FILES.values(), ids=BROKEN_FILES)
-def test_a_broken_file_is_refused_in_one_line(presets, text, parts):
-    folder = presets(base=BASE, broken=text)
-    with pytest.raises(ConfigError) as error:
-        load("broken", presets=folder)
-    message = str(error.value)
-    assert "\n" not in message
-    assert not [part for part in parts if part not in message], message
+def test_a_broken_file_is_refused(presets, text, parts):
+    assert_refused(parts, load, "broken", presets=presets(base=BASE, broken=text))
 
 
 @pytest.mark.parametrize(
@@ -364,17 +302,12 @@ def test_a_broken_file_is_refused_in_one_line(presets, text, parts):
     ],
 )
 def test_a_missing_file_is_refused_with_the_names_there_are(name, parts):
-    with pytest.raises(ConfigError) as error:
-        load(name)
-    assert not [part for part in parts if part not in str(error.value)]
+    assert_refused(parts, load, name)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "sync: {params: 0}", "run: {sead: 1}", "[", "run: {steps: x}"]
-)
+@pytest.mark.parametrize("text", ["", "sync: {params: 0}", "run: {sead: 1}", "["])
 def test_a_parsed_text_is_held_to_the_same(text):
-    with pytest.raises(ConfigError):
-        parse(text)
+    assert_refused([], parse, text)
 
 
 def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwise_refused():
@@ -401,7 +334,3 @@ def test_a_run_of_an_earlier_version_that_stated_what_its_optimizer_lacks_can_be
     config = quickstart()
     config.optimizer.momentum = 0.8
     assert parse(dump(config)) == quickstart()
-
-
-def test_a_configuration_error_is_a_value_error():
-    assert issubclass(ConfigError, ValueError)
