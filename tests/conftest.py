@@ -29,7 +29,7 @@ _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_examples.py": _PICTURES,
     "test_flower_strategies.py": (_PAGE,),
     "test_images.py": (_PAGE, "runs.figures.overview.draw"),
-    "test_outputs.py": (_PAGE,),
+    "test_outputs.py": _PICTURES,
     "test_preflight.py": _PICTURES,
     "test_resume_run.py": _PICTURES,
     "test_study.py": _PICTURES,
