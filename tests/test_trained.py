@@ -5,7 +5,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
-from flower_desloc.config import Config, ConfigError, dump, load, parse
+from flower_desloc.config import ConfigError, dump, load, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import digest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -37,32 +36,52 @@ SMALL = [
 ]  # fmt: skip
 
 
-def train(output_dir: Path, *overrides: str) -> Path:
+def train(output_dir, *overrides):
     return tiny.train(output_dir, *SMALL, *overrides)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
+def copy(run, tmp_path):
     """A copy of the run that a test may harm."""
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="module")
-def model(run: Path) -> Path:
+def model(run):
     return export(run, run.parent / "model")
 
 
-def desloc(*arguments: object) -> Any:
+def desloc(*arguments):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
-def hashed(folder: Path) -> str:
+def refused(*arguments):
+    """Return the error, as one line, of a command that must be refused."""
+    result = desloc(*arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.split())
+
+
+def hashed(folder):
     return digest(dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+
+
+def edit(file, **changes):
+    """Change keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def renumber(tokenizer, number, to):
+    """Write a tokenizer's file with other numbers for its pieces."""
+    content = json.loads(tokenizer.read_text())
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = {piece: number(i) for piece, i in vocab.items()}
+    to.write_text(json.dumps(content))
 
 
 # ------------------------------------------------------------------------------------------ export
@@ -119,11 +138,6 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     (model / "config.json").write_text("{}")
     assert export(run, model, overwrite=True) == model
     assert hashed(model) == before
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "README.md").write_text("# My thesis")
-    with pytest.raises(ValueError, match="is not an exported model"):
-        export(run, mine, overwrite=True)
     (model / "LICENSE").write_text("mine")
     with pytest.raises(ValueError, match="holds LICENSE, which this export does not write"):
         export(run, model, overwrite=True)
@@ -131,20 +145,21 @@ def test_an_export_replaces_nothing_but_an_export(run, model, tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in model.iterdir()} == {
         oct(model.stat().st_mode & 0o666)
     }
-    export(run, tmp_path / "clone")
-    (tmp_path / "clone" / ".git").mkdir()
-    with pytest.raises(ValueError, match="is not an exported model"):
-        export(run, tmp_path / "clone", overwrite=True)
-    with pytest.raises(ValueError, match="no such file or folder"):
-        export(tmp_path / "nowhere", tmp_path / "there")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("# My thesis")
+    clone = export(run, tmp_path / "clone")
+    (clone / ".git").mkdir()
+    for folder in (mine, clone):
+        with pytest.raises(ValueError, match="is not an exported model"):
+            export(run, folder, overwrite=True)
     assert [path.name for path in mine.iterdir()] == ["README.md"]
-    assert {path.name for path in tmp_path.iterdir()} == {"mine", "clone"}
 
 
 def test_an_export_that_fails_leaves_nothing_behind(copy, tmp_path):
+    assert "no such file or folder" in refused("export", tmp_path / "nowhere", tmp_path / "model")
     (copy / "config.yaml").write_text("run: 3")
-    result = desloc("export", copy, tmp_path / "model")
-    assert result.exit_code == 2, result.output
+    refused("export", copy, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
 
 
@@ -191,91 +206,65 @@ def test_a_model_goes_on_with_a_prompt(run, model):
 
 def test_a_model_that_is_not_whole_is_neither_asked_nor_scored(model, questions, tmp_path):
     """Transformers draws at random what it does not find, and lm-eval scores NaN."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    whole = load_file(model / "model.safetensors")
 
-    def changed(name, change):
-        folder = shutil.copytree(model, tmp_path / name)
-        change(folder)
-        return folder
-
-    def without_a_layer(folder):
-        tensors = load_file(folder / "model.safetensors")
-        kept = {name: t for name, t in tensors.items() if "layers.0" not in name}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def with_a_nan(folder):
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.norm.weight"][0] = math.nan
+    def save(tensors):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def a_classifier(folder):
-        file = folder / "config.json"
-        about = json.loads(file.read_text())
-        file.write_text(json.dumps(about | {"architectures": ["LlamaForSequenceClassification"]}))
+    def assert_refused(said):
+        assert said in refused("generate", folder, "x")
+        assert said in refused("evaluate", folder, "--data", questions)
 
-    def without_tokenizer(folder):
-        for file in folder.glob("*token*"):
-            file.unlink()
-
-    def adapters(folder):
-        (folder / "adapter_config.json").write_text("{}")
-
-    for change, said in (
-        (without_a_layer, "its weights lack model.layers.0."),
-        (with_a_nan, "contain NaN or infinity ('model.norm.weight' of stream 'params' has values"),
-        (a_classifier, "LlamaForSequenceClassification is not a causal language model"),
-        (without_tokenizer, "has no tokenizer"),
-        (adapters, "holds adapters of peft"),
-    ):
-        folder = changed(change.__name__, change)
-        for command in (["generate", folder, "x"], ["evaluate", folder, "--data", questions]):
-            result = desloc(*command)
-            assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+    save({name: tensor for name, tensor in whole.items() if "layers.0" not in name})
+    assert_refused("its weights lack model.layers.0.")
+    save(whole | {"model.norm.weight": torch.full((32,), math.nan)})
+    assert_refused("contain NaN or infinity ('model.norm.weight' of stream 'params' has values")
+    save(whole)
+    edit(folder / "config.json", architectures=["LlamaForSequenceClassification"])
+    assert_refused("LlamaForSequenceClassification is not a causal language model")
+    shutil.copy(model / "config.json", folder)
+    (folder / "adapter_config.json").write_text("{}")
+    assert_refused("holds adapters of peft")
+    (folder / "adapter_config.json").unlink()
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert_refused("has no tokenizer")
 
 
 def test_generation_ends_with_the_models_window(model, tmp_path):
     result = desloc("generate", model, "x" * 60, "--tokens", 20)
     assert result.exit_code == 0, result.output
     assert "4 tokens: end of the text or of the model's length" in result.stderr
-    for prompt, said in (("", "the prompt is empty"), ("x" * 64, "the model takes 64 at most")):
-        result = desloc("generate", model, prompt)
-        assert (result.exit_code, said in result.stderr) == (2, True)
-    result = desloc("generate", tmp_path, "x")
-    assert (result.exit_code, "has no checkpoint" in result.stderr) == (2, True)
+    assert "the prompt is empty" in refused("generate", model, "")
+    assert "the model takes 64 at most" in refused("generate", model, "x" * 64)
+    assert "has no checkpoint" in refused("generate", tmp_path, "x")
 
 
 # ------------------------------------------------------------------------------------------ scores
 
 
+THREE = {"text": ["tea", "é", "a stone"], "label": ["A", "B", "C"]}
+TEA = {
+    "activity_label": "Tea", "ctx_a": "She boils", "ctx_b": "water [x]",
+    "endings": ["and drinks.", "stone.", "."],
+}  # fmt: skip
 QUESTIONS = {
     "piqa": [
         {"goal": f"do {i}", "sol1": "a b", "sol2": "the the th" * (i % 3 + 1), "label": i % 2}
         for i in range(6)
     ],
     "arc_easy": [
-        {
-            "question": f"which {i}?",
-            "choices": {"text": ["tea", "é", "a stone"], "label": ["A", "B", "C"]},
-            "answerKey": "ABC"[i % 3],
-        }
-        for i in range(3)
+        {"question": f"which {i}?", "choices": THREE, "answerKey": "ABC"[i]} for i in range(3)
     ],
-    "hellaswag": [
-        {
-            "activity_label": "Tea",
-            "ctx_a": "She boils",
-            "ctx_b": "water [x]",
-            "endings": ["and drinks.", "stone.", "."],
-            "label": str(i),
-        }
-        for i in range(3)
-    ],
+    "hellaswag": [TEA | {"label": str(i)} for i in range(3)],
     "mine": [{"query": "", "choices": ["yes", "no"], "gold": i % 2} for i in range(3)],
     "long": [{"query": "q" * 80, "choices": ["a", "b"], "gold": 1} for _ in range(2)],
 }
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tmp_path_factory):
     folder = tmp_path_factory.mktemp("questions")
     for name, rows in QUESTIONS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -284,14 +273,13 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tmp_path):
     pytest.importorskip("lm_eval")
-    names = ",".join(QUESTIONS)
-    file = tmp_path / "scores.json"
+    names, file = ",".join(QUESTIONS), tmp_path / "scores.json"
     result = desloc("evaluate", model, "--data", questions, "--tasks", names, "--json", file)
     assert result.exit_code == 0, result.output
     scores = json.loads(file.read_text())["tasks"]
     loaded = AutoModelForCausalLM.from_pretrained(model)
 
-    def likelihood(context: str, answer: str) -> float:
+    def likelihood(context, answer):
         prefix, rest = context.encode() or b"\n", f" {answer}".encode()
         tokens = torch.tensor([list(prefix + rest)])
         with torch.no_grad():
@@ -305,10 +293,9 @@ def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tm
         per_letter = [nat / len(answer) for nat, answer in zip(nats, answers, strict=True)]
         for metric, values in (("acc", nats), ("acc_norm", per_letter)):
             right[metric] += values.index(max(values)) == row["label"]
-    assert scores["piqa"]["acc"] == pytest.approx(right["acc"] / 6)
-    assert scores["piqa"]["acc_norm"] == pytest.approx(right["acc_norm"] / 6)
-    share = right["acc"] / 6
-    assert scores["piqa"]["acc_stderr"] == pytest.approx((share * (1 - share) / 5) ** 0.5)
+    share, piqa = right["acc"] / 6, scores["piqa"]
+    assert (piqa["acc"], piqa["acc_norm"]) == pytest.approx((share, right["acc_norm"] / 6))
+    assert piqa["acc_stderr"] == pytest.approx((share * (1 - share) / 5) ** 0.5)
     # Of equal questions with every answer in turn, one is right each time.
     assert scores["hellaswag"]["acc"] == pytest.approx(1 / 3)
     assert {name: each["chance"] for name, each in scores.items()} == pytest.approx(
@@ -320,23 +307,21 @@ def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tm
     # The model sees 64 bytes.
     assert {name: each["cut"] for name, each in scores.items() if each["cut"]} == {"long": 4}
     assert "lost its beginning: 4 answers of long" in result.stdout
-    assert f"{100 * scores['piqa']['acc']:.1f} ±" in result.stdout
+    assert f"{100 * piqa['acc']:.1f} ±" in result.stdout
 
 
 def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
 
-    def said(*arguments: object) -> str:
-        result = desloc("evaluate", model, *arguments)
-        assert result.exit_code == 2, result.output
-        return " ".join(result.stderr.split())
+    def said(*arguments):
+        return refused("evaluate", model, *arguments)
 
     assert "No such file" in said("--data", tmp_path)
     shutil.copy(questions / "arc_easy.jsonl", tmp_path / "piqa.jsonl")
     columns = "needs choices, gold, query or goal, label, sol1, sol2"
     assert columns in said("--data", tmp_path, "--tasks", "piqa")
     whole = {"query": "one", "choices": ["a", "b"], "gold": 1}
-    wrong: list[tuple[object, str]] = [
+    for question, why in [
         ("goal", "is not a JSON object"),
         ({**whole, "gold": "1"}, "the right answer is number '1', of 2 from 0"),
         ({**whole, "gold": -1}, "number -1"),
@@ -345,8 +330,7 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
         ({**whole, "choices": ["a"]}, "two answers or more"),
         ({"query": "one", "choices": ["a", "b"]}, "KeyError: 'gold'"),
         ({**whole, "query": None}, "query is not text"),
-    ]
-    for question, why in wrong:
+    ]:
         (tmp_path / "mine.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(question)}\n")
         told = said("--data", tmp_path, "--tasks", "mine")
         assert f"{tmp_path}/mine.jsonl, line 2: " in told
@@ -366,16 +350,16 @@ def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- start
 
 
-def a_model(folder: Path, kind: str, tokenizer: bool = True, **settings: Any) -> Any:
+SMALLEST = {
+    "vocab_size": 260, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA = {"intermediate_size": 40, "num_key_value_heads": 2}
+
+
+def a_model(folder, kind, tokenizer=True, **settings):
     """Write a model of transformers' own making; return it."""
-    small = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None}
-    if kind == "llama":
-        small |= {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
-        small |= {"num_attention_heads": 6, "num_key_value_heads": 2}
-        small |= {"max_position_embeddings": 64}
-    else:
-        small |= {"n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    config = transformers.AutoConfig.for_model(kind, **small | settings)
+    config = transformers.AutoConfig.for_model(kind, **SMALLEST | LLAMA | settings)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder, max_shard_size="20KB")
@@ -384,8 +368,13 @@ def a_model(folder: Path, kind: str, tokenizer: bool = True, **settings: Any) ->
     return model.eval()
 
 
-def config_for(folder: Path | str, *overrides: str) -> Config:
+def config_for(folder, *overrides):
     return load("quickstart", [*SMALL, f"run.init_from={folder}", *overrides])
+
+
+def assert_refused(said, call, config):
+    with pytest.raises(ConfigError, match=said):
+        call(config)
 
 
 @pytest.mark.parametrize(
@@ -426,70 +415,54 @@ def test_weights_that_cannot_be_trusted_or_are_not_whole_are_refused(tmp_path):
     config = with_init_from(config_for(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
     shards = sorted(tmp_path.glob("*.safetensors"))
-    kept = json.loads(index.read_text())
-    fewer = {name: file for name, file in kept["weight_map"].items() if file != shards[0].name}
-    index.write_text(json.dumps(kept | {"weight_map": fewer}))
-    with pytest.raises(ConfigError, match=r"its weights lack model\.\S+, .* in all"):
-        initial(config)
-    index.write_text(json.dumps(kept))
-    (tmp_path / "nan").mkdir()
+    kept = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map={name: file for name, file in kept.items() if file != shards[0].name})
+    assert_refused(r"its weights lack model\.\S+, .* in all", initial, config)
+    edit(index, weight_map=kept)
     own = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
     own["model.norm.weight"][3] = float("nan")
     theirs.save_pretrained(tmp_path / "nan", state_dict=own)
     ByteTokenizer().save(tmp_path / "nan")
-    with pytest.raises(ConfigError, match=r"run\.init_from=.*/nan: its weights contain NaN"):
-        initial(with_init_from(config_for(tmp_path / "nan")))
-    other = json.loads((tmp_path / "nan" / "config.json").read_text())
-    (tmp_path / "nan" / "config.json").write_text(json.dumps(other | {"intermediate_size": 48}))
-    with pytest.raises(ConfigError, match=r"of other shapes than its config\.json states"):
-        initial(with_init_from(config_for(tmp_path / "nan")))
+    said = r"run\.init_from=.*/nan: its weights contain NaN"
+    assert_refused(said, initial, with_init_from(config_for(tmp_path / "nan")))
+    edit(tmp_path / "nan" / "config.json", intermediate_size=48)
+    said = r"of other shapes than its config\.json states"
+    assert_refused(said, initial, with_init_from(config_for(tmp_path / "nan")))
     shards[0].write_bytes(shards[0].read_bytes()[:100])
-    with pytest.raises(ConfigError, match="cannot read its weights, safetensors"):
-        initial(config)
+    assert_refused("cannot read its weights, safetensors", initial, config)
     for file in (index, *shards):
         file.unlink()
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="cannot read its weights, safetensors"):
-        initial(config)
+    assert_refused("cannot read its weights, safetensors", initial, config)
 
 
 def test_a_model_and_data_that_do_not_go_together_are_refused(tmp_path):
+    def refuses(said, folder, *overrides):
+        assert_refused(said, with_init_from, config_for(tmp_path / folder, *overrides))
+
     a_model(tmp_path / "bare", "llama", tokenizer=False)
-    with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
-        with_init_from(config_for(tmp_path / "bare"))
+    refuses(r"it has no tokenizer; set data\.tokenizer", "bare")
     a_model(tmp_path / "empty", "gpt2", tokenizer=False)
-    with pytest.raises(ConfigError, match=r"it has no tokenizer; set data\.tokenizer"):
-        with_init_from(config_for(tmp_path / "empty"))
+    refuses(r"it has no tokenizer; set data\.tokenizer", "empty")
     a_model(tmp_path / "model", "gpt2")
-    with pytest.raises(ConfigError, match=r"data\.seq_len=65: the model takes at most 64 tokens"):
-        with_init_from(config_for(tmp_path / "model", "data.seq_len=65"))
-    shifted = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
-    vocab = shifted["model"]["vocab"]
-    shifted["model"]["vocab"] = {piece: (i + 1) % 256 for piece, i in vocab.items()}
-    (tmp_path / "other.json").write_text(json.dumps(shifted))
-    with pytest.raises(ConfigError, match="has other numbers for the same text"):
-        with_init_from(config_for(tmp_path / "model", f"data.tokenizer={tmp_path / 'other.json'}"))
+    refuses(r"data\.seq_len=65: the model takes at most 64 tokens", "model", "data.seq_len=65")
+    other = tmp_path / "other.json"
+    renumber(tmp_path / "model" / "tokenizer.json", lambda i: (i + 1) % 256, to=other)
+    refuses("has other numbers for the same text", "model", f"data.tokenizer={other}")
     a_model(tmp_path / "few", "llama", vocab_size=200)
-    with pytest.raises(ConfigError, match="it has 256 tokens, the model 200"):
-        with_init_from(config_for(tmp_path / "few"))
-    with pytest.raises(ConfigError, match="a model of transformers is for task=causal_lm"):
-        with_init_from(load("digits", [f"run.init_from={tmp_path / 'model'}"]))
-    config = json.loads((tmp_path / "few" / "config.json").read_text())
-    masked = config | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
-    (tmp_path / "few" / "config.json").write_text(json.dumps(masked))
-    with pytest.raises(ConfigError, match="BertForMaskedLM is not a causal language model"):
-        with_init_from(config_for(tmp_path / "few"))
+    refuses("it has 256 tokens, the model 200", "few")
+    images = load("digits", [f"run.init_from={tmp_path / 'model'}"])
+    assert_refused("a model of transformers is for task=causal_lm", with_init_from, images)
+    edit(tmp_path / "few" / "config.json", model_type="bert", architectures=["BertForMaskedLM"])
+    refuses("BertForMaskedLM is not a causal language model", "few")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ConfigError, match="vit is not a causal language model"):
-        with_init_from(config_for(tmp_path / "model"))
+    refuses("vit is not a causal language model", "model")
 
 
 def test_a_tokenizer_of_its_own_goes_with_a_model(tmp_path):
     a_model(tmp_path, "llama", vocab_size=300)
     file = tmp_path / "tokenizer.json"
-    own = json.loads(file.read_text())
-    own["model"]["vocab"] = {piece: i + 3 for piece, i in own["model"]["vocab"].items()}
-    file.write_text(json.dumps(own))
+    renumber(file, lambda i: i + 3, to=file)
     assert with_init_from(config_for(tmp_path)).data.tokenizer == str(tmp_path)
     stated = with_init_from(config_for(tmp_path, f"data.tokenizer={file}"))
     assert stated.data.tokenizer == str(file)
