@@ -12,20 +12,23 @@ from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import active_children
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
+from recorded import a_plan, windows_of
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, dump, load
-from flower_desloc.flower.observer import Plan
+from flower_desloc.flower.observer import EvaluationRecord
 from flower_desloc.runs import RunFolder
+from flower_desloc.runs.folder import read_lines
+from flower_desloc.runs.recorder import to_line
 from flower_desloc.runs.summary import build
-from flower_desloc.setup.build import build_schedule
 from flower_desloc.tools.study.cells import study_state
 from flower_desloc.tools.study.figures import draw
 from flower_desloc.tools.study.grid import config_digest, with_run
@@ -36,9 +39,8 @@ from flower_desloc.tools.study.store import OUTCOME, Store
 from flower_desloc.tools.study.study_file import read_study
 from flower_desloc.tools.study.workers import WorkerPool, run_to_end
 
-ROOT = Path(__file__).parents[1]
-STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
-MINIATURE = ROOT / "studies" / "miniature.yaml"
+STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
+[MINIATURE] = (path for path in STUDIES if path.stem == "miniature")
 TINY = [
     "run.steps=8", "run.eval_every=4", "model.hidden_size=16", "model.intermediate_size=32",
     "model.num_hidden_layers=1", "data.max_bytes=20000", "data.seq_len=16", "data.batch_size=2",
@@ -56,10 +58,11 @@ def results(made, store):
     return list(study_state(made, store).values())
 
 
-def study(tmp_path, text):
+def study(tmp_path, text, overrides=()):
+    """Return the study of a file with this text, and its store."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    return path
+    return read_study(path, overrides), Store(tmp_path, "mine")
 
 
 def search(score, start=0, most=9):
@@ -109,20 +112,15 @@ def test_where_everything_diverges_the_search_goes_down_and_ends():
 
 
 def test_the_grid_is_the_product_of_the_axes(tmp_path):
-    made = read_study(
-        study(
-            tmp_path,
-            """
+    text = """
 base: {run: {steps: 24}, optimizer: {lr: 0.0021}}
 axes:
   method: {DES-LOC: [], Local ADOPT: {config: local_adopt}}
   data: {IID: [data.partition=iid], by domain: {overrides: {data: {partition: by_domain}}}}
 seeds: [3, 4]
 sweep: {key: optimizer.lr}
-""",
-        ),
-        ["run.eval_every=12"],
-    )
+"""
+    made, _ = study(tmp_path, text, ["run.eval_every=12"])
     assert made.name == "mine"
     assert [cell.slug for cell in made.cells] == [
         "des-loc_iid", "des-loc_by-domain", "local-adopt_iid", "local-adopt_by-domain",
@@ -153,10 +151,9 @@ sweep: {key: optimizer.lr}
     ],
 )
 def test_a_mistake_in_a_study_is_reported_with_its_file_and_key(tmp_path, text, said):
-    path = study(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        read_study(path)
-    assert str(error.value).startswith(f"{path}: ")
+        study(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path / 'mine.yaml'}: ")
 
 
 def test_a_runs_digest_depends_on_the_settings_and_not_on_the_name():
@@ -169,7 +166,7 @@ def test_a_runs_digest_depends_on_the_settings_and_not_on_the_name():
 def test_an_axis_may_tune_what_the_study_does_not(tmp_path):
     axes = "{method: {tuned: {sweep: {key: optimizer.lr}}, fixed: []}}"
     for text in ("", "sweep: none\n"):
-        tuned, fixed = read_study(study(tmp_path, f"{text}axes: {axes}")).cells
+        tuned, fixed = study(tmp_path, f"{text}axes: {axes}")[0].cells
         assert (tuned.search.key, fixed.search) == ("optimizer.lr", None)
 
 
@@ -182,75 +179,44 @@ def test_what_a_study_sets_itself_cannot_be_overridden(item):
 # --- The results -------------------------------------------------------------------------------
 
 
-def leave(store, run, loss, *, diverged=False):
-    """Write the folder of a run of two clients, with streams of 1000 bytes, into the store."""
-    config, schedule = run.config, build_schedule(run.config)
-    folder = RunFolder(store.final_path(run))
+def leave(store, run, end, *, diverged=False):
+    """Write the folder of a run of two clients, whose loss falls to ``end``, into the store."""
+    config, folder = run.config, RunFolder(store.final_path(run))
     folder.path.mkdir(parents=True)
     folder.write_config(dump(config))
-    lines = []
-    for number, window in enumerate(schedule.windows(config.run.steps), 1):
-        streams = [name for name in schedule.periods if name in window.due]
-        lines.append(
-            {
-                "round": number, "start": window.start, "step": window.stop, "streams": streams,
-                "bytes_up": dict.fromkeys(streams, 2000), "bytes_down": {},
-                "framed_bytes_up": 0, "framed_bytes_down": 0, "train_loss": loss(window.stop),
-                "seconds_split": {"total": 1.0}, "left_out": {}, "drift": {},
-                "clients": {name: {"losses": []} for name in ("client-0", "client-1")},
-                "evaluation": {
-                    "central": {"overall": {"loss": loss(window.stop)}, "parts": {}},
-                },
-            }
-        )  # fmt: skip
-        folder.append_metrics(lines[-1])
-    plan = Plan(
-        num_steps=config.run.steps,
-        num_windows=len(lines),
-        stream_bytes=dict.fromkeys(schedule.periods, 1000),
-        clients={},
-    )
+    for window in windows_of(config.sync, config.run.steps, clients=2):
+        loss = end + config.run.steps - window.step
+        heldout = EvaluationRecord(overall={"loss": loss}, parts={})
+        folder.append_metrics(to_line(replace(window, central=heldout, federated=None)))
+    plan = a_plan(config.sync, config.run.steps, clients=2)
     status = "failed" if diverged else "completed"
-    folder.write_summary(build(lines, config=config, plan=plan, status=status))
+    folder.write_summary(build(read_lines(folder.metrics), config=config, plan=plan, status=status))
     outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
     (folder.path / OUTCOME).write_text(json.dumps({**outcome, "config": dump(config)}))
 
 
-def curve(end):
-    return lambda step: end + 3 / step
-
-
 def test_results_are_mean_and_standard_deviation_over_the_seeds_at_the_tuned_value(tmp_path):
-    made = read_study(
-        study(
-            tmp_path,
-            """
+    text = """
 base: [run.steps=48, optimizer.lr=0.0021, "sync.params=4", "sync.exp_avg=12", "sync.exp_avg_sq=24"]
 axes:
   method: {DES-LOC: [], Local ADOPT: ["sync.exp_avg=4", "sync.exp_avg_sq=4"], Wild: [run.steps=47]}
   data: {IID: [data.partition=iid], by domain: [data.partition=by_domain]}
 seeds: [0, 1, 2]
 sweep: {key: optimizer.lr, max_runs: 5}
-""",
-        )
-    )
-    store = Store(tmp_path, made.name)
-    rng = np.random.default_rng(0)
-    ends = {}
+"""
+    made, store = study(tmp_path, text)
+    rng, ends = np.random.default_rng(0), {}
     for cell in made.cells:
-        for position in (-1, 0, 1, 2):
-            wild = cell.labels["method"] == "Wild" or position == 2
-            for seed in (0, 1, 2) if position == 1 else (0,):
+        wild = cell.labels["method"] == "Wild"
+        for position in (-3, -2, -1, 0, 1, 2) if wild else (-1, 0, 1, 2):
+            for seed in (0, 1, 2) if position == 1 and not wild else (0,):
                 run = cell.run(seed, position)
                 ends[run.title] = rng.normal(2 + (position - 1) ** 2, 0.1)
-                leave(store, run, curve(ends[run.title]), diverged=wild)
-        if cell.labels["method"] == "Wild":
-            for position in (-2, -3):
-                leave(store, cell.run(0, position), curve(3), diverged=True)
+                leave(store, run, ends[run.title], diverged=wild or position == 2)
     rows = results(made, store)
     assert [row.spread.mean is None for row in rows] == [False] * 4 + [True] * 2
     for cell, row in zip(made.cells[:4], rows, strict=False):
-        scores = [ends[cell.run(seed, 1).title] + 3 / 48 for seed in (0, 1, 2)]
+        scores = [ends[cell.run(seed, 1).title] for seed in (0, 1, 2)]
         assert row.tuned == cell.search.value(1) == 0.00297
         assert row.bracketed
         assert row.tried[cell.search.value(2)] == math.inf
@@ -261,51 +227,44 @@ sweep: {key: optimizer.lr, max_runs: 5}
         "method", "data", "tuned", "final held-out loss", "seeds", "sent by a client",
         "Local Adam sends", "DDP sends", "time",
     ]  # fmt: skip
-    # Of 48 steps: params 12 times, exp_avg 4, exp_avg_sq 2, of 1000 bytes each.
+    # Of 48 steps: params 12 times, exp_avg 4, exp_avg_sq 2, of 275.2 kB each.
     assert lines[0] == [
         "DES-LOC", "IID", "lr 0.00297",
-        f"{rows[0].spread.mean:.4f} ± {rows[0].spread.std:.4f}", "3", "18.0 kB",
-        "2.00 times", "2.67 times", "0:12",
+        f"{rows[0].spread.mean:.4f} ± {rows[0].spread.std:.4f}", "3", "5.0 MB",
+        "2.00 times", "2.67 times", "0:52",
     ]  # fmt: skip
-    assert lines[2][5:7] == ["36.0 kB", "1.00 times"]
+    assert lines[2][5:7] == ["9.9 MB", "1.00 times"]
     assert lines[4][2:] == ["lr: all diverged", "-", "0", "-", "-", "-", "-"]
     assert markdown(rows).count("\n") == 1 + len(rows)
     write(rows, store.path)
     cells = json.loads((store.path / "results.json").read_text())["cells"]
     assert [cell["std"] for cell in cells] == [row.spread.std for row in rows]
-    assert cells[4]["tried"] == dict.fromkeys(
-        (f"{made.cells[4].search.value(p):g}" for p in range(-3, 2)), None
-    )
-    drawn = draw(rows, store.path)
-    assert {path.name for path in drawn} == {
-        "scores.png", "sweep.png", "loss_by_step.png", "loss_by_bytes.png",
+    tried = [f"{made.cells[4].search.value(position):g}" for position in range(-3, 2)]
+    assert cells[4]["tried"] == dict.fromkeys(tried)
+    assert {path.stem for path in draw(rows, store.path)} == {
+        "scores", "sweep", "loss_by_step", "loss_by_bytes"
     }  # fmt: skip
 
 
 def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
-    made = read_study(study(tmp_path, "base: [run.steps=16]\nseeds: [0, 1, 2]"))
-    store = Store(tmp_path, made.name)
+    made, store = study(tmp_path, "base: [run.steps=16]\nseeds: [0, 1, 2]")
     for seed, end in enumerate((1.0, 2.0, 3.0)):
-        leave(store, made.cells[0].run(seed), curve(end), diverged=seed == 2)
+        leave(store, made.cells[0].run(seed), end, diverged=seed == 2)
     [row] = results(made, store)
-    assert (row.diverged, row.spread.mean, row.spread.std) == (
-        1,
-        1.5 + 3 / 16,
-        pytest.approx(0.5**0.5),
-    )
+    assert (row.diverged, row.spread.mean) == (1, 1.5)
+    assert row.spread.std == pytest.approx(0.5**0.5)
     assert "diverged" in table([row])[0]
 
 
 def test_a_run_with_other_settings_does_not_count_as_finished(tmp_path):
-    [cell, *_] = read_study(MINIATURE).cells
-    store, run = Store(tmp_path, "mine"), cell.run(0)
-    leave(store, run, curve(1))
-    assert store.finished(run)
-    outcome = store.final_path(run) / OUTCOME
-    outcome.write_text(outcome.read_text().replace("steps: 12", "steps: 13"))
-    assert Store(tmp_path, "mine").finished(run) is None
-    outcome.write_text("half a fi")
-    assert Store(tmp_path, "mine").finished(run) is None
+    run = read_study(MINIATURE).cells[0].run(0)
+    leave(Store(tmp_path, "mine"), run, 1.0)
+    outcome = Store(tmp_path, "mine").final_path(run) / OUTCOME
+    whole = outcome.read_text()
+    other = whole.replace("steps: 12", "steps: 13")
+    for text, finished in ((whole, True), (other, False), ("half a fi", False)):
+        outcome.write_text(text)
+        assert bool(Store(tmp_path, "mine").finished(run)) == finished
 
 
 # --- The runs ----------------------------------------------------------------------------------
@@ -321,22 +280,6 @@ class Here:
 
     def ended(self, timeout):
         yield self.run, run_to_end(self.run, self.store.path)
-
-
-class Quiet:
-    """A view that keeps the messages."""
-
-    def __init__(self):
-        self.messages = []
-
-    def started(self, run): ...
-
-    def finished(self, run, result, states): ...
-
-    def failed(self, message):
-        self.messages.append(message)
-
-    def tick(self, states, running): ...
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -356,7 +299,7 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
     cell = replace(first, search=None, overrides=(*own, *TINY))
     made = replace(made, cells=(cell,), seeds=made.seeds[:1])
     store = Store(tmp_path, made.name)
-    assert run_study(made, store, Here(), Quiet()) == {}
+    assert run_study(made, store, Here(), Mock()) == {}
     [row] = results(made, store)
     assert row.spread.mean is not None
     assert "-" not in table([row])[1][0][len(made.axes) :]
@@ -364,10 +307,7 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
 
 @pytest.mark.slow
 def test_a_divergence_is_a_result_whatever_the_method(tmp_path):
-    made = read_study(
-        study(
-            tmp_path,
-            """
+    text = """
 base: [optimizer.lr=1e30, federation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes:
   method:
@@ -377,106 +317,83 @@ axes:
     FedAvg: {config: fedavg}
     FedAdam: {config: fedadam, overrides: [optimizer.lr=0.01, fedadam.lr=1e39]}
     going on: {overrides: [federation.on_failure=continue, federation.repeats=0]}
-""",
-        ),
-        TINY,
-    )
-    store, view = Store(tmp_path, made.name), Quiet()
-    assert run_study(made, store, Here(), view) == {}
+"""
+    made, store = study(tmp_path, text, TINY)
+    assert run_study(made, store, Here(), Mock()) == {}
     rows = results(made, store)
-    assert [row.diverged for row in rows] == [1] * 6, view.messages
-    assert [row.spread.mean for row in rows] == [None] * 6
+    assert [(row.diverged, row.spread.mean) for row in rows] == [(1, None)] * 6
     assert all(cells[1] == "diverged" for cells in table(rows)[1])
 
 
 @pytest.mark.slow
 def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
-    text = """
+    source = tmp_path / "nothing"
+    text = f"""
 base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
-axes: {data: {none: [data.source=SOURCE], some: []}}
-""".replace("SOURCE", str(tmp_path / "nothing"))
-    made = read_study(study(tmp_path, text), TINY)
-    store, view = Store(tmp_path, made.name), Quiet()
-    failed = run_study(made, store, Here(), view)
+axes: {{data: {{none: [data.source={source}], some: []}}}}
+"""
+    made, store = study(tmp_path, text, TINY)
+    failed = run_study(made, store, Here(), Mock())
     assert list(failed) == ["none, seed 0"]
     assert "nothing" in failed["none, seed 0"]
     assert (store.failed_path(made.cells[0].run(0)) / "log.txt").exists()
     assert [len(row.runs) for row in results(made, store)] == [0, 1]
-    (tmp_path / "nothing").mkdir()
+    source.mkdir()
     tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
-    (tmp_path / "nothing" / "tales.jsonl").write_text("\n".join(tales))
-    assert run_study(made, store, Here(), view) == {}
+    (source / "tales.jsonl").write_text("\n".join(tales))
+    assert run_study(made, store, Here(), Mock()) == {}
     assert not store.failed_path(made.cells[0].run(0)).exists()
-
-
-class Killer(Quiet):
-    """Kills the worker of certain runs: at once, or in the middle."""
-
-    def __init__(self, store, deaths):
-        super().__init__()
-        self.store, self.deaths, self.killed = store, deaths, set()
-
-    def tick(self, states, running):
-        for run in running:
-            deaths = self.deaths.get(run.cell.name)
-            begun = list(self.store.scratch_path(run).glob("*/metrics.jsonl"))
-            alive = [child for child in active_children() if child.pid not in self.killed]
-            if deaths and alive and (deaths[0] == "at once" or begun):
-                deaths.pop(0)
-                self.killed.add(alive[0].pid)
-                alive[0].kill()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
-    made = read_study(
-        study(tmp_path, "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"),
-        [*TINY, *LONG],
-    )
-    store = Store(tmp_path, made.name)
-    view = Killer(store, {"A": ["at once"], "B": ["in the middle", "at once"]})
+    text = "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"
+    made, store = study(tmp_path, text, [*TINY, *LONG])
+    deaths, killed = {"A": ["at once"], "B": ["in the middle", "at once"]}, set()
+
+    def kill(states, running):
+        """Kill the worker of a run, at once or in the middle."""
+        for run in running:
+            planned = deaths[run.cell.name]
+            begun = list(store.scratch_path(run).glob("*/metrics.jsonl"))
+            alive = [child for child in active_children() if child.pid not in killed]
+            if planned and alive and (planned[0] == "at once" or begun):
+                planned.pop(0)
+                killed.add(alive[0].pid)
+                alive[0].kill()
+
     with WorkerPool(1) as pool:
-        failed = run_study(made, store, pool, view)
+        failed = run_study(made, store, pool, Mock(tick=kill))
     assert list(failed) == ["B, seed 0"]
     assert "died twice; is there enough memory?" in failed["B, seed 0"]
-    assert len(view.killed) == 3
+    assert len(killed) == 3
     assert [len(row.runs) for row in results(made, store)] == [1, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
-    path = study(tmp_path, "seeds: [0, 1]")
-    folder = tmp_path / "mine"
-    half = ".unfinished/*/*/*/metrics.jsonl"
-
+    made, store = study(tmp_path, "seeds: [0, 1]", [*TINY, *LONG])
+    folder, half = store.path, ".unfinished/*/*/*/metrics.jsonl"
     output = tmp_path / "output.txt"
     code = DEFAULT_SIGNALS + "from flower_desloc.cli import app; app()"
     options = [*TINY, *LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
-
-    def start():
-        with output.open("a") as file:
-            return subprocess.Popen(
-                [sys.executable, "-c", code, "study", str(path), *options],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "DESLOC_TEST": str(tmp_path)},
-            )
+    command = [sys.executable, "-c", code, "study", str(tmp_path / "mine.yaml"), *options]
+    own = {**os.environ, "DESLOC_TEST": str(tmp_path)}
 
     def done():
         return {run: (run / "summary.json").stat().st_mtime_ns for run in folder.glob("*/*seed-*")}
 
+    def in_run_2():
+        return len(done()) == 1 and any(file.stat().st_size for file in folder.glob(half))
+
     def stop_within_run_2(how):
         """Send a signal when the first run is done and the second has written a window."""
-        process = start()
+        with output.open("a") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=own)
         try:
-            wait_until(
-                lambda: process.poll() is not None or (
-                    len(done()) == 1 and any(f.stat().st_size for f in folder.glob(half))
-                ),
-                output.read_text,
-            )  # fmt: skip
+            wait_until(lambda: process.poll() is not None or in_run_2(), output.read_text)
             process.send_signal(how)
             return process.wait(600)
         finally:
@@ -495,9 +412,8 @@ def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
     # The workers end with their study.
     wait_until(lambda: not processes_with("DESLOC_TEST", str(tmp_path)), output.read_text)
 
-    made, store = read_study(path, [*TINY, *LONG]), Store(tmp_path, "mine")
     with store.locked():
-        assert run_study(made, store, Here(), Quiet()) == {}
+        assert run_study(made, store, Here(), Mock()) == {}
     assert first.items() < done().items()
     assert not (folder / ".unfinished").exists()
     [cell] = results(made, store)
@@ -514,18 +430,21 @@ def test_a_complete_study_is_only_redrawn(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "flower_desloc.runs.report.write_report", lambda runs, path, **_: reports.append(path)
     )
-    command = ["study", "miniature", "--output-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
     folder = tmp_path / "miniature"
+
+    def made():
+        command = ["study", "miniature", "--output-dir", str(tmp_path)]
+        result = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output, {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
+
+    _, files = made()
     cells = json.loads((folder / "results.json").read_text())["cells"]
     assert [cell["method"] for cell in cells] == ["DES-LOC", "Local Adam"]
     assert [cell["local_adam_ratio"] for cell in cells] == [2.0, 1.0]
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
     (folder / "scores.png").unlink()
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")} == before
+    output, same_files = made()
+    assert same_files == files
     assert (folder / "scores.png").exists()
-    assert "1/2" not in result.output
+    assert "1/2" not in output
     assert reports == [folder / "report.html"] * 2
