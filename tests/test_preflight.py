@@ -6,6 +6,7 @@ import logging
 import socket
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ TINY = (
     "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 "
     "data.max_bytes=60000 data.seq_len=32 evaluation.sequences=2"
 )
-IMAGES = "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1"
 
 
 def desloc(*arguments):
@@ -50,9 +50,9 @@ def desloc(*arguments):
 
 @pytest.mark.parametrize(
     ("preset", "parameters"),
-    # SmolLM2-135M's own number; 24 blocks with a gated expansion of 4, two norms each, and one.
     [
-        ("smollm2_135m", 134_515_008),
+        ("smollm2_135m", 134_515_008),  # SmolLM2-135M's own number
+        # 24 blocks with a gated expansion of 4, two norms each, and one.
         ("smollm2_1_7b", 49152 * 2048 + 24 * (16 * 2048**2 + 2 * 2048) + 2048),
     ],
 )
@@ -78,8 +78,7 @@ def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, 
     assert config.data.batch_size * config.federation.num_clients == 1024
     assert (config.data.seq_len, config.optimizer.clip_norm) == (2048, 1.0)
     assert config.sync == {"params": period, "exp_avg": 3 * period, "exp_avg_sq": 6 * period}
-    optimizer = config.optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.betas) == local
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.betas) == local
     rate = build_lr_schedule(config)
     assert rate(warmup - 2) < rate(warmup - 1) == rate(steps - decay) == 1
     assert rate(steps - decay + 1) < 1
@@ -88,16 +87,18 @@ def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, 
 # --- Estimates, against what is so ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("preset", "settings"),
-    [("quickstart", TINY), ("desloc_sgdm", TINY), ("digits", IMAGES)],
-)
-def test_the_sketch_has_the_streams_of_the_run(preset, settings):
-    config = load(preset, settings)
+@pytest.mark.parametrize("preset", ["quickstart", "desloc_sgdm", "digits"])
+def test_the_sketch_has_the_streams_of_the_run(preset):
+    config = load(preset, TINY)
     sketch = Sketch(config)
     model = build_task(config).build_model()
     assert stream_bytes(sketch.streams) == stream_bytes(build_streams(config, model))
     assert sketch.num_params == sum(p.numel() for p in model.parameters())
+
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def memory_since(act):
@@ -110,17 +111,12 @@ def memory_since(act):
     return status("VmHWM") - before
 
 
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def test_a_step_takes_the_memory_that_was_counted_without_it():
-    config = load(
-        "quickstart",
-        f"{TINY} model.hidden_size=128 model.num_hidden_layers=2 model.vocab_size=4096 "
-        "data.seq_len=512 data.batch_size=16",
+    size = (
+        "model.hidden_size=128 model.num_hidden_layers=2 model.vocab_size=4096 data.seq_len=512 "
+        "data.batch_size=16"
     )
+    config = load("quickstart", f"{TINY} {size}")
     task = build_task(config)
     model = task.build_model()
     batch = TextBatch(torch.zeros(16, 513, dtype=torch.int64), num_bytes=0)
@@ -146,16 +142,12 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
         "federation.num_clients=2"
     )
     needs = Needs(load("quickstart", settings))
-    parts = {**needs.client(CPU, 2), **{f"server {k}": v for k, v in needs.server().items()}}
-    estimate = sum(size for what, size in parts.items() if "Python" not in what)
-    taken = memory_since(
-        lambda: run_in_process(
-            {"config": "quickstart", "overrides": settings, "output-dir": str(tmp_path)}, 2
-        )
-    )
+    parts = [*needs.client(CPU, 2).items(), *needs.server().items()]
+    estimate = sum(size for what, size in parts if what != "Python")
+    run_config = {"config": "quickstart", "overrides": settings, "output-dir": str(tmp_path)}
+    taken = memory_since(lambda: run_in_process(run_config, 2))
     assert taken / 1.5 < estimate < taken * 1.5
-    folder = tmp_path / "quickstart"
-    written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert written < needs.server_disk() < 2.5 * written
 
 
@@ -165,11 +157,8 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
 @pytest.mark.parametrize("total", [0, 560e6, 700e6, 1.2e9, 1e12])
 def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(total, monkeypatch):
     monkeypatch.setattr(preflight, "device_memory", lambda _: (int(total / 0.7), 0))
-    config = load(
-        "quickstart",
-        f"{TINY} data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto "
-        "federation.num_clients=1",
-    )
+    sizes = "data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto"
+    config = load("quickstart", f"{TINY} {sizes} federation.num_clients=1")
     chosen = micro_batch_size(config, CPU)
     divisors = [n for n in range(1, 25) if 24 % n == 0]
 
@@ -188,8 +177,7 @@ class Small(nn.Module):
     def __init__(self, rows):
         super().__init__()
         self.linear = nn.Linear(4, 3, dtype=torch.float64)
-        self.rows = rows
-        self.seen = []
+        self.rows, self.seen = rows, []
 
     def forward(self, x):
         self.seen.append(len(x))
@@ -215,12 +203,6 @@ def test_parts_without_memory_are_halved_with_a_warning_and_the_gradient_is_the_
         loss(Small(0), x)
 
 
-@pytest.mark.parametrize("value", ["all", "0", "3"])
-def test_a_micro_batch_is_a_divisor_or_auto(value):
-    with pytest.raises(ConfigError, match=f"data.micro_batch_size={value}: must"):
-        load("quickstart", f"data.micro_batch_size={value}")
-
-
 # --- When a run is stopped --------------------------------------------------------------------
 
 
@@ -229,25 +211,20 @@ def clients(memory, **more):
 
 
 def test_a_client_that_clearly_has_too_little_memory_ends_the_run_before_it_trains(tmp_path):
-    config = load("quickstart", TINY)
-    need = sum(Needs(config).client(CPU, 8).values())
-
-    class Told:
-        def started(self, plan):
-            self.plan = plan
+    need = sum(Needs(load("quickstart", TINY)).client(CPU, 8).values())
 
     def start(memory, *settings):
+        config, told = load("quickstart", f"{TINY} {' '.join(settings)}"), Mock()
         plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(memory))
-        told = Told()
-        Preflight(load("quickstart", f"{TINY} {' '.join(settings)}"), tmp_path, told).started(plan)
-        return told.plan is plan
+        Preflight(config, tmp_path, told).started(plan)
+        told.started.assert_called_once_with(plan)
 
-    assert start(need)
-    assert start(need / 1.45)  # no estimate is exact
+    start(need)
+    start(need / 1.45)  # no estimate is exact
     with pytest.raises(ConfigError, match=r"^client-0: .*micro_batch_size.*run.preflight=warn"):
         start(need / 1.55)
-    assert start(need / 1.55, "run.preflight=warn")
-    assert start(need / 1.55, "federation.on_failure=continue")
+    start(need / 1.55, "run.preflight=warn")
+    start(need / 1.55, "federation.on_failure=continue")
 
 
 @pytest.mark.parametrize(
@@ -263,17 +240,14 @@ def test_a_client_that_clearly_has_too_little_memory_ends_the_run_before_it_trai
 )
 def test_what_a_client_says_of_itself_that_cannot_be_ends_nothing(about, tmp_path):
     needs = Needs(load("quickstart", TINY))
-    assert list(on_the_server(needs, {"client-0": about}, tmp_path)) == []
+    assert not [*on_the_server(needs, {"client-0": about}, tmp_path)]
 
 
 def test_a_client_that_takes_smaller_parts_needs_less(tmp_path):
-    config = load("quickstart", f"{TINY} data.micro_batch_size=auto data.seq_len=1024")
-    need = sum(Needs(config).client(CPU, 8).values())
-    found = [
-        list(on_the_server(Needs(config), clients(need / 1.55, **{"micro-batch": n}), tmp_path))
-        for n in ("8", "1")
-    ]
-    assert [bool(each) for each in found] == [True, False]
+    needs = Needs(load("quickstart", f"{TINY} data.micro_batch_size=auto data.seq_len=1024"))
+    memory = sum(needs.client(CPU, 8).values()) / 1.55
+    assert [*on_the_server(needs, clients(memory, **{"micro-batch": "8"}), tmp_path)]
+    assert not [*on_the_server(needs, clients(memory, **{"micro-batch": "1"}), tmp_path)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -288,20 +262,20 @@ def test_a_gpu_that_is_not_there_ends_the_run_before_anything_starts(tmp_path, m
 
 
 def test_fewer_clients_at_once_are_advised_only_if_there_are_several(tmp_path):
-    config = load("quickstart", ["model.hidden_size=65536"])
+    needs = Needs(load("quickstart", ["model.hidden_size=65536"]))
     for at_once in (1, 2):
-        found, *_ = on_this_machine(Needs(config), Hardware(CPU, at_once, 8), tmp_path)
+        found, *_ = on_this_machine(needs, Hardware(CPU, at_once, 8), tmp_path)
         assert ("--workers 1" in found.what) == (at_once > 1), found.what
 
 
 def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
-    config = load("quickstart", f"{TINY} data.batch_size=1048576 data.seq_len=1024")
-    hardware = Hardware(CPU, 1, 2**20)
-    (found,) = on_this_machine(Needs(config), hardware, tmp_path / "not" / "there")
+    large = Needs(load("quickstart", f"{TINY} data.batch_size=1048576 data.seq_len=1024"))
+    (found,) = on_this_machine(large, Hardware(CPU, 1, 2**20), tmp_path / "not" / "there")
     assert found.stops
     assert "data.micro_batch_size=auto" in found.what
-    fits = on_this_machine(Needs(load("quickstart", TINY)), Hardware(CPU, 1, 8), tmp_path)
-    assert not any(found.stops for found in fits)
+    small = Needs(load("quickstart", TINY))
+    found = [*on_this_machine(small, Hardware(CPU, 1, 8), tmp_path)]
+    assert not any(finding.stops for finding in found)
 
 
 def test_no_step_is_timed_that_does_not_fit():
@@ -315,19 +289,15 @@ def test_no_step_is_timed_that_does_not_fit():
 
 
 def test_a_preset_of_the_hub_is_looked_at_without_the_network(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("a connection")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=AssertionError("a connection")))
     small = "model.hidden_size=18 model.num_hidden_layers=1 data.seq_len=32 data.batch_size=4"
     result = desloc("smollm2_135m", *small.split(), "run.steps=1536", "--dry-run")
     assert result.exit_code == 0, result.output
-    text = result.stdout
-    assert "in embeddings" in text
-    assert "not read" in text
-    assert "data.tokenizer=HuggingFaceTB/SmolLM2-135M" in text
-    for said in ("a client needs", "the server needs", "on disk", "will receive", "a step takes"):
-        assert said in text
+    for said in (
+        "in embeddings", "not read", "data.tokenizer=HuggingFaceTB/SmolLM2-135M", "a client needs",
+        "the server needs", "on disk", "will receive", "a step takes",
+    ):  # fmt: skip
+        assert said in result.stdout
 
 
 @pytest.mark.parametrize("preset", ["ddp", "fedavg"])
