@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,13 @@ from flower_desloc.plan.advice import MULTIPLES, can_bound, recommended, warning
 from flower_desloc.plan.evidence import measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
-from flower_desloc.plan.theory import (
-    averaging_limit,
-    drift_bound,
-    half_life,
-    psi,
-    step_size_bound,
-)
+from flower_desloc.plan.theory import averaging_limit, drift_bound, half_life, psi, step_size_bound
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
     communication_seconds,
     compute_seconds,
     crossing,
-    ring_seconds,
     star_seconds,
 )
 from flower_desloc.setup.build import build_optimizer, build_streams, check_streams
@@ -46,14 +38,15 @@ ROOT = Path(__file__).parents[1]
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 BETA = st.floats(0, 0.9999)
-P = 4 * 1.7e9
+LINK = Link(bandwidth=125e6, latency=0.2)
+GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
-def periods_of(*periods):
-    return dict(zip(STREAMS, periods, strict=True))
+def by_stream(*values):
+    return dict(zip(STREAMS, values, strict=True))
 
 
-def planned(*periods, betas=(0.95, 0.9999), **changes):
+def planned(*periods, betas=(0.95, 0.9999), ceiling=1, **changes):
     moments = zip(("exp_avg", "exp_avg_sq"), periods[1:], betas, strict=True)
     run = PlannedRun(
         name="one",
@@ -62,7 +55,7 @@ def planned(*periods, betas=(0.95, 0.9999), **changes):
         streams=(
             PlannedStream(name=PARAMS, period=periods[0], num_bytes=4e6),
             *(
-                PlannedStream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=1)
+                PlannedStream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=ceiling)
                 for s, k, b in moments
             ),
         ),
@@ -75,6 +68,10 @@ def planned(*periods, betas=(0.95, 0.9999), **changes):
     return replace(run, **changes)
 
 
+def run_of(config, **known):
+    return planned_run(config, LINK, **{"step_seconds": 1, **known}, flops=1, mfu=1)
+
+
 # --- Moments -----------------------------------------------------------------------------------
 
 
@@ -85,30 +82,6 @@ def test_tau_is_the_step_at_which_a_decaying_weight_reaches_psi(beta, share):
         weight *= beta
         steps += 1
     assert steps - 1 - 1e-9 <= tau <= steps + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("beta", "steps"), [(0.95, 13.5), (0.999, 692.8), (0.9999, 6931), (0.99, 69)]
-)
-def test_the_papers_half_lives(beta, steps):
-    assert half_life(beta) == pytest.approx(steps, rel=2e-3)
-
-
-GRADIENTS = st.lists(st.floats(-9, 9), min_size=1, max_size=40)
-
-
-@given(BETA, st.floats(0.01, 3), st.floats(-1, 1), GRADIENTS)
-def test_clipped_gradients_move_a_moment_by_at_most_the_drift_bound(beta, rho, start, gradients):
-    u = first_u = start * rho
-    v = first_v = (start * rho) ** 2
-    for g in gradients:
-        clipped = min(max(g, -rho), rho)
-        u = beta * u + (1 - beta) * clipped
-        v = beta * v + (1 - beta) * clipped**2
-    K = len(gradients)
-    assert abs(u - first_u) <= drift_bound(beta, K, rho) + 1e-12
-    # The paper's factor of 2 is not needed where nothing is negative.
-    assert abs(v - first_v) <= drift_bound(beta, K, rho**2) / 2 + 1e-12
 
 
 @given(BETA, st.integers(1, 60))
@@ -188,20 +161,6 @@ def test_psi_bounds_the_two_recursions_of_its_proof(p_x, p_u, beta):
     assert spread(best, u_first=True) == pytest.approx((1 - p_u) * exact, rel=1e-6)
 
 
-def test_psi_at_the_extreme_probabilities():
-    assert psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
-    assert psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
-    assert psi(0, 0.5, 0.9) == math.inf  # "with vanishing p_x the psi term becomes unbounded"
-    assert psi(0, 1, 0.9) == math.inf  # the last gradient of a worker is in its step
-    assert psi(1e-3, 0, 0.9) == pytest.approx(4e6, rel=2e-3)  # O(1 / p_x^2), whatever beta
-
-
-@given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.99))
-def test_averaging_the_momentum_more_often_allows_larger_steps(p_x, p_u, q_u, beta):
-    seldom, often = sorted((p_u, q_u))
-    assert psi(p_x, often, beta) <= psi(p_x, seldom, beta) * (1 + 1e-12)
-
-
 @given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 0.99), st.floats(0.1, 9), st.floats(1, 9))
 def test_the_step_size_satisfies_the_three_conditions_of_the_proof(p_x, p_u, beta, L, B):
     value = psi(p_x, p_u, beta)
@@ -212,77 +171,54 @@ def test_the_step_size_satisfies_the_three_conditions_of_the_proof(p_x, p_u, bet
     assert eta > 0
 
 
-def test_the_momentum_limits_the_step_size_if_averages_do_not():
+def test_the_step_size_at_the_extreme_probabilities():
+    assert psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
     assert averaging_limit(0.0) == math.inf
     assert step_size_bound(0.0, 0.9, smoothness=2) == pytest.approx(0.1 / 8)
+    assert psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
+    assert psi(0, 1, 0.9) == math.inf  # the last gradient of a worker is in its step
     assert step_size_bound(math.inf, 0.9) == 0
 
 
 # --- Bytes -------------------------------------------------------------------------------------
 
 
-@given(st.tuples(PERIOD, PERIOD, PERIOD), st.tuples(*[st.integers(0, 99)] * 3))
-def test_rates_times_steps_are_the_counted_bytes_over_a_common_multiple_of_all_periods(
-    periods, sizes
+@given(
+    st.tuples(PERIOD, PERIOD, PERIOD),
+    st.tuples(*[st.integers(0, 11)] * 3),
+    st.tuples(*[st.integers(0, 99)] * 3),
+)
+def test_rates_are_what_the_schedule_counts_over_a_common_multiple_of_all_periods(
+    periods, shifts, sizes
 ):
-    periods, sizes = periods_of(*periods), periods_of(*sizes)
-    schedule = SyncSchedule(periods)
-    T = math.lcm(*(k for k in periods.values() if k != NEVER))
-    # A run's last average of params, for any period.
-    extra = sizes[PARAMS] if periods[PARAMS] == NEVER else 0
-    counted = {
-        "DES-LOC": sum(uploads(schedule, sizes, T).desloc.values()) - extra,
-        "Local Adam": sum(uploads(schedule, sizes, T).local_adam.values()) - extra,
-        "DDP": uploads(schedule, sizes, T).ddp,
-    }
-    for method in method_rates(sizes, periods)[:3]:
-        assert method.num_bytes * T == pytest.approx(counted[method.name])
-
-
-@given(st.tuples(PERIOD, PERIOD, PERIOD), st.tuples(*[st.integers(0, 11)] * 3))
-def test_windows_and_exchanges_are_those_of_the_schedule(periods, shifts):
     clocks = [(s, K, p) for s, K, p in zip(STREAMS, periods, shifts, strict=True) if K != NEVER]
     phases = {stream: shift % period for stream, period, shift in clocks}
-    schedule = SyncSchedule(periods_of(*periods), phases=phases)
-    T = math.lcm(*(k for k in periods if k != NEVER))
-    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), schedule.periods, phases=phases)
+    periods, sizes = by_stream(*periods), by_stream(*sizes)
+    schedule = SyncSchedule(periods, phases=phases)
+    T = math.lcm(*(K for _, K, _ in clocks))
     due = [schedule.due(step) for step in range(1, T + 1)]
+    ddp, local_adam, desloc, _ = method_rates(sizes, periods, phases=phases)
     assert desloc.windows * T == pytest.approx(sum(map(bool, due)))
     assert desloc.exchanges * T == pytest.approx(sum(map(len, due)))
+    counted = uploads(schedule, sizes, T)
+    # A run ends with an average of params, even where none is due.
+    extra = 0 if PARAMS in due[-1] else sizes[PARAMS]
+    assert desloc.num_bytes * T == pytest.approx(sum(counted.desloc.values()) - extra)
+    assert local_adam.num_bytes * T == pytest.approx(sum(counted.local_adam.values()) - extra)
+    assert ddp.num_bytes * T == pytest.approx(counted.ddp)
 
 
 def test_with_coins_a_window_is_a_step_at_which_any_coin_falls():
-    periods, steps = periods_of(3, 5, 10), 3000
+    periods, steps = by_stream(3, 5, 10), 3000
     coins = SyncSchedule(periods, coin_seed=1)
     seen = sum(bool(coins.due(step)) for step in range(1, steps + 1)) / steps
     _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), periods, coins=True)
-    rates = [Fraction(1, 3), Fraction(1, 5), Fraction(1, 10)]
-    falls = itertools.product((True, False), repeat=3)
-    exact = sum(
-        math.prod(p if fell else 1 - p for p, fell in zip(rates, fall, strict=True))
-        for fall in falls
-        if any(fall)
-    )
-    assert desloc.windows == pytest.approx(float(exact))
-    assert seen == pytest.approx(float(exact), rel=0.05)
-
-
-def test_the_papers_reductions():
-    sizes, periods = dict.fromkeys(STREAMS, P), periods_of(256, 768, 1536)
-    sent = {method.name: method.num_bytes for method in method_rates(sizes, periods)}
-    assert sent["DDP"] / sent["DES-LOC"] == pytest.approx(170 + 2 / 3)
-    assert sent["DDP"] / sent["Local Adam"] == pytest.approx(85 + 1 / 3)
-    assert sent["DDP"] / sent["FedAvg"] == pytest.approx(256)
-    assert sent["Local Adam"] / sent["DES-LOC"] == pytest.approx(2)
-    assert sent["Local Adam"] / sent["FedAvg"] == pytest.approx(3)
-    for u, v in ((3, 6), (6, 3), (4, 4)):  # all halve Local Adam
-        _, local_adam, desloc, _ = method_rates(sizes, periods_of(16, 16 * u, 16 * v))
-        assert local_adam.num_bytes / desloc.num_bytes == pytest.approx(2)
+    exact = 1 - (2 / 3) * (4 / 5) * (9 / 10)
+    assert desloc.windows == pytest.approx(exact)
+    assert seen == pytest.approx(exact, rel=0.05)
 
 
 # --- Time --------------------------------------------------------------------------------------
-
-LINK = Link(bandwidth=125e6, latency=0.2)
 
 
 def test_a_star_sends_every_payload_up_and_then_every_mean_down():
@@ -295,53 +231,34 @@ def test_a_star_sends_every_payload_up_and_then_every_mean_down():
     assert star_seconds(1e9, 4, LINK) == pytest.approx(clock)
 
 
-def test_a_ring_sends_every_slice_of_the_payload_twice_around():
-    clock = LINK.latency
-    for _ in range(2 * (4 - 1)):  # reduce-scatter, then all-gather, of a quarter each
-        clock += 1e9 / 4 / LINK.bandwidth
-    assert ring_seconds(1e9, 4, LINK) == pytest.approx(clock)
-
-
 def test_the_papers_totals_of_each_method_on_a_ring():
     d, D, S, MFU, M, T = 1.7e9, 20480 * 2**21, 989e12, 0.5, 4, 20480
-    K_x, K_u, K_v, B, latency = 256, 768, 1536, LINK.bandwidth, LINK.latency
-    exchange = 2 * 4 * d / B * (1 - 1 / M) + latency
-    t_compute = 6 * d * D / (MFU * S * M)
-    papers = {
-        "DDP": t_compute + T * exchange,
-        "FedAvg": t_compute + T / K_x * exchange,
-        "Local Adam": t_compute + 3 * T / K_x * exchange,
-        "DES-LOC": t_compute + (T / K_x + T / K_u + T / K_v) * exchange,
+    compute = 6 * d * D / (MFU * S * M)
+    exchange = 2 * 4 * d / LINK.bandwidth * (1 - 1 / M) + LINK.latency
+    exchanges = {
+        "DDP": T,
+        "FedAvg": T / 256,
+        "Local Adam": 3 * T / 256,
+        "DES-LOC": T / 256 + T / 768 + T / 1536,
     }
-    sizes, periods = dict.fromkeys(STREAMS, 4 * d), periods_of(K_x, K_u, K_v)
-    compute = compute_seconds(d, D, workers=M, flops=S, mfu=MFU)
-    for method in method_rates(sizes, periods):
-        total = compute + T * communication_seconds(method, M, LINK, Topology.RING)
-        assert total == pytest.approx(papers[method.name])
+    for method in method_rates(dict.fromkeys(STREAMS, 4 * d), by_stream(256, 768, 1536)):
+        total = compute_seconds(d, D, workers=M, flops=S, mfu=MFU)
+        total += T * communication_seconds(method, M, LINK, Topology.RING)
+        assert total == pytest.approx(compute + exchanges[method.name] * exchange)
 
 
-@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.floats(1, 1e12))
-def test_on_a_ring_local_adam_is_faster_than_ddp_if_and_only_if_k_is_above_3(K, u, v, bandwidth):
-    """The paper asks for 3 K < T, which says nothing of it; its own formulas say 3 T / K < T."""
-    run = planned(K, K * 2**u, K * 2**v)
-    ddp, local_adam, desloc, fedavg = (
-        communication_seconds(m, 4, Link(bandwidth=bandwidth, latency=0.1), Topology.RING)
-        for m in run.methods
-    )
-    assert (local_adam < ddp * (1 - 1e-9)) == (K > 3)
-    assert fedavg <= desloc <= local_adam * (1 + 1e-9)
-
-
-@given(st.sampled_from(Topology), st.floats(0.01, 5), st.floats(0.05, 1))
-def test_at_the_stated_bandwidth_waiting_takes_the_stated_share(topology, share, alpha):
-    run = planned(16, 48, 96, alpha=alpha)
+@given(
+    st.sampled_from(Topology), st.floats(0.01, 5), st.floats(0.05, 1), st.sampled_from([0, 0.5, 9])
+)
+def test_at_the_stated_bandwidth_waiting_takes_the_stated_share(topology, share, alpha, window):
+    run = planned(16, 48, 96, alpha=alpha, window_seconds=window)
     for method in run.methods:
         bandwidth = run.bandwidth_for(method, topology, share)
-        delay = run.waiting(method, topology, Link(bandwidth=math.inf, latency=0.01))
+        link = Link(bandwidth=bandwidth or math.inf, latency=0.01)
+        waiting = run.waiting(method, topology, link)
         if bandwidth is None:
-            assert delay >= share * run.compute
+            assert waiting >= share * run.compute
         else:
-            waiting = run.waiting(method, topology, Link(bandwidth=bandwidth, latency=0.01))
             assert waiting == pytest.approx(share * run.compute)
 
 
@@ -355,14 +272,14 @@ def test_two_methods_cross_if_one_sends_fewer_bytes_and_the_other_fewer_messages
     run = planned(2, 4, 4)
     ddp, local_adam, desloc, fedavg = run.methods
     where = crossing(ddp, local_adam, 4, 0.01, Topology.STAR)
-    link = Link(bandwidth=where, latency=0.01)
-    times = [communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam)]
-    assert times[0] == pytest.approx(times[1])
-    # Both sides of it.
-    for factor, ddp_is_faster in ((0.5, True), (2.0, False)):
+
+    def ratio(factor):
         link = Link(bandwidth=factor * where, latency=0.01)
-        times = [communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam)]
-        assert (times[0] < times[1]) == ddp_is_faster
+        one, other = (communication_seconds(m, 4, link, Topology.STAR) for m in (ddp, local_adam))
+        return one / other
+
+    assert ratio(1) == pytest.approx(1)
+    assert ratio(0.5) < 1 < ratio(2)
     assert crossing(ddp, fedavg, 4, 0.01, Topology.STAR) is None
     # On the paper's ring bytes and messages go together, so that nothing ever crosses.
     for one, other in itertools.combinations((ddp, local_adam, desloc, fedavg), 2):
@@ -372,73 +289,45 @@ def test_two_methods_cross_if_one_sends_fewer_bytes_and_the_other_fewer_messages
 # --- Advice ------------------------------------------------------------------------------------
 
 
+def smallest_affordable(run, topology, periods_at):
+    """Return the periods at the smallest K_x whose waiting takes the share, or None."""
+
+    def affordable(periods):
+        clocks = run.with_periods(periods)
+        return clocks.waiting(clocks.desloc, topology) <= run.share * run.compute
+
+    return next(filter(affordable, map(periods_at, range(1, run.steps + 1))), None)
+
+
 @settings(max_examples=20)
 @given(
     st.sampled_from(Topology),
     st.floats(4.5, 9),
     st.floats(0, 0.1),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([0.5, 1.0]),
     st.sampled_from([("adam", 1), ("adopt", 3)]),
 )
 def test_the_recommended_period_is_the_smallest_affordable_one(
-    topology, exponent, latency, coins, hidden, optimizer
+    topology, exponent, latency, coins, alpha, optimizer
 ):
     name, of_u = optimizer
-    run = planned(
-        16,
-        48,
-        96,
-        optimizer=name,
-        link=Link(bandwidth=10**exponent, latency=latency),
-        coins=coins,
-        alpha=0.5 if hidden else 1.0,
-    )
-
-    def affordable(K):
-        clocks = run.with_periods({PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K})
-        return clocks.waiting(clocks.desloc, topology) <= run.share * run.compute
-
-    smallest = next((K for K in range(1, run.steps + 1) if affordable(K)), None)
-    periods = recommended(run, topology)
-    if smallest is None:
-        assert periods is None
-    else:
-        K = smallest
-        assert periods == {PARAMS: K, "exp_avg": of_u * K, "exp_avg_sq": 6 * K}
+    link = Link(bandwidth=10**exponent, latency=latency)
+    run = planned(16, 48, 96, optimizer=name, link=link, coins=coins, alpha=alpha)
+    smallest = smallest_affordable(run, topology, lambda K: by_stream(K, of_u * K, 6 * K))
+    assert recommended(run, topology) == smallest
 
 
 @settings(max_examples=20)
 @given(st.sampled_from([0.95, 0.99, 0.999]), st.floats(5.5, 9), st.sampled_from(["adam", "adopt"]))
 def test_a_slow_momentum_is_averaged_up_to_half_a_half_life_apart(beta1, exponent, name):
-    run = planned(
-        16,
-        48,
-        96,
-        betas=(beta1, 0.9999),
-        optimizer=name,
-        mix=0.7,
-        link=Link(bandwidth=10**exponent, latency=1e-3),
-    )
+    link = Link(bandwidth=10**exponent, latency=1e-3)
+    run = planned(16, 48, 96, betas=(beta1, 0.9999), optimizer=name, mix=0.7, link=link)
     most = half_life(beta1) / 2
-
-    def at(K):
-        return {PARAMS: K, "exp_avg": max(1, int(most / K)) * K, "exp_avg_sq": 6 * K}
-
-    def affordable(K):
-        clocks = run.with_periods(at(K))
-        return clocks.waiting(clocks.desloc, Topology.STAR) <= run.share * run.compute
-
-    smallest = next((K for K in range(1, run.steps + 1) if affordable(K)), None)
-    assert recommended(run, Topology.STAR) == (smallest and at(smallest))
-
-
-@pytest.mark.parametrize("name", ["adam", "adopt"])
-def test_rare_averages_of_a_slow_momentum_are_no_risk(name):
-    run = planned(20, 340, 340, betas=(0.999, 0.9999), optimizer=name, mix=0.7, **GOOD)
-    assert [line for line in warnings(run) if "exp_avg" in line] == []
-    config = load("desloc_adopt", ["optimizer.betas=[0.999,0.9999]", "optimizer.mix=0.7"])
-    assert planned_run(config, LINK, num_params=1e6, flops=1, mfu=1).mix == 0.7
+    smallest = smallest_affordable(
+        run, Topology.STAR, lambda K: by_stream(K, max(1, int(most / K)) * K, 6 * K)
+    )
+    assert recommended(run, Topology.STAR) == smallest
 
 
 @pytest.mark.parametrize("delay", [1, 4, 99])
@@ -450,15 +339,11 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
     assert after[PARAMS] < before[PARAMS]
     assert late.with_periods(after).late_waiting() <= late.share * late.compute
     assert recommended(late, Topology.RING) == recommended(in_time, Topology.RING)
-
-    def of_a_star(run):
-        return [line for line in warnings(run) if "on a star communication" in line]
-
-    assert len(of_a_star(in_time)) == 1
+    assert "on a star communication takes" in " ".join(warnings(in_time))
+    found = " ".join(warnings(late))
     waits = late.late_waiting() > late.share * late.compute
-    assert [f"sync_delay={delay} does not hide" in line for line in of_a_star(late)] == [
-        True
-    ] * waits
+    assert ("on a star communication" in found) == waits
+    assert (f"that sync_delay={delay} does not hide" in found) == waits
 
 
 def test_every_optimizers_states_have_a_multiple():
@@ -468,12 +353,15 @@ def test_every_optimizers_states_have_a_multiple():
         assert streams.keys() - {PARAMS} <= MULTIPLES.keys()
 
 
-GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
-
-
 @pytest.mark.parametrize(
     ("periods", "changes"),
-    [((32, 32, 192), {"bound": True}), ((20, 20, 240), {"optimizer": "adopt"})],
+    [
+        ((32, 32, 192), {"bound": True}),
+        ((20, 20, 240), {"optimizer": "adopt"}),
+        # Rare averages of a slow momentum are no risk.
+        ((20, 340, 340), {"betas": (0.999, 0.9999), "mix": 0.7}),
+        ((20, 340, 340), {"betas": (0.999, 0.9999), "mix": 0.7, "optimizer": "adopt"}),
+    ],
 )
 def test_a_sound_run_has_no_warnings(periods, changes):
     assert list(warnings(planned(*periods, **GOOD, **changes))) == []
@@ -483,7 +371,7 @@ def test_a_sound_run_has_no_warnings(periods, changes):
 @pytest.mark.parametrize("betas", ["[0.95,0.95]", "[0.9,0.999]", "[0.99,0.95]"])
 def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
     config = load("quickstart", [f"optimizer.name={name}", f"optimizer.betas={betas}"])
-    recommends = can_bound(planned_run(config, LINK, num_params=1e6, flops=1, mfu=1))
+    recommends = can_bound(run_of(config, num_params=1e6))
     config.sync_bound = True
     if recommends:
         check_streams(config)
@@ -516,6 +404,8 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
         ((16, 48, 96), {}, "sync.exp_avg=48: the least loss was measured with exp_avg averaged"),
         ((16, 16, 96), {}, "sync.exp_avg=16: averaged more often than exp_avg_sq, after which"),
+        ((16, 48, 96), {"ceiling": None}, "nothing bounds exp_avg and exp_avg_sq: a drift bound"),
+        ((16, 48, 96), {"ceiling": None}, "needs a clipped gradient (optimizer.clip_norm or --rho"),
     ],
 )
 def test_each_warning(periods, changes, said):
@@ -523,24 +413,10 @@ def test_each_warning(periods, changes, said):
     assert [line for line in found if said in line], found
 
 
-def test_a_run_of_unequal_sites_is_not_like_the_measured_ones():
-    unequal = load("quickstart", ["federation.min_steps=0.5"])
-    for config, expected in [(load("quickstart"), True), (unequal, False)]:
-        assert planned_run(config, LINK, step_seconds=1, flops=1, mfu=1).as_measured == expected
-
-
 def test_the_order_in_which_streams_are_stated_changes_no_warning():
     run = planned(16, 48, 96, **(GOOD | {"betas": (0.95, 0.9)}))
     turned = replace(run, streams=run.streams[::-1])
     assert set(warnings(turned)) == set(warnings(run)) != set()
-
-
-def test_a_moment_without_a_bound_is_named():
-    run = planned(20, 20, 240, optimizer="adopt", **GOOD)
-    unbounded = tuple(replace(stream, ceiling=None) for stream in run.streams)
-    (line,) = warnings(replace(run, streams=unbounded))
-    assert "nothing bounds exp_avg and exp_avg_sq" in line
-    assert "--rho" in line
 
 
 # --- The command -------------------------------------------------------------------------------
@@ -564,27 +440,18 @@ def test_the_page_shows_what_its_commands_print():
         assert lines == output.splitlines(), command
 
 
-def test_the_authors_clock_on_the_page_is_the_formula_with_their_inputs_and_the_commands_output():
+def test_the_authors_clock_on_the_page_is_what_its_command_prints():
     page = (ROOT / "docs" / "plan.md").read_text()
-    command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1]
+    _, *command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1].split()
     table = page[page.index("| share of time computing, ring |") :].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    exchanges = {
-        "DDP": 20_000,
-        "Local Adam": 3 * (20_000 / 256),
-        "DES-LOC": 20_000 * (1 / 256 + 1 / 768 + 1 / 1536),
-        "FedAvg": 20_000 / 256,
-    }
-    compute = 6 * 1.3e9 * 40e9 / (0.5 * 312e12 * 4)
-    for column, title in enumerate(rows[0][1:], start=1):
-        bandwidth = float(title.removesuffix(" Gbit/s"))
-        _, printed, _ = plan(*command.split()[1:], "--bandwidth", 1000 * bandwidth)
+    heads, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines())
+    for column, head in enumerate(heads[1:], start=1):
+        bandwidth = 1000 * float(head.removesuffix(" Gbit/s"))
+        _, printed, _ = plan(*command, "--bandwidth", bandwidth)
         ring = printed.partition("Time on a ring")[2]
-        for name, *cells in rows[2:6]:
-            wait = exchanges[name] * (2 * 1.3e9 * 16 / (bandwidth * 1e9) * 3 / 4 + 0.01)
-            share = 100 * compute / (compute + wait)
-            assert cells[column - 1] == f"{share:.3g}%"
-            assert re.search(rf"{name} .*?{share:.3g}%", ring), (name, bandwidth)
+        for name, *cells in rows[:4]:
+            cell = cells[column - 1]
+            assert re.search(rf"{name} \S+ \S+ \S+ \S+ {cell} ", ring), (name, bandwidth)
 
 
 def test_preset_override_and_every_option_take_effect():
@@ -615,14 +482,6 @@ def test_preset_override_and_every_option_take_effect():
     assert f"as stated 0.125 0.0417 {value:.0f} {eta:.3g} psi" in said
 
 
-def test_without_a_preset_the_size_of_the_model_is_enough():
-    code, said, _ = plan("sync.params=64", "--params", "7e9")
-    assert code == 0
-    assert "plan: 7,000,000,000 parameters" in said
-    assert "params every 64" in said
-    assert "exp_avg_sq every 1536" in said
-
-
 def test_the_model_of_a_preset_is_measured_without_its_weights():
     config = load("quickstart")
     sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
@@ -634,21 +493,38 @@ def test_the_model_of_a_preset_is_measured_without_its_weights():
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
     sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire)
-    run = planned_run(config, LINK, step_seconds=1, flops=1, mfu=1)
+    run = run_of(config)
     # A tensor's last block may not be full.
     assert run.wire == pytest.approx(sent, rel=1e-3)
     bytes_a_step = sum(size / run.periods[name] for name, size in run.wire.items())
     assert run.desloc.num_bytes == pytest.approx(bytes_a_step)
-    uncompressed = load("lean", [f"wire.{name}=fp32" for name in STREAMS])
-    exact = planned_run(uncompressed, LINK, step_seconds=1, flops=1, mfu=1)
-    assert [m for m in run.methods if m is not run.desloc] == [
-        m for m in exact.methods if m is not exact.desloc
-    ]
+    exact = run_of(load("lean", [f"wire.{name}=fp32" for name in STREAMS]))
+    assert [m for m in run.methods if m not in exact.methods] == [run.desloc]
 
 
-def test_coins_are_named():
-    said = plan("quickstart", "sync_mode=probabilistic", *SMALL)[1]
-    assert "averaged by coins" in said
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "sync.params=64 --params 7e9",
+            ("plan: 7,000,000,000 parameters", "params every 64", "exp_avg_sq every 1536"),
+        ),
+        ("quickstart sync_mode=probabilistic", ("averaged by coins",)),
+        (
+            "quickstart sync_delay=4 --step-seconds 0.2 --bandwidth 100",
+            ("late by 4", "largest window: 13.0 MB, 3 payloads"),
+        ),
+        (
+            "quickstart sync_phase.exp_avg=16 sync_phase.exp_avg_sq=32",
+            ("largest window: 8.7 MB, 2 payloads",),
+        ),
+    ],
+)
+def test_a_plan_names_what_was_asked_for(arguments, said):
+    code, output, _ = plan(*arguments.split())
+    assert code == 0
+    assert [words for words in said if words not in output] == []
+    assert ("late by" in output) == ("sync_delay" in arguments)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
@@ -722,26 +598,16 @@ def test_the_measured_gaps_are_those_of_the_ladder():
 
 @pytest.mark.parametrize("gap", measured(), ids=str)
 def test_a_measured_run_is_nearest_to_itself(gap):
-    streams = ("params", "exp_avg", "exp_avg_sq")
-    sent = [name for name, period in zip(streams, gap.periods, strict=True) if period != "never"]
-    changes = [f"sync.{name}={p}" for name, p in zip(streams, gap.periods, strict=True)]
+    sent = [name for name, period in zip(STREAMS, gap.periods, strict=True) if period != "never"]
+    changes = [f"sync.{name}={p}" for name, p in zip(STREAMS, gap.periods, strict=True)]
     changes += [f"wire.{name}={f}" for name, f in zip(sent, gap.formats, strict=False)]
     changes += [f"sync_bound={gap.bound}".lower(), f"data.partition={gap.partition}"]
-    run = planned_run(
-        load(f"desloc_{gap.optimizer}", changes),
-        LINK,
-        num_params=gap.params,
-        tokens=4 * gap.tokens,
-        step_seconds=1,
-        flops=1,
-        mfu=1,
-    )
-    assert run.tokens is not None
+    run = run_of(load(f"desloc_{gap.optimizer}", changes), num_params=gap.params)
     apart, found = nearest(
         run.optimizer,
         run.periods,
         run.num_params,
-        run.tokens / run.workers,
+        gap.tokens,
         bound=run.bound,
         formats=run.formats,
         partition=run.partition,
@@ -770,14 +636,17 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     assert code == 0
     assert "of DES-LOC above Local: the nearest measurements" in said
     assert "unknown" not in said
-    longer = [f"sync.{name}=1600" for name in STREAMS]
-    for arguments in (["1.7b"], *(["desloc_adam", *small, each] for each in longer)):
-        assert "unknown: no measurement is near" in plan(*arguments)[1], arguments
-    late = ["desloc_adam", *small, "sync_delay=8"]
-    for arguments in (late, ["desloc_adam", *small, "wire.params=bf16"]):
-        assert "unknown: measurements differ in" in plan(*arguments)[1], arguments
-    assert "above Local" not in plan("local_adam")[1]
-    assert "above Local" not in plan("desloc_sgdm")[1]
+    assert "unknown: no measurement is near" in plan("1.7b")[1]
+    for name in STREAMS:
+        longer = plan("desloc_adam", *small, f"sync.{name}=1600")[1]
+        assert "unknown: no measurement is near" in longer, name
+    for other in (
+        *("sync_delay=8", "sync_mode=probabilistic", "sync_phase.exp_avg=16"),
+        *("optimizer.mix=0.7", "federation.min_steps=0.5", "wire.params=bf16"),
+    ):
+        said = plan("desloc_adam", *small, other)[1]
+        assert "unknown: measurements differ in" in said, other
+    assert "above Local" not in plan("local_adam")[1] + plan("desloc_sgdm")[1]
     assert "16/16/96 lossy" in plan("lean")[1]
 
 
@@ -802,29 +671,13 @@ def test_late_averages_wait_as_long_as_a_worker_that_steps_meanwhile(delay, phas
         assert run.late_waiting() == pytest.approx(run.waiting(run.desloc, Topology.STAR))
 
 
-def test_the_plan_shows_the_largest_window_and_late_averages():
-    said = plan("quickstart", "sync_delay=4", "--step-seconds", "0.2", "--bandwidth", "100")[1]
-    assert "late by 4" in said
-    assert "largest window: 13.0 MB, 3 payloads" in said
-    apart = plan("quickstart", "sync_phase.exp_avg=16", "sync_phase.exp_avg_sq=32")[1]
-    assert "largest window: 8.7 MB, 2 payloads" in apart
-    assert "late by" not in apart
-
-
 def test_the_seconds_of_a_window_and_its_transfer_pass_in_part_together():
-    config = load("desloc_adam", "sync.params=16 sync.exp_avg=48 sync.exp_avg_sq=96")
-    free = planned_run(config, LINK, step_seconds=1, flops=1, mfu=1)
+    free = planned(16, 48, 96)
     transfer = free.waiting(free.desloc, Topology.STAR)
     for window_seconds in (0.0, 8 * transfer, 32 * transfer):  # a window every 16 steps
         run = replace(free, window_seconds=window_seconds)
         waiting = run.waiting(run.desloc, Topology.STAR)
-        assert waiting == pytest.approx(math.sqrt(transfer**2 + (window_seconds / 16) ** 2))
+        assert waiting == pytest.approx(math.hypot(transfer, window_seconds / 16))
         assert run.waiting(run.desloc, Topology.RING) == free.waiting(free.desloc, Topology.RING)
-        enough = run.bandwidth_for(run.desloc, Topology.STAR, waiting / run.compute)
-        assert enough is not None
-        at = Link(bandwidth=enough, latency=LINK.latency)
-        assert run.waiting(run.desloc, Topology.STAR, at) == pytest.approx(waiting)
-        if window_seconds > 16 * transfer:
-            assert run.bandwidth_for(run.desloc, Topology.STAR, transfer / run.compute) is None
     said = plan("quickstart", "--step-seconds", "0.2", "--window-seconds", "5")[1]
     assert "314 ms" in said.partition("Time on a star")[2].partition("Time on a ring")[0]
