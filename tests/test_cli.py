@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import typer
+from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,22 +98,19 @@ def test_the_version_is_ours_and_flowers():
     )
 
 
-def test_a_dry_run_prints_the_configuration_and_the_command_and_starts_nothing(nothing_starts):
-    result = desloc("quickstart", "run.steps=7", "--output-dir", "/o", "--dry-run")
+def test_a_dry_run_prints_configuration_command_and_the_papers_ratios_and_starts_nothing(
+    nothing_starts,
+):
+    words = "run.steps=1536 sync.params=256 sync.exp_avg=768 sync.exp_avg_sq=1536"
+    result = desloc("quickstart", words, "--output-dir", "/o", "--dry-run")
     assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    (at,) = [number for number, line in enumerate(lines) if line.startswith("flwr run")]
-    yaml, command = lines[:at], lines[at]
-    assert parse("\n".join(yaml)) == load("quickstart", "run.steps=7")
+    yaml, _, rest = result.stdout.partition("flwr run")
+    assert parse(yaml) == load("quickstart", words)
+    command = f"flwr run{rest.splitlines()[0]}"
     assert shlex.split(command)[:4] == ["flwr", "run", str(ROOT), "local"]
-    assert 'config="quickstart" overrides="run.steps=7" output-dir="/o"' in command
-
-
-def test_a_dry_run_prints_the_papers_ratios(nothing_starts):
-    periods = ["sync.params=256", "sync.exp_avg=768", "sync.exp_avg_sq=1536"]
-    result = desloc("quickstart", "run.steps=1536", *periods, "--dry-run")
-    assert "2.00 times as much" in result.stdout
-    assert "170.67 times as much" in result.stdout
+    assert f'config="quickstart" overrides="{words}" output-dir="/o"' in command
+    assert "2.00 times as much" in rest
+    assert "170.67 times as much" in rest
 
 
 # --- The command ------------------------------------------------------------------------------
@@ -130,36 +130,35 @@ def test_what_flower_reads_from_the_printed_command_is_what_was_meant(overrides,
     }
 
 
-def printed_command(preset: str) -> str:
-    lines = desloc(preset, "--dry-run").stdout.splitlines()
-    (command,) = [line for line in lines if line.startswith("flwr run")]
-    return command
-
-
-def test_relative_paths_reach_the_app_as_absolute_paths(nothing_starts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "builtin").mkdir()  # a name of ours, whatever else is called so
-    (tmp_path / "mine.yaml").write_text("extends: quickstart\ndata: {source: corpus}\n")
-    command = printed_command("mine.yaml")
-    assert f'config="{tmp_path}/mine.yaml"' in command
-    assert f'overrides="data.source={tmp_path}/corpus"' in command
-    assert f'output-dir="{tmp_path}/runs"' in command
-    assert "data.source" not in printed_command("quickstart")
-
-
-def test_paths_with_blanks_reach_the_app_unchanged(nothing_starts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        (["quickstart"], "builtin"),  # a name of ours, whatever else is called so
+        (["quickstart", "data.source=two words", "run.steps=7 run.seed=8"], "two words"),
+        (["quickstart", "data.source=."], "."),
+        (["mine.yaml"], "two words"),
+    ],
+)
+def test_relative_paths_with_blanks_reach_the_app_as_absolute_paths(
+    nothing_starts, tmp_path, monkeypatch, arguments, source
+):
     here = tmp_path / "my own folder\u00a0"
-    (here / "two words").mkdir(parents=True)
+    for name in ("two words", "builtin"):
+        (here / name).mkdir(parents=True)
+    write(here / "mine.yaml", "extends: quickstart\ndata: {source: two words}\n")
     monkeypatch.chdir(here)
-    for arguments in (["data.source=two words", "run.steps=7 run.seed=8"], ["data.source=."]):
-        result = desloc("quickstart", *arguments, "--dry-run")
-        (command,) = [line for line in result.stdout.splitlines() if line.startswith("flwr run")]
-        words = shlex.split(command)
-        told = parse_config_args([words[words.index("--run-config") + 1]])
-        config = load(told["config"], told["overrides"])
-        assert config.data.source == str((here / arguments[0].partition("=")[2]).resolve())
-        assert told["output-dir"] == str(here / "runs")
+    lines = desloc(*arguments, "--dry-run").stdout.splitlines()
+    (command,) = [shlex.split(line) for line in lines if line.startswith("flwr run")]
+    told = parse_config_args([command[command.index("--run-config") + 1]])
+    meant = source if source == "builtin" else str((here / source).resolve())
+    assert load(told["config"], told["overrides"]).data.source == meant
+    assert told["config"] in ("quickstart", str(here / "mine.yaml"))
+    assert told["output-dir"] == str(here / "runs")
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.mark.parametrize("end", [typer.Exit(1), SystemExit(143)], ids=["failed", "SIGTERM"])
@@ -170,9 +169,7 @@ def test_a_command_that_ends_early_prints_how_to_resume_its_own_run(tmp_path, ca
         def work():
             time.sleep(0.05)  # a file's clock ticks less often
             for name in names:
-                checkpoint = here / name / "checkpoints" / "step-1.safetensors"
-                checkpoint.parent.mkdir(parents=True)
-                checkpoint.touch()
+                write(here / name / "checkpoints" / "step-1.safetensors", "")
             raise end
 
         with pytest.raises(type(end)), run.resume_hint(["desloc"], Config(), here):
@@ -190,9 +187,7 @@ def test_a_command_that_ends_early_prints_how_to_resume_its_own_run(tmp_path, ca
 
 def test_the_run_of_another_command_is_not_offered_while_it_runs(tmp_path):
     for name in ("desloc", "desloc-2"):
-        checkpoint = tmp_path / name / "checkpoints" / "step-1.safetensors"
-        checkpoint.parent.mkdir(parents=True)
-        checkpoint.touch()
+        write(tmp_path / name / "checkpoints" / "step-1.safetensors", "")
     with RunFolder(tmp_path / "desloc-2").claimed():
         assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc"
     assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc-2"
@@ -227,11 +222,6 @@ def test_ray_starts_no_more_workers_than_clients_need(clients, cpus, workers, co
 
 
 # --- The app folder ----------------------------------------------------------------------------
-
-
-def test_in_a_clone_the_app_is_the_folder_around_the_package():
-    assert app_folder.APP_FOLDER == ROOT
-    assert app_folder.PRESETS == ROOT / "configs"
 
 
 def test_the_app_is_imported_before_what_the_user_has_of_that_name(monkeypatch):
@@ -372,28 +362,18 @@ def in_process(monkeypatch):
     return calls
 
 
-def test_the_inprocess_engine_gets_what_flower_would(in_process):
-    result = desloc("quickstart", "federation.num_clients=3", "--engine", "inprocess")
-    assert result.exit_code == 0, result.output
-    meant = {
-        **app_run_config(),
-        "config": "quickstart",
-        "overrides": "federation.num_clients=3",
-        "output-dir": str(Path("runs").resolve()),
-    }
-    assert in_process == [(meant, 3)]
-
-
 def test_a_run_config_changed_in_the_apps_pyproject_changes_every_run(in_process, monkeypatch):
     changed = {**app_run_config(), "seed": 7, "learning-rate": 0.25}
     for module in (run, run_arguments):
         monkeypatch.setattr(module, "app_run_config", lambda: changed)
-    result = desloc("quickstart", "optimizer.lr=0.5", "--dry-run")
-    yaml = result.stdout.partition("flwr run")[0]
-    assert parse(yaml) == load("quickstart", "run.seed=7 optimizer.lr=0.5")
-    desloc("quickstart", "optimizer.lr=0.5", "--engine", "inprocess")
-    ((run_config, _),) = in_process
-    assert load_run_config(run_config) == parse(yaml)
+    words = "optimizer.lr=0.5 federation.num_clients=3"
+    yaml = desloc("quickstart", words, "--dry-run").stdout.partition("flwr run")[0]
+    assert parse(yaml) == load("quickstart", f"run.seed=7 {words}")
+    result = desloc("quickstart", words, "--engine", "inprocess")
+    assert result.exit_code == 0, result.output
+    told = {"config": "quickstart", "overrides": words, "output-dir": str(Path("runs").resolve())}
+    assert in_process == [({**changed, **told}, 3)]
+    assert load_run_config({**changed, **told}) == parse(yaml)
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
@@ -422,7 +402,7 @@ dependencies = ["flwr>=1.41.0"]
 publisher = "somebody"
 fab-format-version = 1
 flwr-version-target = "1.41.0"
-fab-include = ["LICENSE", "*_app/*.py", "flower_desloc/*.py"]
+fab-include = ["/LICENSE", "*.py", "/a/b.json", "a/**/*.md"]
 [tool.flwr.app.components]
 serverapp = "server_app:app"
 clientapp = "client_app:app"
@@ -469,7 +449,8 @@ def train(message, context):
 def tiny(tmp_path):
     """Return an app that says whose code runs."""
     folder = tmp_path / "tiny app"
-    write(folder / "LICENSE", "none\n")
+    for name in ("LICENSE", "a/b.json", "a/c/d.md"):
+        write(folder / name, "none\n")
     write(folder / "pyproject.toml", PYPROJECT)
     write(folder / "server_app" / "__init__.py", SERVER_APP)
     write(folder / "client_app" / "__init__.py", CLIENT_APP)
@@ -477,9 +458,17 @@ def tiny(tmp_path):
     return folder
 
 
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of flwr
+def test_an_app_that_is_submitted_alone_is_the_app_that_flower_builds(tiny, tmp_path):
+    for name in ("secret.py", "f.json", "a/c.json", "a/c/e.py"):
+        write(tiny / name, name)
+    write(tiny / ".gitignore", "secret.py\n")
+    for folder in (ROOT, tiny):
+        alone = superlink.app_alone(folder, tmp_path / "home" / folder.name)
+        built = build_fab_from_disk(folder)
+        assert build_fab_from_disk(alone) == built
+        left = {file.relative_to(alone).as_posix() for file in alone.rglob("*") if file.is_file()}
+        assert left - {*ZipFile(BytesIO(built)).namelist()} <= {".gitignore", "secret.py"}
 
 
 DESLOC = f"""\
