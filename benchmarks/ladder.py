@@ -41,10 +41,13 @@ DOCUMENT = DOCS / "ladder.md"
 LOCAL = "Local"
 MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
-CHECKS = ("ladder_check", "ladder_check_fresh")  # other text
+CHECKS = ("ladder_check", "ladder_check_fresh", "low_frequency_check")  # other text
 TUNED = "ladder_tuned"  # every method at a rate of its own
 PAPER = "paper_baselines"  # the paper's horizons, tuned too
-OTHER_BETAS = ("ladder_half_lives",)
+LOW = "low_frequency"  # and its longer periods, tuned too
+PARTS = ("low_frequency_parts", "which_moment")  # one rate; they ask which average costs
+OWN_RATES = (TUNED, CHECKS[1], PAPER, LOW)
+OTHER_BETAS = ("ladder_half_lives", "low_frequency_half_lives")
 MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
@@ -67,12 +70,13 @@ OTHER_PERIODS = {
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
 FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
-NOT_PLANNED = ("early average", "DDP", "FAVG-OPT", "DiLoCo", *FLOWERS.values())
+NOT_PLANNED = ("Local, bounded", "early average", "DDP", "FAVG-OPT", "DiLoCo", *FLOWERS.values())
 """Methods that `desloc plan` says nothing of."""
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
     ("int4", "int4", "int8"): "4 bits",
+    ("int8", "int8"): "8 bits",
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
@@ -104,6 +108,11 @@ ORDER = (
     "K = 12/96, v never, 4 bits, bounded",
     "K = 12/144/288, 4 bits, bounded",
     "v as often as u",
+    "v as often as x",
+    "v as often as x, lean",
+    "v as often as x, lean, bounded",
+    "v as often as x, u never",
+    "v as often as x, u never, 8 bits",
     "DES-LOC, half the periods",
     "DES-LOC, half the periods, lean",
     "DES-LOC, lean",
@@ -180,7 +189,7 @@ class Row(NamedTuple):
 
 def method(config: Run) -> str:
     """Return the method's name, derived from the periods, the formats and the bound."""
-    formats = tuple((config["wire"] or {}).values())
+    formats = tuple(form for form in (config["wire"] or {}).values() if form != "fp32")
     return (
         periods_name(config)
         + (f", {FORMATS[formats]}" if formats else "")
@@ -209,6 +218,8 @@ def periods_name(config: Run) -> str:
         return LOCAL
     if first == sync["params"]:
         return "u as often as x" + (", v never" if second == "never" else "")
+    if second == sync["params"]:
+        return "v as often as x" + (", u never" if first == "never" else "")
     if first == second != "never":
         return "v as often as u"
     names = {(True, True): "FAVG+OPT", (True, False): "u never", (False, True): "v never"}
@@ -223,6 +234,10 @@ def read_run(folder: Path) -> Run | None:
         return None
     config = yaml.safe_load(outcome["config"])
     name = method(config)
+    at_other_periods = name.startswith(tuple(OTHER_PERIODS))
+    if at_other_periods and folder.parents[1].name in PARTS:
+        # Their Local has K_x of every length.
+        name, at_other_periods = LOCAL, False
     rate = config["fedadam" if config["strategy"] == "fedadam" else "optimizer"]["lr"]
     record: Run = {
         "cell": slug(folder.parent.name),
@@ -235,9 +250,7 @@ def read_run(folder: Path) -> Run | None:
         "clients": config["federation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
-        "period": PERIOD
-        if periods_name(config) in OTHER_PERIODS
-        else config["sync"].get("params", PERIOD),
+        "period": PERIOD if at_other_periods else config["sync"].get("params", PERIOD),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
         "rate": rate,
@@ -342,7 +355,11 @@ def results() -> list[Run]:
     """Return all collected runs, each with the name of its study."""
     return [
         run | {"study": path.stem}
-        for path in sorted([*RESULTS.glob("ladder_*.json"), RESULTS / f"{PAPER}.json"])
+        for path in sorted(
+            each
+            for pattern in ("ladder_*.json", f"{PAPER}.json", f"{LOW}*.json", "which_moment.json")
+            for each in RESULTS.glob(pattern)
+        )
         for run in json.loads(path.read_text()).get("runs", [])
     ]
 
@@ -425,7 +442,7 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
 def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
     made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
-    made.set_figwidth(12.5)
+    made.set_figwidth(14)
     by_setting(settings, rows)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
         wanted = ("iid", "adam", params, tokens, STEPS)
@@ -463,7 +480,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
             if name in methods and methods[name].loss.seeds >= MIN_SEEDS
         }
         twice = rung.study != PAPER and rung._replace(study=PAPER) in rows
-        if rung.period != PERIOD or rung.study in OTHER_BETAS or twice or not shown:
+        if rung.study in (*OTHER_BETAS, *PARTS) or twice or not shown:
             continue
         for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:
@@ -487,9 +504,10 @@ def setting(rung: Rung) -> str:
     words = [f"{rung.params:,}", f"{rung.tokens}"]
     words += ["by domain"] if rung.partition == "by_domain" else []
     words += [f"{rung.steps} steps"] if rung.steps != STEPS else []
+    words += [f"K = {rung.period}"] if rung.period != PERIOD else []
     words += [NAMES[rung.optimizer]] if rung.optimizer != "adam" else []
     words += ["other text"] if rung.study in CHECKS else []
-    words += ["own rates"] if rung.study in (TUNED, CHECKS[1], PAPER) else []
+    words += ["own rates"] if rung.study in OWN_RATES else []
     return ", ".join(words)
 
 
@@ -507,7 +525,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
     A gap with tuned rates replaces one at Local's rate.
     """
     found: dict[tuple[Any, ...], Estimate] = {}
-    for rung, methods in sorted(rows.items(), key=lambda item: item[0].study == TUNED):
+    for rung, methods in sorted(rows.items(), key=lambda item: item[0].study in OWN_RATES):
         if rung.study in (*CHECKS, *OTHER_BETAS):
             continue
         for name, row in methods.items():

@@ -1,11 +1,11 @@
-"""The tables of docs/paper.md, drawn from results in the repository.
+"""The tables of docs/paper.md and docs/wire.md, drawn from results in the repository.
 
     python benchmarks/paper_tables.py keep runs/coins   # a study's results into benchmarks/results
     python benchmarks/paper_tables.py draw
 
-`keep` takes rates_of_change, sync_periods, budget_splits and coins; the runs of paper_baselines,
-low_frequency and low_frequency_parts are collected by `ladder.py collect`. Differences are paired
-by seed; in brackets the 95 % t-interval.
+`keep` takes rates_of_change, sync_periods, budget_splits, coins and wire; the runs of
+paper_baselines, low_frequency, its parts and half-lives, and which_moment are collected by
+`ladder.py collect`. Differences are paired by seed; in brackets the 95 % t-interval.
 """
 
 import json
@@ -28,6 +28,14 @@ Line = dict[str, Any]
 Cells = dict[tuple[str, ...], Line]
 LOW_FREQUENCY = "low_frequency"
 LABELS = {"u as often as x, lean, bounded": "`lean`"}
+FORMATS = {
+    "fp32": "fp32, fp32, fp32: loss",
+    "bf16": "bf16, bf16, bf16: % above it",
+    "int8": "int8, int8, int8",
+    "int8, u int4": "**int8, int4, int8**, those of `lean`",
+    "int4, moments int8": "int4, int8, int8",
+    "int4, v int8": "int4, int4, int8",
+}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SPLITS = {"Local": "1 and 1", "never": "never (FAVG+OPT)"}
 PARTS = {
@@ -37,7 +45,18 @@ PARTS = {
     "u-every-384": "128, 384, 128",
     "v-every-768": "128, 128, 768",
     "v-every-768-bounded": "128, 128, 768, bounded",
+    "u-every-384-v-every-768": "128, 384, 768 (DES-LOC)",
+    "u-never": "128, never, 128",
+    "u-every-384-formats-of-lean": "128, 384, 128, formats of `lean`",
+    "u-every-384-bounded-formats-of-lean": "128, 384, 128, bounded, formats of `lean`",
+    "u-never-formats-of-lean": "128, never, 128, formats of `lean`",
 }
+RARE = {
+    "v as often as x": "K_u = 3 K_x",
+    "u as often as x, bounded": "K_v = 6 K_x, bounded",
+    "DES-LOC": "K_u = 3 K_x, K_v = 6 K_x",
+}
+"""Methods of the table that asks which moment may be averaged seldom: their columns."""
 SHARES = {"Local": "1", "never": "1/3"}
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -203,16 +222,50 @@ def parts() -> str:
         found[run["cell"]][run["seed"]] = run
     rows, local = [], found["local"]
     for cell, name in PARTS.items():
-        seeds = found[cell]
+        if not (seeds := found[cell]):
+            continue
         mean = f"{statistics.fmean(run['loss'] for run in seeds.values()):.3f}"
         more = "" if seeds is local else ladder.text(ladder.above(seeds, local, "loss"))
         rows.append([name, len(seeds), mean, more])
     return table(["K_x, K_u, K_v", "seeds", "loss", "above Local's, %"], rows)
 
 
+def which_moment() -> str:
+    """Return the cost of rare averages of u, of v and of both, by K_x and by v's half-life."""
+    rows = []
+    for rung, methods in sorted(
+        ladder.gaps(ladder.results()).items(), key=lambda each: (each[0].partition, each[0].period)
+    ):
+        if rung.study not in (*ladder.PARTS, f"{LOW_FREQUENCY}_half_lives"):
+            continue
+        beta = "0.999" if rung.study in ladder.OTHER_BETAS else "0.95"
+        gaps = [methods[name].loss for name in RARE if name in methods]
+        partition = rung.partition.replace("_", " ").replace("iid", "IID")
+        cells = [ladder.text(gap) for gap in gaps]
+        rows.append([partition, rung.period, beta, gaps[0].seeds, *cells, *[""] * (3 - len(cells))])
+    return table(["partition", "K_x", "β₂", "seeds", *RARE.values()], rows)
+
+
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:
     order = (ladder.LOCAL, *LABELS, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
     return optimizer, order.index(method) if method in order else len(order), method
+
+
+def formats() -> str:
+    """Return the cost of lossy formats, compared with fp32 in the same partition."""
+    cells = kept("wire")
+    partitions = tuple(dict.fromkeys(partition for _, partition in cells))
+    rows = []
+    for name in dict.fromkeys(name for name, _ in cells):
+        ours = [cells[name, partition] for partition in partitions]
+        fp32 = [cells["fp32", partition] for partition in partitions]
+        sent = fp32[0]["bytes_sent_by_a_client"] / ours[0]["bytes_sent_by_a_client"]
+        row = [FORMATS[name], f"1/{sent:.2f}", len(ours[0]["seeds"])]
+        for cell, reference in zip(ours, fp32, strict=True):
+            loss = f"{statistics.fmean(cell['scores']):.3f}"
+            row.append(loss if cell is reference else ladder.text(above(cell, reference)))
+        rows.append(row)
+    return table(["formats of x, u, v", "bytes", "seeds", *partitions], rows)
 
 
 def spread(values: list[float]) -> str:
@@ -229,14 +282,22 @@ TABLES = {
     "baselines IID": partial(methods, ladder.PAPER, "iid"),
     "low frequency by domain": partial(methods, LOW_FREQUENCY, "by_domain"),
     "parts of lean": parts,
+    "which moment": which_moment,
 }
+ELSEWHERE = {"formats": "wire.md"}
+"""Tables of other pages than docs/paper.md."""
 
 
 @app.command()
 def draw() -> None:
-    """Write the tables into docs/paper.md."""
+    """Write the tables into their pages."""
     for name, text in TABLES.items():
-        write_between(DOCS / "paper.md", name, text())
+        write_between(page_of(name), name, text())
+
+
+def page_of(name: str) -> Path:
+    """Return the page of a table."""
+    return DOCS / ELSEWHERE.get(name, "paper.md")
 
 
 if __name__ == "__main__":

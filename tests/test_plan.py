@@ -18,6 +18,7 @@ from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, load
 from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
+from flower_desloc.plan import advice
 from flower_desloc.plan.advice import MULTIPLES, can_bound, recommended, warnings
 from flower_desloc.plan.evidence import measured, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
@@ -39,6 +40,7 @@ STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 BETA = st.floats(0, 0.9999)
 LINK = Link(bandwidth=125e6, latency=0.2)
+APART = {"betas": (0.95, 0.95), "partition": "by_domain"}
 GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
@@ -404,6 +406,8 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
         ((16, 48, 96), {}, "sync.exp_avg=48: the least loss was measured with exp_avg averaged"),
         ((16, 16, 96), {}, "sync.exp_avg=16: averaged more often than exp_avg_sq, after which"),
+        ((64, 64, 384), APART, "sync.exp_avg_sq=384: sync.params=64 is long for the half-lives"),
+        ((64, 64, 384), APART, "set sync.exp_avg_sq=64, and sync.exp_avg=384 for fewer bytes"),
         ((16, 48, 96), {"ceiling": None}, "nothing bounds exp_avg and exp_avg_sq: a drift bound"),
         ((16, 48, 96), {"ceiling": None}, "needs a clipped gradient (optimizer.clip_norm or --rho"),
     ],
@@ -411,6 +415,24 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
 def test_each_warning(periods, changes, said):
     found = list(warnings(planned(*periods, **(GOOD | changes))))
     assert [line for line in found if said in line], found
+
+
+@pytest.mark.parametrize(
+    ("period", "changes", "multiples"),
+    [
+        (64, {}, (6, 1)),
+        (28, {}, (6, 1)),
+        (27, {}, (1, 6)),  # two half-lives
+        (64, {"partition": "iid"}, (1, 6)),
+        (64, {"betas": (0.95, 0.999)}, (1, 6)),  # v lasts longer
+        (64, {"optimizer": "adopt"}, (3, 6)),
+    ],
+)
+def test_with_unlike_data_and_a_long_period_the_second_moment_stays_with_the_parameters(
+    period, changes, multiples
+):
+    times = advice.multiples(planned(period, period, period, **(GOOD | APART | changes)), period)
+    assert (times["exp_avg"], times["exp_avg_sq"]) == multiples
 
 
 def test_the_order_in_which_streams_are_stated_changes_no_warning():

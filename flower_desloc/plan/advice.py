@@ -23,6 +23,14 @@ low-communication configurations). Any other stream has the period of params."""
 BOUNDED: Final = {"exp_avg": 1, "exp_avg_sq": 6}
 """The multiples for Adam with ``sync_bound``, which were measured to cost less loss."""
 
+LONG: Final = 2
+"""Half-lives of both of Adam's moments above which K_x counts as long. Measured where clients hold
+unlike data (docs/paper.md): at 1.2 rare averages of exp_avg cost loss and those of exp_avg_sq none,
+at 2.4 neither do, from 4.7 on those of exp_avg_sq do and those of exp_avg do not."""
+
+AT_LONG: Final = {"exp_avg": 6, "exp_avg_sq": 1}
+"""The multiples for Adam at a long K_x, if clients hold unlike data."""
+
 _SLOW: Final = "exp_avg"
 """The moment that ``optimizer.mix`` makes a slow momentum."""
 
@@ -44,13 +52,22 @@ def can_bound(run: PlannedRun) -> bool:
     return first**2 < second
 
 
+def is_long(run: PlannedRun, period: int) -> bool:
+    """Return whether clients with unlike data average Adam's parameters at a ``LONG`` period."""
+    if run.partition == "iid" or not can_bound(run):
+        return False
+    return all(period > LONG * half_life(stream.beta) for stream in run.moments if stream.beta)
+
+
 def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
     """Return the recommended K_u and K_v as multiples of K_x, which is ``period``.
 
     A slow momentum (``mix`` below 1) loses nothing while its average is kept: K_u is at most half
     a half-life.
     """
-    times = BOUNDED if can_bound(run) else MULTIPLES
+    times = MULTIPLES
+    if can_bound(run):
+        times = AT_LONG if is_long(run, period) else BOUNDED
     if run.mix == 1:
         return times
     return {**times, _SLOW: max(1, _longest(run) // period)}
@@ -182,6 +199,15 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
 
 def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     of_params, first, second = (run.periods[name] for name in (PARAMS, "exp_avg", "exp_avg_sq"))
+    if isinstance(of_params, int) and run.mix == 1 and is_long(run, of_params):
+        if second not in (of_params, RESET):
+            yield (
+                f"sync.exp_avg_sq={second}: sync.params={of_params} is long for the half-lives of "
+                "Adam's moments, where clients with unlike data lose by rare averages of "
+                f"exp_avg_sq; set sync.exp_avg_sq={of_params}, and sync.exp_avg="
+                f"{of_params * AT_LONG['exp_avg']} for fewer bytes (docs/paper.md)"
+            )
+        return
     if not isinstance(first, int):
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
@@ -269,6 +295,9 @@ def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
         if of_params > _longest(run):
             return "with params, although a slow momentum is half forgotten by then"
         return f"{times[name]} K_x, for a slow momentum half a half-life at most"
+    if times is AT_LONG:
+        how_often = "with params" if times[name] == 1 else f"{times[name]} K_x"
+        return f"{how_often}, which costs Adam the least loss at so long a K_x, with unlike data"
     if times[name] == 1:
         return "with params, which costs Adam the least loss if it is bounded"
     return f"{times[name]} K_x, the paper's default"

@@ -26,7 +26,7 @@ _STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 class MeasuredGap:
     """Held-out loss above Local with the same optimizer, paired by seed, in per cent.
 
-    Local averages everything every 16 steps.
+    Local averages everything when it averages the parameters.
     """
 
     periods: Periods
