@@ -61,10 +61,13 @@ class Fault:
     kind: EventKind | None
     """Kind of the event that must be recorded, and a pattern of its text; None: no event."""
     words: str = ""
-    around: Callable[[Answer, Message, Context], Message] | None = None
+    around: Callable[[Answer, Message, Context], Message] = lambda answer, *asked: answer(*asked)
     """Replaces the call of the client's app."""
-    reply: Callable[[Message], list[Message]] | None = None
-    """Replaces the reply on its way to the server."""
+    reply: Callable[[Message], list[Message]] = lambda reply: [reply]
+    """What arrives at the server instead of the reply."""
+
+
+UNHARMED = Fault(-1, -1, "unharmed", None)
 
 
 class Faults:
@@ -73,12 +76,12 @@ class Faults:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.planned: list[Fault] = []
-        self._to_come: dict[tuple[int, int], Fault] = {}
+        self._at_the_client: dict[tuple[int, int], Fault] = {}
+        self._on_the_way: dict[tuple[int, int], Fault] = {}
         self._before: dict[int, Message] = {}  # every client's last reply
         self._client_app, self._pull = run.grid.client_app, run.grid.pull_messages
         run.grid.client_app = self._app
         run.grid.pull_messages = self._pulled
-        self._asked: dict[str, tuple[int, int]] = {}
 
     # Faults
 
@@ -86,11 +89,12 @@ class Faults:
         """The client's process is killed in this phase of the window."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            with forked() as is_child:
-                if is_child:
-                    self._arm(phase, message)
-                    answer(message, context)
-                    _die()
+            def answer_and_die() -> None:
+                self._arm(phase, message)
+                answer(message, context)
+                _die()
+
+            _kill_in_a_child(answer_and_die)
             return Message(Error(8, "ClientApp stopped responding."), reply_to=message)
 
         outcome: Outcome = "unheard" if phase == "uploading" else "undone"
@@ -100,8 +104,11 @@ class Faults:
         """The client's loss is infinite."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            with self._losses(lambda loss, m, t: loss * torch.inf):
+            self._change_losses(lambda loss, t: loss * torch.inf)
+            try:
                 return answer(message, context)
+            finally:
+                object.__delattr__(self.run.problem, "loss")
 
         self._plan(Fault(node, window, "undone", "failed", "training diverged", around))
 
@@ -133,16 +140,15 @@ class Faults:
         """The client's state cannot be written: its file exceeds a limit."""
 
         def around(answer: Answer, message: Message, context: Context) -> Message:
-            with _limited():
+            with files_of_at_most(100):  # bytes, less than a header
                 return answer(message, context)
 
         self._plan(Fault(node, window, "undone", "failed", "File too large", around))
 
     def be_late_at(self, *, node: int, window: int) -> None:
         """The reply does not arrive within the policy's timeout."""
-        self._plan(
-            Fault(node, window, "unheard", "late", "was not answered", reply=lambda reply: [])
-        )
+        words = "was not answered"
+        self._plan(Fault(node, window, "unheard", "late", words, reply=lambda reply: []))
 
     def spoil_at(self, *, node: int, window: int, spoil: Spoil, words: str) -> None:
         """The reply is malformed."""
@@ -171,33 +177,24 @@ class Faults:
 
     def _plan(self, fault: Fault) -> None:
         at = (fault.node, fault.window)
-        assert at not in self._to_come, f"{at} has a fault already"
+        assert at not in self._at_the_client, f"{at} has a fault already"
         self.planned.append(fault)
-        self._to_come[at] = fault
+        self._at_the_client[at] = self._on_the_way[at] = fault
 
     def _app(self, message: Message, context: Context) -> Message:
-        fault = self._to_come.get(place(message))
-        if fault is None:
-            return self._client_app(message, context)
-        if fault.around is None:
-            return self._client_app(message, context)
-        del self._to_come[place(message)]  # it is asked again where it has lost its state
+        # Once: it is asked again where it has lost its state.
+        fault = self._at_the_client.pop(_place(message), UNHARMED)
         return fault.around(self._client_app, message, context)
 
     def _pulled(self, message_ids: Any) -> list[Message]:
         replies = []
         for message_id in message_ids:
             asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
-            where = place(asked)
+            node, window = _place(asked)
             for reply in self._pull([message_id]):
-                fault = self._to_come.get(where)
-                if fault is not None and fault.reply is not None:
-                    del self._to_come[where]
-                    replies += fault.reply(reply)
-                else:
-                    replies.append(reply)
-                if where[1] > 0 and reply.has_content():
-                    self._before[where[0]] = reply
+                replies += self._on_the_way.pop((node, window), UNHARMED).reply(reply)
+                if window > 0 and reply.has_content():
+                    self._before[node] = reply
         return replies
 
     def _arm(self, phase: Phase, message: Message) -> None:
@@ -206,7 +203,7 @@ class Faults:
             _die()
         if phase == "training":
             stop = message.content["config"]["stop-step"]
-            self._set_losses(lambda loss, m, t: _die() if t == stop - 1 else loss)
+            self._change_losses(lambda loss, t: _die() if t == stop - 1 else loss)
         if phase == "saving":
             write = tensor_file.write
 
@@ -217,19 +214,9 @@ class Faults:
 
             tensor_file.write = torn
 
-    @contextlib.contextmanager
-    def _losses(self, change: Callable[[torch.Tensor, int, int], Any]) -> Iterator[None]:
-        self._set_losses(change)
-        try:
-            yield
-        finally:
-            object.__delattr__(self.run.problem, "loss")
-
-    def _set_losses(self, change: Callable[[torch.Tensor, int, int], Any]) -> None:
-        loss = self.run.problem.loss
-        object.__setattr__(
-            self.run.problem, "loss", lambda module, m, t: change(loss(module, m, t), m, t)
-        )
+    def _change_losses(self, change: Callable[[torch.Tensor, int], Any]) -> None:
+        problem, loss = self.run.problem, self.run.problem.loss
+        object.__setattr__(problem, "loss", lambda module, m, t: change(loss(module, m, t), t))
 
     # Expected outcome
 
@@ -281,28 +268,26 @@ class Faults:
                     s[name][key] = tensor
 
 
-def place(message: Message) -> tuple[int, int]:
+def _place(message: Message) -> tuple[int, int]:
     """Return client and window of a message; window 0 for anything but training."""
     if message.metadata.message_type != "train":
         return message.metadata.dst_node_id - 1, 0
     return message.metadata.dst_node_id - 1, int(message.content["config"]["server-round"])
 
 
-@contextlib.contextmanager
-def forked() -> Iterator[bool]:
-    """Also run the block in a child, where it yields True; the child must end by SIGKILL."""
+def _kill_in_a_child(act: Callable[[], None]) -> None:
+    """Let a child of this process act; it must end by SIGKILL."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; there is one
         child = os.fork()
     if child == 0:
         try:
-            yield True
+            act()
         finally:
             os._exit(1)  # it was not killed
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    yield False
 
 
 def _die() -> None:
@@ -310,10 +295,10 @@ def _die() -> None:
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """Limit the files of this process to a hundred bytes, less than a header."""
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Limit the files that this process writes to so many bytes, as a full disk does."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from faults import Faults, Phase
 from federation import OPTIMIZERS, assert_close
 from flower_path import Run
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +25,8 @@ from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.runs.recorder import to_line
 
 PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
-ADOPT, ADAM = ("adopt", None), ("adam", 4)
-"""ADOPT with periods, Adam with coins."""
+COINS = {"adopt": None, "adam": 4}
+"""ADOPT is run with periods, Adam with coins."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +34,12 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
 
 
-@pytest.fixture(params=[ADOPT, ADAM], ids=["ADOPT", "Adam"])
-def which(request: pytest.FixtureRequest) -> tuple[str, int | None]:
-    found: tuple[str, int | None] = request.param
-    return found
-
-
-def faulty(name: str, coins: int | None, folder: Path, **policy: object) -> Faults:
+def faulty(name: str, coins: int | None, folder: Path, timeout: float = 0.02) -> Faults:
     """Three clients, twelve steps; with periods the windows end at 2 3 4 5 6 8 9 10 12."""
     schedule = SyncSchedule(OPTIMIZERS[name].periods(2, 3, 5), coin_seed=coins)
-    run = Run(name, schedule, folder, policy=Policy(**{"on_failure": "continue", **policy}))
-    return Faults(run)
+    return Faults(
+        Run(name, schedule, folder, policy=Policy(on_failure="continue", timeout=timeout))
+    )
 
 
 def check(faults: Faults) -> None:
@@ -84,57 +79,7 @@ def check(faults: Faults) -> None:
         assert sorted(record.left_out) == out
 
 
-# ----------------------------------------------------------------------------------- One at a time
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("which", "window"), [(ADOPT, 1), (ADOPT, 3), (ADAM, 3)], ids=["ADOPT-1", "ADOPT-3", "Adam-3"]
-)
-def test_a_client_that_is_killed_is_absent_and_keeps_what_it_had_saved(
-    which, window, phase, tmp_path
-):
-    faults = faulty(*which, tmp_path)
-    faults.fail_at(node=2, window=window, phase=phase)
-    check(faults)
-
-
-def test_a_client_whose_loss_is_infinite_keeps_its_state(which, tmp_path):
-    faults = faulty(*which, tmp_path)
-    faults.diverge_at(node=1, window=2)
-    check(faults)
-
-
-def test_a_client_whose_state_is_lost_or_damaged_is_sent_everything(which, tmp_path):
-    faults = faulty(*which, tmp_path)
-    faults.lose_state_at(node=1, window=2)
-    faults.damage_state_at(node=0, window=4)
-    check(faults)
-
-
-def test_a_client_that_is_late_keeps_its_work_for_the_next_sync(which, tmp_path):
-    faults = faulty(*which, tmp_path, timeout=0.02)
-    faults.be_late_at(node=0, window=2)
-    faults.be_late_at(node=1, window=3)
-    check(faults)
-
-
-def test_a_reply_that_comes_twice_counts_once(which, tmp_path):
-    faults = faulty(*which, tmp_path)
-    faults.answer_twice_at(node=1, window=2)
-    check(faults)
-
-
-def test_a_reply_to_another_window_is_refused(which, tmp_path):
-    faults = faulty(*which, tmp_path)
-    faults.answer_the_last_at(node=1, window=3)
-    check(faults)
-
-
-def test_a_client_that_cannot_write_its_file_keeps_the_old_one(which, tmp_path):
-    faults = faulty(*which, tmp_path)
-    faults.fill_disk_at(node=1, window=3)
-    check(faults)
+# ------------------------------------------------------------------------------ Malformed replies
 
 
 def value(it: float):
@@ -192,26 +137,39 @@ SPOILS = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILS)
-def test_a_reply_that_cannot_be_averaged_is_refused(what, tmp_path):
-    faults = faulty(*ADOPT, tmp_path)
-    spoil, words = SPOILS[what]
-    faults.spoil_at(node=1, window=3, spoil=spoil, words=words)
+# ------------------------------------------------------------------------------------------ Faults
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    **{f"killed while {phase}": partial(Faults.fail_at, phase=phase) for phase in PHASES},
+    **{
+        f"a reply with {what}": partial(Faults.spoil_at, spoil=spoil, words=words)
+        for what, (spoil, words) in SPOILS.items()
+    },
+    "its state is lost": Faults.lose_state_at,
+    "its loss is infinite": Faults.diverge_at,
+    "a late reply": Faults.be_late_at,
+    "a reply that comes twice": Faults.answer_twice_at,
+    "a full disk": Faults.fill_disk_at,
+}
+AFTER_THE_FIRST_WINDOW: dict[str, Callable[..., None]] = {
+    "its state is damaged": Faults.damage_state_at,
+    "its reply to the window before": Faults.answer_the_last_at,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "what"),
+    [
+        *(("adopt", 1, f"killed while {phase}") for phase in PHASES),
+        *(("adopt", 3, what) for what in FAULTS | AFTER_THE_FIRST_WINDOW),
+        *(("adam", 3, what) for what in FAULTS | AFTER_THE_FIRST_WINDOW),
+    ],
+)
+def test_a_fault_costs_only_the_clients_contribution(name, window, what, tmp_path):
+    faults = faulty(name, COINS[name], tmp_path)
+    (FAULTS | AFTER_THE_FIRST_WINDOW)[what](faults, node=1, window=window)
     check(faults)
-
-
-# ---------------------------------------------------------------------------------- Many at a time
-
-CALLS = [
-    *(lambda f, phase=phase, **at: f.fail_at(phase=phase, **at) for phase in PHASES),
-    *(lambda f, spoil=s, words=w, **at: f.spoil_at(spoil=spoil, words=words, **at)
-      for s, w in SPOILS.values()),
-    Faults.lose_state_at,
-    Faults.diverge_at,
-    Faults.be_late_at,
-    Faults.answer_twice_at,
-    Faults.fill_disk_at,
-]  # fmt: skip
 
 
 @settings(max_examples=12)
@@ -219,14 +177,16 @@ CALLS = [
     st.sampled_from(["adopt", "adam"]),
     st.none() | st.integers(0, 5),
     st.dictionaries(
-        st.tuples(st.integers(1, 2), st.integers(1, 5)), st.sampled_from(CALLS), max_size=8
+        st.tuples(st.integers(1, 2), st.integers(1, 5)),
+        st.sampled_from(sorted(FAULTS)),
+        max_size=8,
     ),
 )
 def test_any_combination_of_faults_costs_only_the_contributions(tmp_path_factory, name, coins, at):
     """Client 0 alone is spared, so that there is always somebody to average."""
-    faults = faulty(name, coins, tmp_path_factory.mktemp("run"), timeout=0.02)
-    for (node, window), call in at.items():
-        call(faults, node=node, window=window)
+    faults = faulty(name, coins, tmp_path_factory.mktemp("run"))
+    for (node, window), what in at.items():
+        FAULTS[what](faults, node=node, window=window)
     check(faults)
 
 
@@ -261,6 +221,21 @@ def test_a_node_that_has_lost_its_request_is_not_waited_for(tmp_path, monkeypatc
     assert "has lost the request" in faults.run.watch.records[3].left_out["client-2"]
 
 
+def echo(message: Message, _: Context) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+def ask(grid: InProcessGrid, probe: Probe | None = None) -> Message:
+    """Return the reply of the grid's only node to a message."""
+    [node] = grid.get_node_ids()
+    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60, probe=probe)
+    return reply
+
+
+def there(node: int) -> Message:
+    return Message(RecordDict(), node, "query.there")
+
+
 @pytest.mark.parametrize("looks", range(1, 7))
 def test_a_slow_node_is_probed_and_waited_for(looks):
     """It answers in turn, and both answers are there at whatever moment the server looks."""
@@ -282,29 +257,17 @@ def test_a_slow_node_is_probed_and_waited_for(looks):
                 return []
             return [Message(Error(5, "Node Unavailable"), reply_to=sent[-1])]  # not from the node
 
-    grid = Node(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
-    [node] = grid.get_node_ids()
-    [reply] = exchange(
-        grid,
-        [Message(RecordDict(), node, "train")],
-        patience=60,
-        probe=Probe(there, after=0.0),
-    )
-    assert not reply.has_error()
+    assert not ask(Node(echo, [{}]), Probe(there, after=0.0)).has_error()
     types = [m.metadata.message_type for m in sent]
     assert types == ["train", *["query.there"] * (len(sent) - 1)]
     assert len(sent) == [1, 2, 2, 2, 3, 3][looks - 1]  # again where the question is gone
-
-
-def there(node: int) -> Message:
-    return Message(RecordDict(), node, "query.there")
 
 
 class Slow(InProcessGrid):
     """A node whose replies are there so many seconds after they were asked for."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
+        super().__init__(echo, [{}])
         self.seconds = seconds
         self.asked: dict[str, float] = {}
 
@@ -321,24 +284,20 @@ class Slow(InProcessGrid):
 
 def test_a_probe_is_sent_only_after_more_silence_than_before_any_reply():
     grid = Slow(0.4)
-    [node] = grid.get_node_ids()
     probe = Probe(there, after=0.1)
     numbers = []
     for _ in range(3):
         grid.asked.clear()
-        [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60, probe=probe)
-        assert not reply.has_error()
+        assert not ask(grid, probe).has_error()
         numbers.append(len(grid.asked))
     assert numbers == [2, 1, 1]
     assert 0.4 < probe.after < 60
 
 
 def test_a_request_that_flower_does_not_accept_fails_at_once():
-    grid = InProcessGrid(lambda m, _: Message(RecordDict(), reply_to=m), [{}])
+    grid = InProcessGrid(echo, [{}])
     grid.push_messages = lambda messages: ["" for _ in messages]  # as Flower's link says it
-    [node] = grid.get_node_ids()
-    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60)
-    assert reply.error.reason == "Flower did not accept the request"
+    assert ask(grid).error.reason == "Flower did not accept the request"
 
 
 def test_events_are_in_the_lines_of_metrics(tmp_path):
@@ -365,6 +324,4 @@ def test_events_are_in_the_lines_of_metrics(tmp_path):
 )  # fmt: skip
 def test_a_clients_message_is_shown_without_flowers_wrapping(reason, said):
     grid = InProcessGrid(lambda m, _: Message(Error(1, reason), reply_to=m), [{}])
-    [node] = grid.get_node_ids()
-    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=1)
-    assert reply.error.reason == said
+    assert ask(grid).error.reason == said
