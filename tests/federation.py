@@ -98,6 +98,11 @@ compiled = pytest.mark.skipif(
 )
 
 
+def size_of(problem: Problem) -> int:
+    """Return the bytes of a problem's parameters, and of each of their states."""
+    return sum(tensor.nbytes for tensor in initial(problem).values())
+
+
 def generator(*seeds: int) -> torch.Generator:
     """Return a generator that is a function of ``seeds``."""
     seed = 0
@@ -318,7 +323,10 @@ def due_table(schedule: SyncSchedule, num_steps: int) -> dict[int, frozenset[str
 # ------------------------------------------------------------------------------------ Comparisons
 
 
-def assert_close(got: list[State], expected: list[State], tolerance: float = 1e-12) -> None:
+Nested = Tensor | Tree | list[State]
+
+
+def assert_close(got: Nested, expected: Nested, tolerance: float = 1e-12) -> None:
     """Every tensor of every stream of every worker agrees to ``tolerance``, relative and absolute.
 
     Names, shapes and types agree exactly.
@@ -326,7 +334,7 @@ def assert_close(got: list[State], expected: list[State], tolerance: float = 1e-
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def assert_same(got: list[State], expected: list[State]) -> None:
+def assert_same(got: Nested, expected: Nested) -> None:
     """Every tensor of every stream of every worker agrees bit for bit."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import reference
 from federation import OPTIMIZERS, OptimizerCase, Problem, Quadratic, due_table, initial
 from flwr.app import Context, Message, RecordDict
-from reference import State
+from reference import State, Tree
 
 from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
@@ -19,7 +19,7 @@ from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
-from flower_desloc.flower.records import to_record
+from flower_desloc.flower.records import from_record, to_record
 
 RUN = "run"
 
@@ -142,6 +142,11 @@ class Run:
         self.leave(0)
         self.result = self.strategy.start(self.grid, self.initial, observer=self.watch)
         return self.states
+
+    def final(self) -> Tree:
+        """Run to the end; return the parameters."""
+        self.start()
+        return from_record(self.result.arrays)
 
     def renumber(self, order: Iterable[int]) -> None:
         """Give the clients other nodes, in this order; in Flower the ids of nodes are random."""

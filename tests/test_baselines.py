@@ -12,7 +12,9 @@ from federation import (
     Regression,
     Tensors,
     assert_close,
+    assert_same,
     initial,
+    size_of,
     trained,
 )
 from flower_path import Run, oracle
@@ -52,65 +54,31 @@ def test_the_presets_have_the_periods_of_their_methods():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reset_states_equal_a_new_optimizer_every_round(name, tmp_path):
+def test_reset_states_equal_a_new_optimizer_every_round_and_are_never_sent(name, tmp_path):
     case = OPTIMIZERS[name]
     schedule = SyncSchedule(case.periods(4, *[RESET] * len(case.oracle.states)))
     run = Run(case, schedule, tmp_path, num_steps=14)
-    run.strategy.start(run.grid, run.initial)
+    got = run.final()
     x = initial(Quadratic())
     for start in (0, 4, 8, 12):
         steps = range(start, min(start + 4, 14))
         x = reference.E([trained(Quadratic(), case, m, x, steps) for m in range(3)])
-    got = from_record(run.strategy.state.averages[PARAMS])
-    torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
-
-
-def test_reset_states_start_every_window_at_zero_and_are_never_sent(tmp_path):
-    schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
-    optimizers: list[torch.optim.Optimizer] = []
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        optimizers.append(OPTIMIZERS["adam"].make(params))
-        return optimizers[-1]
-
-    class Watched(Quadratic):
-        def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
-            states = optimizers[-1].state.values()  # of the client that is at work
-            seen.add((t, not any(state[name].any() for state in states for name in STATES)))
-            return super().loss(module, m, t)
-
-    seen: set[tuple[int, bool]] = set()
-    case = replace(OPTIMIZERS["adam"], make=make)
-    run = Run(case, schedule, tmp_path, problem=Watched(), num_clients=2)
-    run.strategy.start(run.grid, run.initial, observer=run.watch)
-    assert seen == {(t, t % 4 == 0) for t in range(12)}
-    for record in run.watch.records:
-        assert not {*record.traffic.up, *record.traffic.down} & {*STATES}
+    assert_close(got, x)
+    for record in run.watch.records[1:]:
+        assert {*record.traffic.up} == {*record.traffic.down} == {PARAMS}
 
 
 def test_a_client_absent_during_a_reset_starts_with_zeros(tmp_path):
-    """It holds moments of before the reset; only the equal clients' equal outcome can tell."""
+    """It holds moments of before the reset; equal clients make no difference by absence."""
     schedule = SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET})
 
-    def present(m: int, t: int) -> bool:
-        return m != 1 or not 4 <= t < 8
+    def final(name: str, **options: Any) -> Tree:
+        problem = Quadratic(heterogeneous=False)
+        folder = tmp_path / name
+        return Run("adam", schedule, folder, problem=problem, num_clients=2, **options).final()
 
-    runs = [
-        Run(
-            "adam",
-            schedule,
-            tmp_path / str(i),
-            problem=Quadratic(heterogeneous=False),
-            num_clients=2,
-            **({"present": present} if i else {}),
-        )
-        for i in range(2)
-    ]
-    for run in runs:
-        run.start()
-    # The clients are equal, so it makes no difference that one was away.
-    a, b = (from_record(run.strategy.state.averages[PARAMS]) for run in runs)
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    away = final("away", present=lambda m, t: m != 1 or not 4 <= t < 8)
+    assert_same(away, final("present"))
 
 
 # -------------------------------------------------------------------------------- Data parallelism
@@ -139,41 +107,29 @@ def data_parallel(name: str, folder: Any, num_clients: int) -> Run:
         num_clients=num_clients,
         num_steps=9,
         outer=OuterOptimizer(
-            OPTIMIZERS[name].make,
-            lr_schedule=lambda t: 1 / (1 + t),
-            clipping=Clipping(norm=0.5),
+            OPTIMIZERS[name].make, lr_schedule=lambda t: 1 / (1 + t), clipping=Clipping(norm=0.5)
         ),
     )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_averaged_gradients_equal_one_large_batch(name, tmp_path):
-    run = data_parallel(name, tmp_path, 4)
-    run.strategy.start(run.grid, run.initial)
     expected = big_batch(Regression(), name, num_workers=4, num_steps=9, rho=0.5)
-    got = from_record(run.strategy.state.averages[PARAMS])
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_close(data_parallel(name, tmp_path, 4).final(), expected)
 
 
-def test_data_parallel_clients_get_the_same_parameters_and_keep_nothing(tmp_path):
-    """One set of parameters goes to all, and the only moments are the server's."""
+def test_data_parallel_clients_get_the_same_parameters_send_a_gradient_and_keep_nothing(tmp_path):
     run = data_parallel("adam", tmp_path, 3)
-    run.strategy.start(run.grid, run.initial)
+    run.start()
     asked = [m for m in run.grid.sent if m.metadata.message_type == "train"]
     assert len(asked) == 3 * 9
     for step in range(9):
         first, *others = asked[3 * step : 3 * step + 3]
         assert first.content.array_records.keys() == {PARAMS}
         for other in others:
-            a, b = (from_record(m.content.array_records[PARAMS]) for m in (first, other))
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+            assert_same(*(from_record(m.content.array_records[PARAMS]) for m in (first, other)))
     assert all(run.files(m).held() is None for m in range(3))
-
-
-def test_data_parallel_clients_send_one_gradient_a_step(tmp_path):
-    run = data_parallel("adam", tmp_path, 3)
-    run.strategy.start(run.grid, run.initial, observer=run.watch)
-    size = sum(t.numel() * t.element_size() for t in initial(Regression()).values())
+    size = size_of(run.problem)
     for record in run.watch.records[1:]:
         assert record.traffic.up == {GRADIENTS: 3 * size}
         assert record.traffic.down == {PARAMS: 3 * size}
@@ -205,24 +161,16 @@ class Still:
 def test_the_outer_step_of_a_configuration_is_diloco_in_closed_form(nesterov, tmp_path):
     """x_m = m + (1 - eta)^K (x - m) after K inner steps; then Nesterov's step along x - E[x_m]."""
     eta, k, lr, momentum, rounds, clients = 0.1, 5, 0.7, 0.9, 6, 3
-    case = OPTIMIZERS["sgdm"]
-    case = replace(case, make=lambda p: SGDM(p, lr=eta, momentum=0.0))
-    run = Run(
-        case,
+    words = f"outer.lr={lr} outer.momentum={momentum} outer.nesterov={nesterov}"
+    got = Run(
+        replace(OPTIMIZERS["sgdm"], make=lambda p: SGDM(p, lr=eta, momentum=0.0)),
         (k, NEVER),
         tmp_path,
         problem=Still(),
         num_clients=clients,
         num_steps=rounds * k,
-        outer=build_outer(
-            load(
-                "quickstart",
-                f"outer.name=sgd outer.lr={lr} outer.momentum={momentum} "
-                f"outer.nesterov={str(nesterov).lower()}",
-            )
-        ),
-    )
-    run.strategy.start(run.grid, run.initial)
+        outer=build_outer(load("quickstart", f"outer.name=sgd {words}")),
+    ).final()
     center = sum(range(clients)) / clients
     for key, x in initial(Still()).items():
         velocity = torch.zeros_like(x)
@@ -230,17 +178,13 @@ def test_the_outer_step_of_a_configuration_is_diloco_in_closed_form(nesterov, tm
             moved = (1 - (1 - eta) ** k) * (x - center)  # x - E_m[x_m]
             velocity = momentum * velocity + moved
             x = x - lr * (moved + momentum * velocity if nesterov else velocity)
-        got = from_record(run.strategy.state.averages[PARAMS])[key]
-        torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
+        assert_close(got[key], x)
 
 
 def test_an_outer_sgd_of_rate_one_is_plain_averaging(tmp_path):
-    results = []
-    for outer in (None, OuterOptimizer(lambda p: torch.optim.SGD(p, lr=1.0))):
-        run = Run("adam", (3, 6, NEVER), tmp_path / str(len(results)), outer=outer)
-        run.start()
-        results.append(from_record(run.strategy.state.averages[PARAMS]))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    outer = OuterOptimizer(lambda p: torch.optim.SGD(p, lr=1.0))
+    got = Run("adam", (3, 6, NEVER), tmp_path / "outer", outer=outer).final()
+    assert_close(got, Run("adam", (3, 6, NEVER), tmp_path / "plain").final())
 
 
 # ------------------------------------------------------------------- Joins, leaves, ad-hoc averages
@@ -260,10 +204,7 @@ def test_joins_and_leaves_equal_the_oracles_absences(attendance, tmp_path):
         num_steps=20,
         policy=Policy(attendance=attendance),
     )
-    run.strategy.start(run.grid, run.initial, observer=run.watch)
-    expected = oracle(run, present=present)[0][PARAMS]
-    got = from_record(run.strategy.state.averages[PARAMS])
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_close(run.final(), oracle(run, present=present)[0][PARAMS])
     for record in run.watch.records[1:]:
         assert len(record.clients) == sum(present(m, record.start) for m in range(4))
 
@@ -282,20 +223,31 @@ def test_once_at_averages_every_stream_at_the_named_steps(tmp_path):
 # ----------------------------------------------------------------------------- What makes no sense
 
 
-def test_reset_is_for_all_optimizer_states_or_none():
-    """Adam's bias correction has one step count for both moments."""
-    with pytest.raises(
-        ValueError, match=r"for all optimizer states or for none; .* and not for exp_avg"
-    ):
-        SyncSchedule({PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": RESET})
-    for stream in (PARAMS, "buffers"):
-        with pytest.raises(ValueError, match=f"'{stream}' cannot be 'reset'"):
-            SyncSchedule({PARAMS: 4, "exp_avg": RESET, "exp_avg_sq": RESET, stream: RESET})
+ALONE = "in every step and without other streams"
+OF_ALL_STATES = r"for all optimizer states or for none; .* and not for exp_avg"
 
 
-def test_gradients_exclude_once_at():
-    with pytest.raises(ValueError, match="in every step and without other streams"):
-        SyncSchedule({GRADIENTS: 1}, once_at=frozenset({3}))
+@pytest.mark.parametrize(
+    ("periods", "once_at", "words"),
+    [
+        ({GRADIENTS: 2}, set(), ALONE),
+        ({GRADIENTS: 1, PARAMS: 4}, set(), ALONE),
+        ({GRADIENTS: NEVER}, set(), ALONE),
+        ({GRADIENTS: 1}, {3}, ALONE),
+        # Adam's bias correction has one step count for both moments.
+        ({PARAMS: 4, "exp_avg": NEVER, "exp_avg_sq": RESET}, set(), OF_ALL_STATES),
+        ({PARAMS: RESET, "exp_avg": RESET}, set(), "'params' cannot be 'reset'"),
+        ({PARAMS: 4, "exp_avg": RESET, "buffers": RESET}, set(), "'buffers' cannot be 'reset'"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(periods, once_at, words):
+    with pytest.raises(ValueError, match=words):
+        SyncSchedule(periods, once_at=frozenset(once_at))
+
+
+def test_desloc_refuses_gradients_and_names_what_averages_them():
+    with pytest.raises(ValueError, match="DataParallel"):
+        DesLoc(SyncSchedule({GRADIENTS: 1}), 4)
 
 
 @pytest.mark.parametrize(

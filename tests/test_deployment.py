@@ -19,14 +19,7 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
-from processes import (
-    command_line,
-    environment_of,
-    has_ended,
-    output_of,
-    processes_with,
-    wait_until,
-)
+from processes import command_line, environment_of, has_ended, output_of, processes_with, wait_until
 from safetensors.torch import load_file
 from tiny import TINY, summary
 from typer.testing import CliRunner

@@ -1,19 +1,14 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
-from federation import (
-    OPTIMIZERS,
-    Regression,
-    assert_close,
-    assert_same,
-    initial,
-)
+from federation import OPTIMIZERS, Regression, assert_close, assert_same, size_of
 from flower_path import RUN, Run, oracle
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
@@ -21,9 +16,6 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record
-
-NAMES = ["adam", "adopt", "amsgrad"]
-"""The core's laws are those of every optimizer; here two stand for all."""
 
 # Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +31,11 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         "periods": (10, 2, 5),
         "present": lambda m, t: not (m == 2 and 2 <= t < 4),
     },
+    # It takes the server's step for its bias correction and clip.
+    "joins later": {
+        "periods": (2, 2, 2),
+        "present": lambda m, t: m != 1 or t >= 4,
+    },
 }
 
 
@@ -46,7 +43,11 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     ("name", "situation"),
     [
         *(("adopt", situation) for situation in SITUATIONS),
-        *((name, s) for name in ("adam", "amsgrad") for s in ("coins", "away for two windows")),
+        *(
+            (name, s)
+            for name in ("adam", "amsgrad")
+            for s in ("coins", "away for two windows", "joins later")
+        ),
     ],
 )
 def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
@@ -57,7 +58,7 @@ def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
     assert_close(run.start(), oracle(run, present=run.present))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["adam", "adopt", "amsgrad"])
 def test_the_federated_path_is_algorithm_1_on_tied_weights_with_clipping(name, tmp_path):
     run = Run(
         name,
@@ -75,12 +76,9 @@ def test_the_order_of_the_nodes_changes_no_bit(tmp_path):
     def final(order: list[int], name: str) -> dict[str, torch.Tensor]:
         run = Run("adam", (2, 3, 5), tmp_path / name, problem=Regression(), num_clients=5)
         run.renumber(order)
-        run.start()
-        return from_record(run.result.arrays)
+        return run.final()
 
-    expected = final([0, 1, 2, 3, 4], "a")
-    got = final([3, 0, 4, 2, 1], "b")
-    assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert_same(final([3, 0, 4, 2, 1], "b"), final([0, 1, 2, 3, 4], "a"))
 
 
 def test_the_server_holds_one_reply_at_a_time(tmp_path):
@@ -117,34 +115,14 @@ def test_a_client_is_sent_the_streams_it_lacks_and_replies_with_the_due_ones(tmp
     # Events after steps 2 (x), 3 (u), 4 (x), 6 (x, u), 8 (x).
     assert [set(m.content.array_records) for m in asked] == [x, x, u, x, x | u]
     assert ups == [x, u, x, x | u, x]
-    assert all(set(message.content.config_records) == {"config"} for message in asked)
     configs = [message.content["config"] for message in asked]
     steps = [(config["start-step"], config["stop-step"]) for config in configs]
     assert steps == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 8)]
-    assert [set(config["streams-due"]) for config in configs] == ups
-
-
-# --------------------------------------------------------------------------------------- Joiners
-
-
-def test_a_joiner_takes_the_servers_step_for_bias_correction_and_clip(tmp_path):
-    for name in ("adam", "adopt"):
-        joins: dict[str, Any] = {"num_clients": 2, "present": lambda m, t: m == 0 or t >= 4}
-        run = Run(name, (2, 2, 2), tmp_path / name, num_steps=8, **joins)
-        # The oracle's worker 1 is given worker 0's averages at step 4 and works from there on.
-        assert_close(run.start(), oracle(run, present=run.present))
-        assert run.watch.joiners == ["client-1"]
 
 
 def test_an_adopt_that_joins_before_v_was_averaged_seeds_v_from_its_first_batch(tmp_path):
-    run = Run(
-        "adopt",
-        (2, 2, "never"),
-        tmp_path,
-        num_clients=2,
-        num_steps=6,
-        present=lambda m, t: m == 0 or t >= 4,
-    )
+    late: dict[str, Any] = {"num_clients": 2, "present": lambda m, t: m == 0 or t >= 4}
+    run = Run("adopt", (2, 2, "never"), tmp_path, num_steps=6, **late)
     x_at_4 = {}
 
     def remember(record: WindowRecord) -> None:
@@ -164,20 +142,15 @@ def test_an_adopt_that_joins_before_v_was_averaged_seeds_v_from_its_first_batch(
 
 
 def failing(run: Run, client: int, start: int, times: int = 1) -> None:
-    """Let the client's training raise in the window that begins at ``start``."""
+    """Let the client's training raise in the window that begins at ``start``, so many times."""
     original = run.grid.client_app
-    left = [times]
+    errors = [RuntimeError("the disk is on fire")] * times
 
     def app(message: Message, context: Context) -> Message:
-        asked = message.metadata.message_type == "train"
-        if (
-            asked
-            and context.node_config["partition-id"] == client
-            and message.content["config"]["start-step"] == start
-            and left[0] > 0
-        ):
-            left[0] -= 1
-            raise RuntimeError("the disk is on fire")
+        asked = message.metadata.message_type, context.node_config["partition-id"]
+        due = asked == ("train", client) and message.content["config"]["start-step"] == start
+        if due and errors:
+            raise errors.pop()
         return original(message, context)
 
     run.grid.client_app = app
@@ -250,32 +223,37 @@ def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):
     assert run.files(0).held().step == 4  # the others' work is on their disks
 
 
-def test_two_nodes_of_one_name_are_refused(tmp_path):
-    run = quadratic(tmp_path)
+def two_nodes_of_one_name(run: Run) -> None:
     run.grid.contexts[2].node_config["partition-id"] = 0
-    with pytest.raises(FederationError, match=r"client-0.*partition-id"):
+
+
+def streams_of_another_optimizer(run: Run) -> None:
+    run.strategy = DesLoc(SyncSchedule({"params": 2, "exp_avg": 2}), 8, run_key=RUN)
+
+
+def no_client(run: Run) -> None:
+    run.grid.contexts.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (two_nodes_of_one_name, r"client-0.*partition-id"),
+        (streams_of_another_optimizer, "exp_avg_sq"),
+        (no_client, r"federation\.min_clients=1"),
+    ],
+)
+def test_a_federation_that_cannot_begin_says_what_to_change(change, words, tmp_path):
+    run = quadratic(tmp_path, Policy(timeout=0.05))
+    change(run)
+    with pytest.raises(FederationError, match=words):
         run.start()
 
 
 def test_a_client_of_other_code_is_refused(tmp_path, monkeypatch):
-    run = quadratic(tmp_path)
     monkeypatch.setattr("flower_desloc.flower.client.fingerprint", lambda: "other")
     with pytest.raises(FederationError, match="runs other code"):
-        run.start()
-
-
-def test_the_servers_streams_must_be_those_of_the_clients_optimizer(tmp_path):
-    run = quadratic(tmp_path)
-    run.strategy = DesLoc(SyncSchedule({"params": 2, "exp_avg": 2}), 8, run_key=RUN)
-    with pytest.raises(FederationError, match=r"exp_avg_sq"):
-        run.start()
-
-
-def test_no_client_at_all_is_an_error_that_names_the_setting(tmp_path):
-    run = quadratic(tmp_path, Policy(timeout=0.05))
-    run.grid.contexts.clear()
-    with pytest.raises(FederationError, match=r"federation\.min_clients=1"):
-        run.start()
+        quadratic(tmp_path).start()
 
 
 # ----------------------------------------------------------------------------- Weights and draws
@@ -299,26 +277,18 @@ def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
 def test_the_traffic_counted_is_that_of_the_messages(tmp_path):
     run = quadratic(tmp_path)
     run.start()
-    size = sum(t.numel() * t.element_size() for t in initial(run.problem).values())
-    up: dict[str, int] = {}
+    size = size_of(run.problem)
+    up: Counter[str] = Counter()
     for record in run.watch.records:
-        for stream, count in record.traffic.up.items():
-            up[stream] = up.get(stream, 0) + count
+        up.update(record.traffic.up)
     assert up == {"params": 3 * 4 * size, "exp_avg": 3 * 2 * size, "exp_avg_sq": 3 * size}
 
 
 def test_config_records_of_the_app_reach_the_clients(tmp_path):
-    seen = []
     run = quadratic(tmp_path)
-    original = run.grid.client_app
-
-    def app(message: Message, context: Context) -> Message:
-        seen.append(message.content["config"].get("colour"))
-        return original(message, context)
-
-    run.grid.client_app = app
     run.strategy.start(run.grid, run.initial, ConfigRecord({"colour": "blue"}))
-    assert set(seen[:-3]) == {"blue"}  # the farewell brings no settings
+    *asked, _, _, _ = run.grid.sent  # the farewell brings no settings
+    assert {message.content["config"].get("colour") for message in asked} == {"blue"}
 
 
 # ----------------------------------------------------------------------- Evaluation and settings
@@ -344,8 +314,7 @@ def test_a_client_whose_app_does_not_evaluate_keeps_its_state(tmp_path, caplog):
     run.strategy.evaluate_clients = True
     run.start()
     assert "lost its state" not in caplog.text
-    size = sum(t.numel() * t.element_size() for t in initial(run.problem).values())
-    assert run.watch.records[0].traffic.down == {"params": 3 * size}
+    assert run.watch.records[0].traffic.down == {"params": 3 * size_of(run.problem)}
     assert run.watch.records[1].traffic.down == {}
 
 
@@ -387,8 +356,8 @@ def test_a_policy_names_the_field_that_is_invalid(key, value):
         Policy(**{key: value})
 
 
-@pytest.mark.parametrize("settings", [{"streams": "x"}, {"mine": [1, 2]}])
-def test_settings_that_cannot_be_sent_are_refused(settings, tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("streams", "x"), ("mine", [1, 2])])
+def test_settings_that_cannot_be_sent_are_refused(name, value, tmp_path):
     run = quadratic(tmp_path)
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        run.strategy.start(run.grid, run.initial, ConfigRecord(settings))
+    with pytest.raises(ValueError, match=name):
+        run.strategy.start(run.grid, run.initial, ConfigRecord({name: value}))

@@ -181,10 +181,7 @@ def test_a_model_with_buffers_is_refused():
 
 # --------------------------------------------------------------------------------------- As an app
 
-SMALL = [
-    *TINY,
-    *("run.steps=12", "run.eval_every=6", "sync.params=5", "federation.num_clients=3"),
-]
+SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "federation.num_clients=3")]
 
 
 @pytest.fixture
