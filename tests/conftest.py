@@ -27,7 +27,7 @@ _PICTURES = (_PAGE, "runs.figures.overview.draw", "runs.figures.partition.draw_p
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_cluster.py": _PICTURES,
     "test_examples.py": _PICTURES,
-    "test_flower_strategies.py": (_PAGE,),
+    "test_flower_strategies.py": _PICTURES,
     "test_images.py": (_PAGE, "runs.figures.overview.draw"),
     "test_outputs.py": _PICTURES,
     "test_preflight.py": _PICTURES,

@@ -2,9 +2,7 @@
 
 import dataclasses
 import random
-import resource
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import files_of_at_most
 from federation import OPTIMIZERS, assert_same
 from flower_path import RUN, Run
 from flwr.app import Error, Message
@@ -90,7 +89,7 @@ class Case:
                 fraction_train=self.fraction,
                 on_failure=self.on_failure,
                 min_steps=0.3 if self.paces else 1.0,
-                step_seconds={**self.paces},
+                step_seconds=self.paces,
             ),
             seed=5,
             present=self.present,
@@ -181,6 +180,23 @@ CASES = {
 }
 
 
+class Whole:
+    """A run to the end, and the points where its server might have died."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        fuse = Fuse()
+        self.run = case.run(folder, fuse)
+        self.points = fuse.burnt
+
+    def at(self, where: str) -> list[int]:
+        return [i for i, point in enumerate(self.points) if point == where]
+
+
+def killed(case: Case, folder: Path, point: int, **options: Any) -> None:
+    with pytest.raises(Killed):
+        case.run(folder, Fuse(point), **options)
+
+
 def outcome(run: Run) -> dict[str, str]:
     return {name: digest(from_record(a)) for name, a in run.strategy.state.averages.items()}
 
@@ -188,53 +204,46 @@ def outcome(run: Run) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
     """After two of the checkpoints, and at one more point, drawn by the case's name."""
-    case, whole = CASES[name], Fuse()
-    expected = case.run(tmp_path / "whole", whole)
-    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
-    draw = random.Random(name)
-    points = {*draw.sample(saved, 2), draw.randrange(1, len(whole.burnt))}
+    case, draw = CASES[name], random.Random(name)
+    whole = Whole(case, tmp_path / "whole")
+    saved = whole.at("after the checkpoint")
+    points = {*draw.sample(saved, 2), draw.randrange(1, len(whole.points))}
     for point in sorted(points):
-        folder, fuse = tmp_path / str(point), Fuse(point)
-        with pytest.raises(Killed):
-            case.run(folder, fuse)
-        if point % 3 == 0 and point < len(whole.burnt) // 2:  # a server may die twice
-            with pytest.raises(Killed):
-                case.run(folder, Fuse(9), resume=True)
+        folder = tmp_path / str(point)
+        killed(case, folder, point)
+        if point % 3 == 0 and point < len(whole.points) // 2:  # a server may die twice
+            killed(case, folder, 9, resume=True)
         resumed = case.run(folder, resume=True)
-        assert outcome(resumed) == outcome(expected), fuse.burnt
-        assert resumed.strategy.state.versions == expected.strategy.state.versions
-        if resumed.states and expected.states:
-            assert_same(resumed.states, expected.states)
+        assert outcome(resumed) == outcome(whole.run), point
+        assert resumed.strategy.state.versions == whole.run.strategy.state.versions
+        if resumed.states and whole.run.states:
+            assert_same(resumed.states, whole.run.states)
         assert not (folder / "clients" / RUN).exists()  # goodbye deletes it all
 
 
 @pytest.mark.parametrize("name", ["coded streams", "late averages in codes"])
 def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bits(name, tmp_path):
     """Killed when some of the clients have gone on from the last one, and when none has."""
-    case, whole = CASES[name], Fuse()
-    expected = case.run(tmp_path / "whole", whole)
-    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
+    case = CASES[name]
+    whole = Whole(case, tmp_path / "whole")
+    saved = whole.at("after the checkpoint")
     points = (saved[2], saved[2] + 4, saved[3] - 1, saved[4] + 2)
     for point, again in zip(points, (0, 12, 3, 12), strict=True):
         folder = tmp_path / str(point)
-        with pytest.raises(Killed):
-            case.run(folder, Fuse(point))
-        with pytest.raises(Killed):  # and once more, at the start or on the way back
-            case.run(folder, Fuse(again), resume=True, last=-2)
+        killed(case, folder, point)
+        killed(case, folder, again, resume=True, last=-2)  # at the start or on the way back
         # From the last there is, which is none of the first course.
-        assert outcome(case.run(folder, resume=True)) == outcome(expected), point
+        assert outcome(case.run(folder, resume=True)) == outcome(whole.run), point
 
 
 def test_a_client_that_was_away_when_the_server_resumed_drops_the_abandoned_work(tmp_path):
     """Its state after step 8 is abandoned; at its return the server's checkpoint is 8 again."""
-    away = Case(optimizer="adam", every=2, present=lambda m, t: m != 1 or not 5 <= t < 8)
-    expected = outcome(away.run(tmp_path / "whole"))
-    always, probe = Case(optimizer="adam", every=2), Fuse()
-    always.run(tmp_path / "probe", probe)
-    saves = [i for i, where in enumerate(probe.burnt) if where == "before the checkpoint"]
-    with pytest.raises(Killed):
-        always.run(tmp_path / "killed", Fuse(saves[3]))  # of the steps 0, 3, 5, 8
-    assert outcome(away.run(tmp_path / "killed", resume=True)) == expected
+    always = Case(optimizer="adam", every=2)
+    away = dataclasses.replace(always, present=lambda m, t: m != 1 or not 5 <= t < 8)
+    saves = Whole(always, tmp_path / "always").at("before the checkpoint")
+    killed(always, tmp_path / "killed", saves[3])  # of the steps 0, 3, 5, 8
+    resumed = away.run(tmp_path / "killed", resume=True)
+    assert outcome(resumed) == outcome(away.run(tmp_path / "whole"))
 
 
 def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path):
@@ -242,7 +251,7 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
 
     Resumed, client 2 fails as well, so the average of step 4 is another one.
     """
-    failing: set[int] = set()
+    failing = {1, 2}
 
     def fail(message: Message) -> Message | None:
         metadata, stop = message.metadata, message.content["config"]["stop-step"]
@@ -250,44 +259,35 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
             return Message(Error(8, "out of memory"), reply_to=message)
         return None
 
-    case, probe = Case(optimizer="adam", every=2, on_failure="continue", instead=fail), Fuse()
-    failing |= {1, 2}
-    expected = outcome(case.run(tmp_path / "whole", probe))
-    saves = [i for i, where in enumerate(probe.burnt) if where == "before the checkpoint"]
+    case = Case(optimizer="adam", every=2, on_failure="continue", instead=fail)
+    whole = Whole(case, tmp_path / "whole")
     failing.discard(2)
-    with pytest.raises(Killed):
-        case.run(tmp_path / "killed", Fuse(saves[2]))  # of step 5
+    killed(case, tmp_path / "killed", whole.at("before the checkpoint")[2])  # of step 5
     failing.add(2)
-    assert outcome(case.run(tmp_path / "killed", resume=True)) == expected
+    assert outcome(case.run(tmp_path / "killed", resume=True)) == outcome(whole.run)
 
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
-    case = Case(optimizer="adam", periods=(2, 3, 6))
-    whole = Fuse()
-    expected = case.run(tmp_path / "whole", whole)
-    saved = [i for i, where in enumerate(whole.burnt) if where == "after the checkpoint"]
-    folder = tmp_path / "killed"
-    with pytest.raises(Killed):
-        case.run(folder, Fuse(saved[4]))  # of the steps 0, 2, 3, 4, 6
+    case, folder = Case(optimizer="adam", periods=(2, 3, 6)), tmp_path / "killed"
+    whole = Whole(case, tmp_path / "whole")
+    killed(case, folder, whole.at("after the checkpoint")[4])  # of the steps 0, 2, 3, 4, 6
     assert Checkpoint.read(Checkpoints(folder / "checkpoints").all()[-1]).step == 6
     shutil.rmtree(folder / "clients")
     resumed = case.run(folder, resume=True)
-    assert outcome(resumed) == outcome(expected)
+    assert outcome(resumed) == outcome(whole.run)
     assert not any(record.events for record in resumed.watch.records)
 
 
 def test_a_resumed_run_takes_a_client_without_files_as_a_new_one(tmp_path):
     """Elsewhere its own work since the last average is gone, and the run goes on all the same."""
-    case, whole = Case(), Fuse()
-    expected = case.run(tmp_path / "whole", whole)
-    with pytest.raises(Killed):
-        case.run(tmp_path / "b", Fuse(len(whole.burnt) // 2))
-    kept = tmp_path / "b" / "clients" / RUN
-    shutil.rmtree(kept / "client-1")
-    resumed = case.run(tmp_path / "b", resume=True)
-    assert resumed.strategy.state.versions == expected.strategy.state.versions
-    assert outcome(resumed) != outcome(expected)
+    case, folder = Case(), tmp_path / "killed"
+    whole = Whole(case, tmp_path / "whole")
+    killed(case, folder, len(whole.points) // 2)
+    shutil.rmtree(folder / "clients" / RUN / "client-1")
+    resumed = case.run(folder, resume=True)
+    assert resumed.strategy.state.versions == whole.run.strategy.state.versions
+    assert outcome(resumed) != outcome(whole.run)
     events = [event for record in resumed.watch.records for event in record.events]
     assert [(e.kind, e.client) for e in events] == [("state lost", "client-1")]
 
@@ -319,27 +319,27 @@ def test_a_checkpoint_is_read_as_it_was_written_and_two_are_kept(tmp_path):
     assert (read.versions, read.step, read.settings) == (written.versions, 12, "settings")
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "number", "empty", "of a client", "text"])
+NUMBER = b'\\"round\\": 2'
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "torn": lambda data: data[: len(data) // 2],
+    "flipped": lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
+    "number": lambda data: data.replace(NUMBER, NUMBER.replace(b"2", b"1")),
+    "empty": lambda data: b"",
+    "text": lambda data: b"not a checkpoint",
+}
+
+
+@pytest.mark.parametrize("harm", [*HARMS, "of a client"])
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(harm, tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
     (path,) = checkpoints.all()
-    data = bytearray(path.read_bytes())
-    if harm == "torn":
-        data = data[: len(data) // 2]
-    elif harm == "flipped":
-        data[-5] ^= 1
-    elif harm == "number":
-        said = b'\\"round\\": 2'
-        assert data.count(said) == 1
-        data = data.replace(said, said.replace(b"2", b"1"))
-    elif harm == "empty":
-        data = bytearray()
-    elif harm == "text":
-        data = bytearray(b"not a checkpoint")
-    path.write_bytes(data)
+    before = path.read_bytes()
     if harm == "of a client":
         tensor_file.write(path, {"step": 4, "versions": {}}, {PARAMS: {"w": torch.zeros(2)}})
+    else:
+        path.write_bytes(HARMS[harm](before))
+    assert path.read_bytes() != before
     with pytest.raises(CheckpointError, match=r"step-00000004.*take the (one|checkpoint) before"):
         Checkpoint.read(path)
 
@@ -356,34 +356,30 @@ def test_a_checkpoint_outside_a_runs_folder_is_not_resumed(tmp_path):
     assert list(tmp_path.rglob("*.*")) == [path]
 
 
-def test_a_checkpoint_of_other_streams_or_another_model_is_refused(tmp_path):
-    for changes, words in (
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
         ({"versions": {PARAMS: 4}}, "has the streams"),
         ({"averages": {PARAMS: {"w": torch.zeros(7)}}}, "lacks|shape"),
-    ):
-        case = Case()
-        case.run(tmp_path / "a")
-        path = Checkpoints(tmp_path / "a" / "checkpoints").all()[-1]
-        whole = Checkpoint.read(path)
-        resume = dataclasses.replace(whole, **changes)
-        run = Run("adopt", (2, 3, 5), tmp_path, resume=resume)
-        with pytest.raises(ValueError, match=words):
-            run.start()
+    ],
+)
+def test_a_checkpoint_of_other_streams_or_another_model_is_refused(changes, words, tmp_path):
+    Case().run(tmp_path / "a")
+    last = Checkpoint.read(Checkpoints(tmp_path / "a" / "checkpoints").all()[-1])
+    run = Run("adopt", (2, 3, 5), tmp_path, resume=dataclasses.replace(last, **changes))
+    with pytest.raises(ValueError, match=words):
+        run.start()
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-    try:
-        big = {PARAMS: {"w": torch.zeros(5000)}}
-        with pytest.raises(OSError, match=r"step-00000008.*free disk space"):
-            checkpoints.write(a_checkpoint(step=8, averages=big))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    big = a_checkpoint(step=8, averages={PARAMS: {"w": torch.zeros(5000)}})
+    with (
+        files_of_at_most(2000),
+        pytest.raises(OSError, match=r"step-00000008.*free disk space"),
+    ):
+        checkpoints.write(big)
     (path,) = checkpoints.all()
     assert Checkpoint.read(path).step == 4
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
