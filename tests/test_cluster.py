@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 from flwr.app import Context, RecordDict
 from processes import output_of
-from tiny import TINY, summary
+from test_simulation import BIN, SMALL
+from tiny import summary
 from typer.testing import CliRunner
 
 from flower_desloc.cli import app
@@ -19,17 +19,7 @@ from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED, state_fol
 from flower_desloc.sites.deployment.environment import free_port
 from flower_desloc.sites.supervisor import end_all
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
-SETTINGS = [
-    "run.steps=16",
-    "run.eval_every=8",
-    "sync.params=2",
-    "sync.exp_avg=6",
-    "sync.exp_avg_sq=12",
-    *TINY,
-    "federation.num_clients=4",
-]
+SETTINGS = [*SMALL, "run.steps=16", "run.eval_every=8", "federation.num_clients=4"]
 
 TASK = """\
 import os
@@ -56,14 +46,11 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     arguments = {"a": [*head, "--temp-dir", str(short)], "b": ["--address", address]}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     try:
-        for node, own in arguments.items():
-            start = [BIN / "ray", "start", *own, *common]
-            variables = {
-                **environment,
-                "DESLOC_TEST_NODE": node,
-                "PYTHONPATH": "",
-                "FLWR_HOME": str(short),  # by which they are found again
-            }
+        for node, flags in arguments.items():
+            start = [BIN / "ray", "start", *flags, *common]
+            # By FLWR_HOME they are found again.
+            own = {"DESLOC_TEST_NODE": node, "PYTHONPATH": "", "FLWR_HOME": str(short)}
+            variables = environment | own
             try:
                 output_of(start, env=variables, timeout=120)
             except (AssertionError, subprocess.TimeoutExpired) as error:

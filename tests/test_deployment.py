@@ -121,12 +121,7 @@ def test_a_supernode_without_messages_sleeps_as_long_as_flowers(asked):
 
 @pytest.mark.parametrize(
     ("found", "arrives", "answered", "available"),
-    [
-        (True, 0.0, 0.0, True),
-        (True, 2.0, 2.0, True),
-        (True, 60.0, 5.0, False),
-        (False, 9, 0, False),
-    ],
+    [(True, 0, 0, True), (True, 2, 2, True), (True, 60, 5, False), (False, 9, 0, False)],
 )
 def test_a_supernode_answers_when_the_object_has_arrived(found, arrives, answered, available):
     clock = Clock()
@@ -195,10 +190,7 @@ superexec.main()
     ],
 )
 def test_an_invalid_command_line_is_exit_code_2_and_starts_nothing(monkeypatch, arguments, message):
-    def refuse(*args, **kwargs):
-        raise AssertionError(f"started {args}")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: pytest.fail(f"started {args}"))
     result = CliRunner().invoke(app, ["federate", *arguments], catch_exceptions=False)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -221,24 +213,22 @@ def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
         ca = superlink.certificates.ca
         other_ca = make_certificates(tmp_path, ["127.0.0.1"]).ca
 
-        def home() -> Path:
-            return stack.enter_context(private_home())
-
-        def ours(home: Path) -> SuperNode:
+        def ours(*, registered: bool) -> SuperNode:
+            home = stack.enter_context(private_home())
+            key = make_key(home / KEY)
+            if registered:
+                superlink.register(key)
             node = supernode(home, superlink.address, ca, {"partition-id": 0}, threads=1)
             return stack.enter_context(node)
 
         def flowers(*flags: object) -> Supervised:
-            here = home()
-            environment = flower_environment(here)
+            home = stack.enter_context(private_home())
+            environment = flower_environment(home)
             address = ["--superlink", superlink.address, "--port", str(free_port())]
             command = [program("flower-supernode", environment), *address, *map(str, flags)]
-            return stack.enter_context(supervised(here, command, environment))
+            return stack.enter_context(supervised(home, command, environment))
 
-        registered, unknown = home(), home()
-        superlink.register(make_key(registered / KEY))
-        make_key(unknown / KEY)
-        accepted, refused = ours(registered), ours(unknown)
+        accepted, refused = ours(registered=True), ours(registered=False)
         without_tls = flowers("--insecure")
         without_key = flowers("--root-certificates", ca)
         with_another_authority = flowers("--root-certificates", other_ca)
@@ -261,15 +251,22 @@ def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
         assert refused.has_errors
 
 
+def the_one(found: list[psutil.Process], *words: str) -> psutil.Process:
+    """The process with those words in its command line, which its supervisor's has as well."""
+    lines = {p: command_line(p) for p in found}
+    (one,) = [
+        p
+        for p, line in lines.items()
+        if all(word in line for word in words) and "supervisor.py" not in line
+    ]
+    return one
+
+
 @pytest.mark.slow
 def test_a_killed_superlink_is_reported_as_gone():
     with private_superlink() as superlink:
-        (process,) = [
-            p
-            for p in processes_with("FLWR_HOME", str(superlink.home))
-            if "/flower-superlink " in command_line(p) and "supervisor.py" not in command_line(p)
-        ]
-        process.kill()
+        found = processes_with("FLWR_HOME", str(superlink.home))
+        the_one(found, "/flower-superlink ").kill()
         # Asked at once, while the supervisor is still ending everything, `flwr` included.
         with pytest.raises(ProcessError, match="the SuperLink is gone"):
             superlink.status("1")
@@ -302,15 +299,8 @@ class Federation:
         return [*self.processes(), *self.temp.glob("desloc-*")]
 
     def find(self, *words: str, home: str = "") -> psutil.Process:
-        """The process with those words in its command line, which its supervisor's has as well."""
-        (found,) = [
-            p
-            for p in self.processes()
-            if all(word in command_line(p) for word in words)
-            and "supervisor.py" not in command_line(p)
-            and home in environment_of(p).get("FLWR_HOME", "")
-        ]
-        return found
+        here = [p for p in self.processes() if home in environment_of(p).get("FLWR_HOME", "")]
+        return the_one(here, *words)
 
     def windows(self) -> list[dict[str, Any]]:
         return list(read_lines(self.output / "quickstart" / "metrics.jsonl"))
@@ -375,14 +365,14 @@ def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation
     everybody = ["client-0", "client-1", "client-2"]
     _before, *windows = federation.windows()
     clients = [sorted(window["clients"]) for window in windows]
-    killed, last = windows[number - 1], windows[-1]
+    killed = windows[number - 1]
     alone = clients.count(["client-0"])
     assert alone >= 2  # the window in which they were killed, and one that began without them
     assert clients[: number - 1] == [everybody] * (number - 1)
     assert clients[number - 1 : number - 1 + alone] == [["client-0"]] * alone
     assert clients[number - 1 + alone :] == [everybody] * (9 - number - alone) != []
     assert sorted(killed["left_out"]) == ["client-1", "client-2"]
-    assert last["left_out"] == {}
+    assert windows[-1]["left_out"] == {}
     assert all("Node Unavailable" in reason for reason in killed["left_out"].values())
     events = [event for window in federation.windows() for event in window["events"]]
     assert [e["client"] for e in events if e["kind"] == "state lost"] == ["client-2"]

@@ -28,6 +28,8 @@ EACH = 40
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 STREAMS = ("params", "exp_avg_sq")
+ZEROS = {key: torch.zeros(shape, dtype=torch.float32) for key, shape in SHAPES.items()}
+X0 = to_record(ZEROS)
 WINDOW = Window(0, 1, frozenset(STREAMS))
 Tree = dict[str, torch.Tensor]
 
@@ -222,21 +224,21 @@ HEADERS = [
 
 
 def of_bytes() -> st.SearchStrategy[Wrong]:
-    def is_data(at: Place, data: bytes) -> Wrong:
-        return f"{at} is {data[:30]!r}", lambda c: setattr(c[at[0]][at[1]], "data", data)
-
-    def cut(at: Place, length: int) -> Wrong:
+    def changed(at: Place, what: str, change: Callable[[bytes], bytes]) -> Wrong:
         def spoil(content: RecordDict) -> None:
             it = content[at[0]][at[1]]
-            it.data = it.data[: length % len(it.data)]
+            it.data = change(it.data)
 
-        return f"{at} cut, {length}", spoil
+        return f"{at} {what}", spoil
+
+    def is_data(at: Place, data: bytes) -> Wrong:
+        return changed(at, f"is {data[:30]!r}", lambda _: data)
+
+    def cut(at: Place, length: int) -> Wrong:
+        return changed(at, f"cut, {length}", lambda data: data[: length % len(data)])
 
     def longer(at: Place, more: bytes) -> Wrong:
-        def spoil(content: RecordDict) -> None:
-            content[at[0]][at[1]].data += more
-
-        return f"{at} with {len(more)} bytes more", spoil
+        return changed(at, f"with {len(more)} bytes more", lambda data: data + more)
 
     def is_of(at: Place, stype: str) -> Wrong:
         return f"{at} of stype {stype!r}", lambda c: setattr(c[at[0]][at[1]], "stype", stype)
@@ -335,21 +337,17 @@ class Clients:
 
     def start(self, **policy: Any) -> DesLoc:
         """Run one window with them."""
-        meta = {
-            key: torch.empty(s, dtype=torch.float32, device="meta") for key, s in SHAPES.items()
-        }
         strategy = DesLoc(
             SyncSchedule(dict.fromkeys(STREAMS, 1)),
             1,
             policy=Policy(**{"on_failure": "continue", **policy}),
-            states=dict.fromkeys(STREAMS[1:], meta),
+            states={"exp_avg_sq": {key: tensor.to("meta") for key, tensor in ZEROS.items()}},
             metrics=lambda totals: {"loss": totals["nats"] / totals["tokens"]},
             evaluate_clients=False,
             run_key="run",
         )
         grid = InProcessGrid(self, [{"m": m} for m in range(self.number)])
-        x0 = to_record({key: torch.zeros(s, dtype=torch.float32) for key, s in SHAPES.items()})
-        strategy.start(grid, x0)
+        strategy.start(grid, X0)
         strategy.evaluate_clients = True
         return strategy
 
@@ -478,13 +476,9 @@ def test_types_without_a_mean_are_refused_in_an_undescribed_stream(dtype):
     odd = {key: torch.ones(shape).to(dtype) for key, shape in SHAPES.items()}
     clients.wrong = [("", lambda content: content.update(exp_avg=to_record(odd)))]
     clients.asked = "train"
-    strategy = DesLoc(
-        SyncSchedule(dict.fromkeys(("params", "exp_avg_sq", "exp_avg"), 1)), 1, run_key="run"
-    )
-    grid = InProcessGrid(clients, [{"m": 1}])
-    x0 = to_record({key: torch.zeros(s, dtype=torch.float32) for key, s in SHAPES.items()})
+    schedule = SyncSchedule(dict.fromkeys((*STREAMS, "exp_avg"), 1))
     with pytest.raises(FederationError, match="which has no mean"):
-        strategy.start(grid, x0)
+        DesLoc(schedule, 1, run_key="run").start(InProcessGrid(clients, [{"m": 1}]), X0)
 
 
 NONSENSE: list[dict[str, Any]] = [

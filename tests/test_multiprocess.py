@@ -131,11 +131,10 @@ class Client:
     """The only client of a federation: the average is its own reply."""
 
     def __init__(self, folder: Path, config: Config | None = None, **node: str | int) -> None:
+        folder.mkdir(exist_ok=True)
         self.config = config or settings(folder)
-        self.context = Context(
-            1, 1, {"partition-id": 0, "num-partitions": 1, **node}, RecordDict(), {}
-        )
-        self.context.node_config["state-dir"] = str(folder / "state")
+        here = {"partition-id": 0, "num-partitions": 1, "state-dir": str(folder / "state")}
+        self.context = Context(1, 1, here | node, RecordDict(), {})
         self.file = StateFiles(folder / "state", "run", "client-0")
         self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
         model = Rows(self.config).build_model()
@@ -205,6 +204,7 @@ def assert_same_client(one: Client, other: Client, windows) -> None:
         held = one.file.held()
         assert held is not None
         assert_close(one.file.read(held.streams), other.file.read(held.streams))
+    assert other.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=TOLERANCE)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -224,15 +224,10 @@ def assert_fails(client: Client, window, order: str, message: str) -> None:
 
 
 def test_two_replicas_equal_one_process_and_a_dead_rank_costs_only_its_window(tmp_path):
-    one, two = Client(tmp_path / "one"), Client(tmp_path / "two", processes=2)
-    for client in (one, two):
-        Path(client.config.task_options["folder"]).mkdir()
+    one, two = Client(tmp_path), Client(tmp_path / "two", processes=2)
     assert_same_client(one, two, WINDOWS)
-    assert two.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=TOLERANCE)
-    first, second = [
-        (tmp_path / "two" / f"rank-{rank}").read_text().splitlines() for rank in range(2)
-    ]
-    assert len(first) == WINDOWS[-1][1]
+    first, second = [(tmp_path / "two" / f"rank-{rank}").read_text() for rank in range(2)]
+    assert len(first.splitlines()) == WINDOWS[-1][1]
     assert first == second  # bit for bit, in every step
 
     assert_fails(two, (6, 8, {"params"}), "die", "was ended by SIGKILL")
@@ -241,15 +236,12 @@ def test_two_replicas_equal_one_process_and_a_dead_rank_costs_only_its_window(tm
 
 def test_two_shards_equal_one_process_and_their_state_file_suits_both(tmp_path):
     one, two = Client(tmp_path), Client(tmp_path / "two", processes=2, parallel="fsdp")
-    (tmp_path / "two").mkdir()
     assert_same_client(one, two, WINDOWS)
-    assert two.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=TOLERANCE)
     # v was lost: ADOPT seeds it from the gradients of its next batch.
     for client in (one, two):
         client.file.delete()
         zeros = {k: torch.zeros_like(p) for k, p in client.averages["params"].items()}
-        client.averages = {"params": client.averages["params"], "exp_avg": zeros}
-        client.averages["exp_avg_sq"] = zeros
+        client.averages |= {"exp_avg": zeros, "exp_avg_sq": zeros}
     assert_same_client(one, two, [(6, 8, {"params"})])
     assert_fails(two, (8, 9, {"params", "exp_avg"}), "fail", "failed: ValueError: no such row")
     two.context.node_config["processes"] = 1
@@ -258,15 +250,15 @@ def test_two_shards_equal_one_process_and_their_state_file_suits_both(tmp_path):
 
 def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_path, monkeypatch):
     one, two = Client(tmp_path), Client(tmp_path / "two", processes=2, parallel="fsdp")
-    (tmp_path / "two").mkdir()
     one.delay = two.delay = 1
     expected = [deepcopy(one.window(*window)) for window in WINDOWS]
     taken, steps = [], MultiProcessWorker.steps
-    monkeypatch.setattr(
-        MultiProcessWorker,
-        "steps",
-        lambda self, *which: taken.append(which[:2]) or steps(self, *which),
-    )
+
+    def counted(self, *which):
+        taken.append(which[:2])
+        return steps(self, *which)
+
+    monkeypatch.setattr(MultiProcessWorker, "steps", counted)
     for window, reply in zip(WINDOWS, expected, strict=True):
         got = two.window(*window)
         assert_close(reply.streams, got.streams)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import output_of, wait_until
 from test_simulation import BIN, SMALL
 from tiny import failing_at, summary, train
 
@@ -90,10 +90,8 @@ def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(c
     with pytest.raises(ConfigError, match="Flower's own"):
         run(cut_off.parent, "run.resume=auto", "strategy=fedavg")
     # What only says how the run is carried out may change.
-    same_run = run(
-        cut_off.parent, "run.resume=auto", "federation.timeout=77", "run.name=quickstart"
-    )
-    assert same_run == cut_off
+    unlike = ("federation.timeout=77", "run.name=quickstart")
+    assert run(cut_off.parent, "run.resume=auto", *unlike) == cut_off
 
 
 def test_auto_starts_a_new_run_if_there_is_none_to_resume(whole):
@@ -132,18 +130,13 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
 def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     """In Flower's simulation, with the same bits as an uninterrupted run in one process."""
     command = [str(BIN / "desloc"), "run", "quickstart", *SMALL, "--workers", "1"]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    place = {"cwd": tmp_path, "env": os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}}
     metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
     log = tmp_path / "log"
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, stdout=output, stderr=output, start_new_session=True, **place
         ) as process,
     ):
         try:
@@ -157,15 +150,7 @@ def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert not (metrics.parent / "summary.json").exists()
-    done = subprocess.run(
-        [*command, "run.resume=auto"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "flwr run" in done.stdout
-    assert "resumed after step" in done.stdout
+    said = output_of([*command, "run.resume=auto"], timeout=400, **place)
+    assert "flwr run" in said
+    assert "resumed after step" in said
     same(metrics.parent, whole)

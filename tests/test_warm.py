@@ -118,15 +118,11 @@ class Node:
         (folder / "real.py").write_text(REAL)
         path = os.pathsep.join([str(folder), str(ROOT)])
         self.log = folder / "log"
+        place = {"PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", NODE],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "TMPDIR": str(folder),
-                    "OMP_NUM_THREADS": "1",
-                },
+                env=os.environ | place,
                 cwd=folder,
                 text=True,
                 stdin=subprocess.PIPE,
@@ -167,6 +163,9 @@ class Node:
 
     def sockets(self):
         return list(self.folder.glob("desloc-*/*"))
+
+    def wait_until_ended(self, process):
+        wait_until(lambda: has_ended(process), self.log.read_text)
 
     def kill(self):
         self.process.kill()
@@ -214,21 +213,12 @@ def context(config, run=1):
     return Context(run, 5, config, RecordDict(), {})
 
 
-def wait_until_ended(process, log):
-    wait_until(lambda: has_ended(process), log.read_text)
-
-
 # --- Framing -------------------------------------------------------------------------------------
 
 
 def test_a_message_is_the_same_after_framing():
-    tensors = {
-        "scalar": torch.tensor(1.5, dtype=torch.float64),
-        "empty": torch.zeros(0, 3),
-        "half": torch.arange(6, dtype=torch.float16).reshape(2, 3),
-    }
     records = {
-        "params": to_record(tensors),
+        "params": to_record({"scalar": torch.tensor(1.5).double(), "empty": torch.zeros(0, 3)}),
         "none": ArrayRecord(),
         "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
         "metrics": MetricRecord({"loss": 0.1}),
@@ -271,13 +261,15 @@ def cold_reply(state_dir, node, kind, request):
     return timeless(client(asked, context({"state-dir": str(state_dir)})))
 
 
-def warm_replies(node, asked, after=lambda number: None):
-    """Return the replies of a trainer; ``after`` is called after each."""
+def replies_as_cold(node, folder, *asked, after=lambda number: None):
+    """Return a trainer's replies, those of a cold client; ``after`` is called after each."""
+    node.config = {"state-dir": str(folder)}
     replies = []
     for number, (kind, request) in enumerate(asked):
         replies.append(timeless(node.ask(kind, request.to_content(1), "real:app")))
         after(number)
     node.ask("query.goodbye", WindowRequest(run_key="r").to_content(0), "real:app")
+    assert replies == [cold_reply(folder / "cold", node, *each) for each in asked]
     return replies
 
 
@@ -298,32 +290,23 @@ FIRST = WindowRequest(
 
 
 def test_a_warm_client_replies_as_a_cold_one_bit_for_bit(node, tmp_path):
-    node.config = {"state-dir": str(tmp_path)}
     # Streams that were not due come from the state file.
     due = frozenset({"params", "exp_avg", "exp_avg_sq"})
     second = replace(FIRST, start=2, stop=4, due=due, streams={"params": PARAMS})
-    asked = [("train", FIRST), ("train", second)]
-    warm = warm_replies(node, asked)
-    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
-    one, other = (from_record(reply["params"]) for reply in warm)
+    replies = replies_as_cold(node, tmp_path, ("train", FIRST), ("train", second))
+    one, other = (from_record(reply["params"]) for reply in replies)
     assert one.keys() == PARAMS.keys()
     assert not torch.equal(one["0.bias"], other["0.bias"])
 
 
 def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, tmp_path):
     """With an evaluation on the way, whose parameters are not those that it trains."""
-    node.config = {"state-dir": str(tmp_path)}
     first = replace(FIRST, ahead=2)
-    evaluation = WindowRequest(
-        run_key="r",
-        start=2,
-        stop=2,
-        versions=FIRST.versions | {"params": 2},
-        streams={"params": {name: tensor + 1 for name, tensor in PARAMS.items()}},
-    )
+    moved = {"params": {name: tensor + 1 for name, tensor in PARAMS.items()}}
+    versions = FIRST.versions | {"params": 2}
+    evaluation = WindowRequest(run_key="r", start=2, stop=2, versions=versions, streams=moved)
     due = frozenset(FIRST.versions)
     second = replace(evaluation, stop=5, before_merge=2, due=due, streams={})
-    asked = [("train", first), ("evaluate", evaluation), ("train", second)]
     batches = node.folder / "real.py.batches"
     batches.unlink(missing_ok=True)
 
@@ -331,8 +314,8 @@ def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, t
         steps = {str(step) for step in range((4, 4, 5)[number])}
         wait_until(lambda: steps <= set(batches.read_text().split()), node.log.read_text)
 
-    warm = warm_replies(node, asked, wait_for_the_steps)
-    assert warm == [cold_reply(tmp_path / "cold", node, *each) for each in asked]
+    asked = [("train", first), ("evaluate", evaluation), ("train", second)]
+    replies_as_cold(node, tmp_path, *asked, after=wait_for_the_steps)
 
 
 # --- One trainer for a run and node --------------------------------------------------------------
@@ -345,7 +328,7 @@ def test_one_process_answers_all_messages_of_a_run_and_ends_with_it(node):
     assert first.pid == second.pid != node.process.pid
     assert node.state["count"]["count"] == 2
     assert node.about("query.goodbye").answered == 3
-    wait_until_ended(trainer, node.log)
+    node.wait_until_ended(trainer)
     assert not node.sockets()
 
 
@@ -355,14 +338,14 @@ def test_another_run_is_answered_by_another_process(node):
     second = node.about()
     assert second.answered == 1
     assert second.pid != first.pid
-    wait_until_ended(first, node.log)
+    node.wait_until_ended(first)
     assert len(node.sockets()) == 1
 
 
 def test_an_idle_trainer_ends_with_its_node(mortal_node):
     trainer = psutil.Process(mortal_node.about().pid)
     mortal_node.kill()
-    wait_until_ended(trainer, mortal_node.log)
+    mortal_node.wait_until_ended(trainer)
     assert not mortal_node.sockets()
 
 
@@ -370,14 +353,14 @@ def test_a_working_trainer_ends_with_its_node(mortal_node):
     trainer, waiting = mortal_node.begin_to_sleep()
     waiting.suspend()  # its connection stays open, so only the end of the node can be noticed
     mortal_node.kill()
-    wait_until_ended(trainer, mortal_node.log)
+    mortal_node.wait_until_ended(trainer)
     waiting.kill()
 
 
 def test_a_working_trainer_ends_with_the_process_it_works_for(node):
     trainer, waiting = node.begin_to_sleep()
     waiting.kill()
-    wait_until_ended(trainer, node.log)
+    node.wait_until_ended(trainer)
     assert node.process.stdout.readline() == "answered\n"
     assert node.about().answered == 1
 
@@ -385,7 +368,7 @@ def test_a_working_trainer_ends_with_the_process_it_works_for(node):
 def test_a_killed_trainer_is_replaced(node):
     trainer = psutil.Process(node.about().pid)
     trainer.kill()
-    wait_until_ended(trainer, node.log)
+    node.wait_until_ended(trainer)
     replacement = node.about()
     assert (replacement.answered, replacement.pid != trainer.pid) == (1, True)
 
