@@ -1,6 +1,5 @@
 """Flower's own strategies over DES-LOC's clients: what they compute, send, record and refuse."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from federation import (
     assert_close,
     assert_same,
     initial,
-    size_of,
     trained,
 )
 from flower_path import Run
@@ -31,6 +29,7 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.runs.folder import read_lines
 from flower_desloc.setup.build import check_streams
 
 ADAM = OPTIMIZERS["adam"]
@@ -117,27 +116,6 @@ def test_neither_the_order_of_the_nodes_nor_flowers_sampling_changes_a_bit(tmp_p
     assert_same(*found)
 
 
-# ------------------------------------------------------------------------------ Records and bytes
-
-
-def test_every_round_sends_the_parameters_to_every_client_and_back(tmp_path):
-    run = federated(tmp_path)
-    flower(run, FedAvg)
-    plan, (first, *records) = run.watch.plan, run.watch.records
-    size = size_of(Quadratic())
-    assert plan is not None
-    assert (plan.num_steps, plan.num_windows) == (14, 4)
-    assert plan.stream_bytes == {PARAMS: size, "exp_avg": size, "exp_avg_sq": size}
-    assert (first.round, first.step, first.traffic.up, first.streams) == (0, 0, {}, [])
-    assert [r.round for r in records] == [1, 2, 3, 4]
-    assert [range(r.start, r.step) for r in records] == WINDOWS
-    for record in records:
-        assert record.traffic.up == record.traffic.down == {PARAMS: 3 * size}
-        assert record.traffic.framed_up > 3 * size
-        assert record.streams == [*record.drift] == [PARAMS]
-        assert all(len(c.losses) == record.step - record.start for c in record.clients.values())
-
-
 class Single(Quadratic):
     """The same in single precision."""
 
@@ -172,7 +150,7 @@ SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "federati
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
-def test_a_run_writes_the_same_folder_as_desloc_and_the_analytic_bytes(preset, tmp_path):
+def test_a_run_writes_what_desloc_does_and_sends_the_parameters_in_every_round(preset, tmp_path):
     folder = train(tmp_path, *SMALL, config=preset, clients=3)
     found = summary(folder)
     written = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "final"}
@@ -182,12 +160,21 @@ def test_a_run_writes_the_same_folder_as_desloc_and_the_analytic_bytes(preset, t
     measured, analytic = found["bytes"]["measured"], found["bytes"]["analytic"]
     assert measured["up"] == analytic["up"]
     assert measured["down"] == analytic["down"]
-    assert measured["up"]["total"] == 3 * 3 * found["stream_bytes"]["params"] > 0
     # Local Adam's last average is that of params alone.
     assert found["ratio"]["local_adam"] == pytest.approx((3 + 2 * 2) / 3)
     assert found["ratio"]["ddp"] == 12 / 3
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = list(read_lines(folder / "metrics.jsonl"))
     assert [line["step"] for line in lines if "evaluation" in line] == [0, 10, 12]
+    first, *windows = lines
+    assert (first["round"], first["bytes_up"], first["streams"]) == (0, {}, [])
+    assert [(line["start"], line["step"]) for line in windows] == [(0, 5), (5, 10), (10, 12)]
+    sent = 3 * found["stream_bytes"]["params"]
+    for line in windows:
+        assert line["bytes_up"] == line["bytes_down"] == {"params": sent}
+        assert line["framed_bytes_up"] > sent > 0
+        assert line["streams"] == [*line["drift"]] == ["params"]
+        steps = line["step"] - line["start"]
+        assert all(len(client["losses"]) == steps for client in line["clients"].values())
 
 
 def test_a_run_whose_clients_fail_writes_the_reason(tmp_path):
