@@ -159,6 +159,7 @@ FIRST_COLUMNS = {
     ("ladder_noise", 41_120, 256): "the same, at one rate",
     ("ladder_size", 213_440, 1024): "213,440, 1024",
     ("ladder_size", 1_082_496, 1024): "1,082,496, 1024",
+    ("ladder_size", 4_262_144, 1024): "4,262,144, 1024",
 }
 
 Run = dict[str, Any]

@@ -27,7 +27,10 @@ from flower_desloc.runs.folder import read_lines
 Line = dict[str, Any]
 Cells = dict[tuple[str, ...], Line]
 LOW_FREQUENCY = "low_frequency"
-LABELS = {"u as often as x, lean, bounded": "`lean`"}
+LABELS = {
+    "u as often as x, lean, bounded": "`lean`",
+    "v as often as x, lean, bounded": "`lean` with K_u = 6 K_x, K_v = K_x",
+}
 FORMATS = {
     "fp32": "fp32, fp32, fp32: loss",
     "bf16": "bf16, bf16, bf16: % above it",
@@ -48,6 +51,7 @@ PARTS = {
     "u-every-384-v-every-768": "128, 384, 768 (DES-LOC)",
     "u-never": "128, never, 128",
     "u-every-384-formats-of-lean": "128, 384, 128, formats of `lean`",
+    "u-every-768-formats-of-lean": "128, 768, 128, formats of `lean`",
     "u-every-384-bounded-formats-of-lean": "128, 384, 128, bounded, formats of `lean`",
     "u-never-formats-of-lean": "128, never, 128, formats of `lean`",
 }
