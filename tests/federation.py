@@ -277,16 +277,13 @@ def federate(
     num_steps: int,
     lr_schedule: LRSchedule = CONSTANT,
     clipping: Clipping = UNCLIPPED,
-    present: Callable[[int, int], bool] = lambda m, t: True,
 ) -> list[State]:
-    """Run DES-LOC window by window; a worker is present for the whole of a window or not at all."""
+    """Run DES-LOC window by window."""
     federation = Federation(problem, make, num_workers)
     for window in schedule.windows(num_steps):
-        who = [m for m in range(num_workers) if present(m, window.start)]
-        for m in who:
+        for m in range(num_workers):
             federation.train(m, window, lr_schedule, clipping)
-        if who:
-            federation.average(window.due, who)
+        federation.average(window.due, range(num_workers))
     return federation.states()
 
 

@@ -40,7 +40,6 @@ STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 BETA = st.floats(0, 0.9999)
 LINK = Link(bandwidth=125e6, latency=0.2)
-APART = {"betas": (0.95, 0.95), "partition": "by_domain"}
 GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
@@ -68,6 +67,9 @@ def planned(*periods, betas=(0.95, 0.9999), ceiling=1, **changes):
         link=Link(bandwidth=125e6, latency=0.01),
     )
     return replace(run, **changes)
+
+
+APART = {"betas": (0.95, 0.95), "partition": "by_domain"}
 
 
 def run_of(config, **known):
@@ -318,6 +320,23 @@ def test_the_recommended_period_is_the_smallest_affordable_one(
     run = planned(16, 48, 96, optimizer=name, link=link, coins=coins, alpha=alpha)
     smallest = smallest_affordable(run, topology, lambda K: by_stream(K, of_u * K, 6 * K))
     assert recommended(run, topology) == smallest
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(Topology), st.integers(10, 60), st.sampled_from([4e6, 0.5e6]))
+def test_with_unlike_data_the_recommended_period_is_the_smallest_affordable_one(
+    topology, affordable, bytes_of_u
+):
+    def periods(K):
+        is_long = 2 * half_life(0.95) < K
+        return by_stream(K, 6 * K if is_long else K, K if is_long else 6 * K)
+
+    run = planned(16, 48, 96, **APART)
+    x, u, v = run.streams
+    run = replace(run, streams=(x, replace(u, num_bytes=bytes_of_u), v))
+    clocks = run.with_periods(periods(affordable))
+    run = replace(run, share=1.001 * clocks.waiting(clocks.desloc, topology) / run.compute)
+    assert recommended(run, topology) == smallest_affordable(run, topology, periods)
 
 
 @settings(max_examples=20)

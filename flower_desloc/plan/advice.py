@@ -54,9 +54,7 @@ def can_bound(run: PlannedRun) -> bool:
 
 def is_long(run: PlannedRun, period: int) -> bool:
     """Return whether clients with unlike data average Adam's parameters at a ``LONG`` period."""
-    if run.partition == "iid" or not can_bound(run):
-        return False
-    return all(period > LONG * half_life(stream.beta) for stream in run.moments if stream.beta)
+    return 0 < _longest_short(run) < period
 
 
 def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
@@ -85,8 +83,8 @@ def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
         other = run.with_periods(_at(run, period))
         return _waiting(other, topology) <= run.share * run.compute
 
-    # Where K_u has a greatest value, its multiple jumps from one K_x to the next.
-    jumps = 0 if run.mix == 1 else min(_longest(run), run.steps)
+    # The multiples of a slow momentum, and at the first long K_x, jump from one K_x to the next.
+    jumps = min(_longest(run) if run.mix < 1 else _longest_short(run), run.steps)
     for period in range(1, jumps + 1):
         if affordable(period):
             return _at(run, period)
@@ -268,6 +266,13 @@ def _longest(run: PlannedRun) -> int:
     """Return half a half-life of a slow momentum, in steps."""
     beta = next((s.beta for s in run.moments if s.name == _SLOW), None)
     return int(half_life(beta or 0.0) / 2)
+
+
+def _longest_short(run: PlannedRun) -> int:
+    """Return the greatest K_x that is not long; 0 if data are alike, or the moments not Adam's."""
+    if run.partition == "iid" or not can_bound(run):
+        return 0
+    return int(LONG * max(half_life(stream.beta or 0.0) for stream in run.moments))
 
 
 def _at(run: PlannedRun, period: int) -> dict[str, int]:
