@@ -379,6 +379,7 @@ def test_every_optimizers_states_have_a_multiple():
     [
         ((32, 32, 192), {"bound": True}),
         ((20, 20, 240), {"optimizer": "adopt"}),
+        ((32, 192, 32), APART),
         # Rare averages of a slow momentum are no risk.
         ((20, 340, 340), {"betas": (0.999, 0.9999), "mix": 0.7}),
         ((20, 340, 340), {"betas": (0.999, 0.9999), "mix": 0.7, "optimizer": "adopt"}),

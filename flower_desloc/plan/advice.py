@@ -181,7 +181,8 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
         )
     if not isinstance(period, int):
         return
-    if stream.beta is not None:
+    long = isinstance(of_params, int) and is_long(run, of_params)  # has a warning of its own
+    if stream.beta is not None and not long:
         forgotten = FORGOTTEN * half_life(stream.beta)
         if period > forgotten:
             yield (
