@@ -121,9 +121,11 @@ def test_a_client_is_sent_the_streams_it_lacks_and_replies_with_the_due_ones(tmp
     # Events after steps 2 (x), 3 (u), 4 (x), 6 (x, u), 8 (x).
     assert [set(m.content.array_records) for m in asked] == [x, x, u, x, x | u]
     assert ups == [x, u, x, x | u, x]
+    assert all(set(message.content.config_records) == {"config"} for message in asked)
     configs = [message.content["config"] for message in asked]
     steps = [(config["start-step"], config["stop-step"]) for config in configs]
     assert steps == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 8)]
+    assert [set(config["streams-due"]) for config in configs] == ups
 
 
 def test_an_adopt_that_joins_before_v_was_averaged_seeds_v_from_its_first_batch(tmp_path):

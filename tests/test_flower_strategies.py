@@ -80,7 +80,10 @@ def after_a_window(x: Tree, window: range, case: OptimizerCase = ADAM) -> list[T
 
 @pytest.mark.parametrize(
     ("name", "weighting"),
-    [("adam", "uniform"), ("adam", "examples"), ("adopt", "uniform"), ("sgdm", "uniform")],
+    [
+        ("adam", "examples"),
+        *((name, "uniform") for name in ("adam", "adopt", "amsgrad", "sgdm")),
+    ],
 )
 def test_fedavg_is_the_mean_under_the_weighting_of_the_federation(name, weighting, tmp_path):
     x = initial(Quadratic())

@@ -217,8 +217,13 @@ def context(config, run=1):
 
 
 def test_a_message_is_the_same_after_framing():
+    tensors = {
+        "scalar": torch.tensor(1.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "half": torch.arange(6, dtype=torch.float16).reshape(2, 3),
+    }
     records = {
-        "params": to_record({"scalar": torch.tensor(1.5).double(), "empty": torch.zeros(0, 3)}),
+        "params": to_record(tensors),
         "none": ArrayRecord(),
         "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
         "metrics": MetricRecord({"loss": 0.1}),
