@@ -287,6 +287,7 @@ TABLES = {
     "low frequency by domain": partial(methods, LOW_FREQUENCY, "by_domain"),
     "parts of lean": parts,
     "which moment": which_moment,
+    "formats": formats,
 }
 ELSEWHERE = {"formats": "wire.md"}
 """Tables of other pages than docs/paper.md."""
