@@ -48,6 +48,7 @@ LOW = "low_frequency"  # and its longer periods, tuned too
 PARTS = ("low_frequency_parts", "which_moment")  # one rate; they ask which average costs
 OWN_RATES = (TUNED, CHECKS[1], PAPER, LOW)
 OTHER_BETAS = ("ladder_half_lives", "low_frequency_half_lives")
+COLLECTED = ("ladder_*", PAPER, f"{LOW}*", PARTS[1])  # the files of all these
 MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
@@ -356,11 +357,7 @@ def results() -> list[Run]:
     """Return all collected runs, each with the name of its study."""
     return [
         run | {"study": path.stem}
-        for path in sorted(
-            each
-            for pattern in ("ladder_*.json", f"{PAPER}.json", f"{LOW}*.json", "which_moment.json")
-            for each in RESULTS.glob(pattern)
-        )
+        for path in sorted(p for name in COLLECTED for p in RESULTS.glob(f"{name}.json"))
         for run in json.loads(path.read_text()).get("runs", [])
     ]
 

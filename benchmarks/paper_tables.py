@@ -26,7 +26,6 @@ from flower_desloc.runs.folder import read_lines
 
 Line = dict[str, Any]
 Cells = dict[tuple[str, ...], Line]
-LOW_FREQUENCY = "low_frequency"
 LABELS = {
     "u as often as x, lean, bounded": "`lean`",
     "v as often as x, lean, bounded": "`lean` with K_u = 6 K_x, K_v = K_x",
@@ -222,12 +221,11 @@ def methods(study: str, partition: str) -> str:
 def parts() -> str:
     """Return the cost of each part of lean alone, at low frequency."""
     found: dict[str, dict[int, Any]] = defaultdict(dict)
-    for run in collected(f"{LOW_FREQUENCY}_parts"):
+    for run in collected(ladder.PARTS[0]):
         found[run["cell"]][run["seed"]] = run
     rows, local = [], found["local"]
     for cell, name in PARTS.items():
-        if not (seeds := found[cell]):
-            continue
+        seeds = found[cell]
         mean = f"{statistics.fmean(run['loss'] for run in seeds.values()):.3f}"
         more = "" if seeds is local else ladder.text(ladder.above(seeds, local, "loss"))
         rows.append([name, len(seeds), mean, more])
@@ -240,13 +238,12 @@ def which_moment() -> str:
     for rung, methods in sorted(
         ladder.gaps(ladder.results()).items(), key=lambda each: (each[0].partition, each[0].period)
     ):
-        if rung.study not in (*ladder.PARTS, f"{LOW_FREQUENCY}_half_lives"):
+        if rung.study not in (*ladder.PARTS, ladder.OTHER_BETAS[1]):
             continue
         beta = "0.999" if rung.study in ladder.OTHER_BETAS else "0.95"
-        gaps = [methods[name].loss for name in RARE if name in methods]
+        gaps = [methods[name].loss for name in RARE]
         partition = rung.partition.replace("_", " ").replace("iid", "IID")
-        cells = [ladder.text(gap) for gap in gaps]
-        rows.append([partition, rung.period, beta, gaps[0].seeds, *cells, *[""] * (3 - len(cells))])
+        rows.append([partition, rung.period, beta, gaps[0].seeds, *map(ladder.text, gaps)])
     return table(["partition", "K_x", "β₂", "seeds", *RARE.values()], rows)
 
 
@@ -284,7 +281,7 @@ TABLES = {
     "coins": coins,
     "baselines by domain": partial(methods, ladder.PAPER, "by_domain"),
     "baselines IID": partial(methods, ladder.PAPER, "iid"),
-    "low frequency by domain": partial(methods, LOW_FREQUENCY, "by_domain"),
+    "low frequency by domain": partial(methods, ladder.LOW, "by_domain"),
     "parts of lean": parts,
     "which moment": which_moment,
     "formats": formats,
