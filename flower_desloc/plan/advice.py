@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from flower_desloc.config.units import number_text
-from flower_desloc.core.schedule import NEVER, PARAMS, RESET
+from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import half_life, kept
 from flower_desloc.plan.wall_clock import Topology
@@ -52,9 +52,9 @@ def can_bound(run: PlannedRun) -> bool:
     return first**2 < second
 
 
-def is_long(run: PlannedRun, period: int) -> bool:
+def is_long(run: PlannedRun, period: Period) -> bool:
     """Return whether clients with unlike data average Adam's parameters at a ``LONG`` period."""
-    return 0 < _longest_short(run) < period
+    return isinstance(period, int) and 0 < _longest_short(run) < period
 
 
 def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
@@ -181,8 +181,7 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
         )
     if not isinstance(period, int):
         return
-    long = isinstance(of_params, int) and is_long(run, of_params)  # has a warning of its own
-    if stream.beta is not None and not long:
+    if stream.beta is not None and not is_long(run, of_params):  # that has a warning of its own
         forgotten = FORGOTTEN * half_life(stream.beta)
         if period > forgotten:
             yield (
@@ -198,7 +197,7 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
 
 def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     of_params, first, second = (run.periods[name] for name in (PARAMS, "exp_avg", "exp_avg_sq"))
-    if isinstance(of_params, int) and run.mix == 1 and is_long(run, of_params):
+    if isinstance(of_params, int) and is_long(run, of_params):
         if second not in (of_params, RESET):
             yield (
                 f"sync.exp_avg_sq={second}: sync.params={of_params} is long for the half-lives of "
@@ -270,8 +269,11 @@ def _longest(run: PlannedRun) -> int:
 
 
 def _longest_short(run: PlannedRun) -> int:
-    """Return the greatest K_x that is not long; 0 if data are alike, or the moments not Adam's."""
-    if run.partition == "iid" or not can_bound(run):
+    """Return the greatest K_x that is not long.
+
+    0 if none is: data are alike, the moments are not Adam's, or one is a slow momentum.
+    """
+    if run.partition == "iid" or run.mix < 1 or not can_bound(run):
         return 0
     return int(LONG * max(half_life(stream.beta or 0.0) for stream in run.moments))
 
