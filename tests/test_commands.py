@@ -25,7 +25,7 @@ IN_A_TABLE = re.compile(r"`((?:python )?benchmarks/[^`]+)`")
 """The commands of benchmarks/README.md."""
 
 NOT_HERE = {
-    "installs: test_wheel.py, and whoever runs the tests": ("python3 -m venv", ".venv/bin/pip"),
+    "installs: test_wheel.py, and the test command": ("python3 -m venv", ".venv/bin/pip"),
     "installs: test_wheel.py": ("/opt/flower-desloc/.venv/bin/pip",),
     "installs; test_hub.py runs the app": ("pip install", "UV_FIND_LINKS="),
     "run by test_hub.py": ("python -m desloc_quickstart.task",),

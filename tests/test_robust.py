@@ -137,7 +137,7 @@ LIAR = 2
 """Multiplies its update of params by -1000."""
 
 
-def federation(folder: Path, *, lies: bool = False, **policy: object) -> Run:
+def federation(folder: Path, *, malicious: bool = False, **policy: object) -> Run:
     run = Run(
         "adam",
         (2, 4, 8),
@@ -156,7 +156,7 @@ def federation(folder: Path, *, lies: bool = False, **policy: object) -> Run:
             reply.content["params"] = to_record(told)
         return reply
 
-    if lies:
+    if malicious:
         run.grid.meddle = lie
     return run
 
@@ -173,7 +173,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 
 def test_a_malicious_client_moves_the_mean(honest, tmp_path):
-    assert (final(tmp_path, lies=True) - honest).abs().max() > 100
+    assert (final(tmp_path, malicious=True) - honest).abs().max() > 100
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_a_malicious_client_moves_the_mean(honest, tmp_path):
     ids=str,
 )
 def test_a_malicious_client_moves_no_robust_average(policy, honest, tmp_path):
-    assert (final(tmp_path, lies=True, **policy) - honest).abs().max() < 0.05
+    assert (final(tmp_path, malicious=True, **policy) - honest).abs().max() < 0.05
 
 
 def test_a_client_whose_update_is_too_long_is_left_out_by_name(tmp_path):
-    run = federation(tmp_path, lies=True, norm_bound=4.0)
+    run = federation(tmp_path, malicious=True, norm_bound=4.0)
     states = run.start()
     assert_close(states[:2], oracle(run, present=lambda m, t: m != LIAR)[:2])
     for record in run.watch.records[1:]:
@@ -203,7 +203,7 @@ def test_a_client_whose_update_is_too_long_is_left_out_by_name(tmp_path):
 
 
 def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
-    run = federation(tmp_path, lies=True, norm_bound=4.0, on_failure="stop")
+    run = federation(tmp_path, malicious=True, norm_bound=4.0, on_failure="stop")
     with pytest.raises(FederationError, match=r"client-2 is left out .*norm_bound=4"):
         run.start()
 
