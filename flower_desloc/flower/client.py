@@ -20,13 +20,7 @@ from flower_desloc.core.streams import BUFFERS, check_finite, prime, starts_at_z
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import StepMetrics, Worker, needs_seed
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
-from flower_desloc.flower.client_state import (
-    Held,
-    StateFiles,
-    average_of,
-    client_name,
-    state_files,
-)
+from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
@@ -121,10 +115,8 @@ def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> W
 
 def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    held = files.held_at(request.start)
-    received = _received(worker, request, files, held)
-    begin = _begin(worker, request, files, held, received)
-    late = _late(request, files, held, received)
+    mine = ClientStreams(worker, request, files, files.held_at(request.start))
+    begin, late = mine.at_start(), mine.late_averages()
     if begin is None or late is None:
         return _LOST
     merge_at = request.start + (request.before_merge if late else 0)
@@ -132,7 +124,8 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     ahead = STEPS_AHEAD.claim(first, worker)
     origin = max((request.versions[name] for name in request.resets), default=0)
     if ahead is None:
-        worker.put(_bounded(worker, request, begin, begin, of=received.keys() - late.keys()))
+        averaged = mine.received.keys() - late.keys()
+        worker.put(_bounded(worker, request, begin, begin, of=averaged))
         if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
             worker.seed(names, request.start)
         ahead = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
@@ -142,7 +135,7 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         worker.put(_bounded(worker, request, merged_now, after, of=late.keys()))
     last = request.start + request.steps if request.steps else request.stop
     steps = ahead.steps + _steps(worker, merge_at, last, origin)
-    taken = _taken(held, request, last - request.start)
+    taken = mine.taken(last - request.start)
     streams = worker.take(request.versions)
     metrics = {
         **_trained(worker, steps, begin[PARAMS], streams[PARAMS]),
@@ -153,18 +146,17 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     }
     if request.steps:
         metrics["weights"] = _weights(worker, request, taken)
-    if held is None:
+    if mine.held is None:
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
     _require_finite(streams)
     due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
     coding: Mapping[str, Stream] = {}
     if request.formats:
-        coding = kept_for_coding(request, held, files, received)
-        due, coding = encoded(request, coding, streams)
+        due, coding = encoded(request, mine.for_coding(), streams)
     late_next = [name for name in streams if name in request.due and request.ahead]
     kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
-    _save(files, request, request.stop, request.versions, taken, kept, coding, late=late_next)
+    mine.save(request.stop, request.versions, taken, kept, coding, late=late_next)
     if request.ahead:
         next_steps = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
         STEPS_AHEAD.allow(next_steps, worker)
@@ -173,14 +165,9 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
 
 def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    held = files.held()
-    params = request.streams.get(PARAMS)
+    params = ClientStreams(worker, request, files, files.held()).here([PARAMS]).get(PARAMS)
     if params is None:
-        if held is None or not _holds(held, PARAMS, request):
-            return _LOST
-        params = files.read([PARAMS])[PARAMS]
-    if not worker.optimizer.state:
-        prime(worker.optimizer)
+        return _LOST
     worker.put({PARAMS: params})
     grads, steps = worker.gradient(request.start)
     _require_finite({GRADIENTS: grads})
@@ -203,13 +190,20 @@ def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) 
     They are saved, so that the next window does not send them again. A client that was sent a
     difference to parameters it does not hold says so, and the server sends them whole.
     """
-    streams = _new_if_damaged(files, lambda: _receive_and_save(worker, request, files))
+    streams = _new_if_damaged(files, lambda: _saved(worker, request, files))
     if streams.keys() != request.streams.keys():
         return _LOST
     with STEPS_AHEAD.kept(worker):
         if worker.evaluate is not None:
             worker.put(streams)
         return evaluated(worker, request.start)
+
+
+def _saved(worker: Worker, request: WindowRequest, files: StateFiles) -> Mapping[str, Stream]:
+    """Return the streams that were sent and could be decoded, after saving those that are new."""
+    mine = ClientStreams(worker, request, files, files.held())
+    mine.save_received()
+    return mine.received
 
 
 def evaluated(worker: Worker, step: int) -> WindowReply:
@@ -227,92 +221,161 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     )
 
 
-def _received(
-    worker: Worker, request: WindowRequest, files: StateFiles, held: Held | None
-) -> Mapping[str, Stream]:
-    if not worker.optimizer.state:
-        prime(worker.optimizer)
-    if not request.formats:
-        return request.streams
-    known = stream_names(worker.module, worker.optimizer)
-    names = [name for name in request.streams if name in request.formats and name in known]
-    return decoded(request, held, files, worker.like(names))
+class ClientStreams:
+    """What one client has to answer a request with, and where it keeps what it will need next.
 
+    Parameters
+    ----------
+    worker : Worker
+        Its optimizer is primed if it was not.
+    request : WindowRequest
+        Names the window and the version of every stream at its start.
+    files : StateFiles
+        The client's files in this run.
+    held : Held or None
+        What is in the last of them; None: nothing.
 
-def _begin(
-    worker: Worker,
-    request: WindowRequest,
-    files: StateFiles,
-    held: Held | None,
-    received: Mapping[str, Stream],
-) -> dict[str, Stream] | None:
-    """Return every stream at the start of the window; None if one was neither held nor sent.
-
-    A stream held in the right version is used as it is, with the local steps taken since: they are
-    averaged at the stream's next sync.
     """
-    names = stream_names(worker.module, worker.optimizer)
-    if set(names) != set(request.versions):
-        raise ValueError(
-            f"the server averages the streams {sorted(request.versions)}, but this client's "
-            f"{type(worker.optimizer).__name__} has {sorted(names)}"
-        )
-    streams: dict[str, Stream] = _read_kept(names, files, held, request)
-    for name in names:
-        if name in streams:
-            continue
-        if name in received:
-            streams[name] = received[name]
-        elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
-            like = worker.like([name])[name]
+
+    def __init__(
+        self, worker: Worker, request: WindowRequest, files: StateFiles, held: Held | None
+    ) -> None:
+        if not worker.optimizer.state:
+            prime(worker.optimizer)
+        self.held = held
+        self._worker, self._request, self._files = worker, request, files
+        self._names = stream_names(worker.module, worker.optimizer)
+        self.received: Mapping[str, Stream] = request.streams
+        if request.formats:
+            lossy = [n for n in request.streams if n in request.formats and n in self._names]
+            self.received = decoded(request, held, files, worker.like(lossy))
+        """The streams that were sent and that the client could decode."""
+        self._late: list[str] = []
+        if held is not None and held.step == request.start:
+            # A client that was away since did not go on, and takes their averages as they are.
+            self._late = [n for n in held.late if request.versions.get(n) == request.start]
+
+    def at_start(self) -> dict[str, Stream] | None:
+        """Return every stream at the start of the window; None if one was neither kept nor sent.
+
+        A stream kept in the right version is used as it is, with the local steps taken since: they
+        are averaged at the stream's next sync.
+
+        Raises ``ValueError`` if the server averages other streams than the optimizer has.
+        """
+        request = self._request
+        if set(self._names) != set(request.versions):
+            raise ValueError(
+                f"the server averages the streams {sorted(request.versions)}, but this client's "
+                f"{type(self._worker.optimizer).__name__} has {sorted(self._names)}"
+            )
+        streams = self.here(self._names)
+        for name in self._names:
+            if name in streams:
+                continue
+            if name not in request.resets and not (
+                request.versions[name] == 0 and starts_at_zero(name)
+            ):
+                return None
+            like = self._worker.like([name])[name]
             # Expanded from one zero: these are only read.
-            streams[name] = {k: t.new_zeros(()).expand_as(t) for k, t in like.items()}
-        else:
-            return None
-    return streams
+            streams[name] = {key: t.new_zeros(()).expand_as(t) for key, t in like.items()}
+        return streams
 
+    def here(self, names: Iterable[str]) -> dict[str, Stream]:
+        """Return those of the named streams that the client kept or was sent."""
+        received = {name: self.received[name] for name in names if name in self.received}
+        return received | self._kept(names)
 
-def _holds(held: Held, name: str, request: WindowRequest) -> bool:
-    return name in held.streams and held.versions[name] == request.versions[name]
+    def late_averages(self) -> dict[str, Stream] | None:
+        """Return the averages to merge during the window; None if one was neither kept nor sent.
 
+        They are those of streams that this client sent at the start of the window and goes on from.
+        """
+        sent = {name: self.received[name] for name in self._late if name in self.received}
+        averages = self._arrived() | sent
+        return averages if averages.keys() == set(self._late) else None
 
-def _read_kept(
-    names: Iterable[str], files: StateFiles, held: Held | None, request: WindowRequest
-) -> dict[str, Stream]:
-    """Return those of the streams that the client holds as they are at the start of the window."""
-    if held is None:
-        return {}
-    late = _sent_last(held, request)
-    here = [name for name in names if name in late or _holds(held, name, request)]
-    # A client that was away since an average came did not go on from what it had sent.
-    kept = {n: average_of(n) if n in held.arrived and n not in late else n for n in here}
-    read = files.read(kept.values()) if kept else {}
-    return {name: read[as_kept] for name, as_kept in kept.items()}
+    def taken(self, steps: int) -> dict[str, int]:
+        """Return by stream the local steps since its last average, ``steps`` in this window."""
+        before = self.held.taken if self.held else {}
+        return {
+            name: steps + (before.get(name, 0) if self._is_current(name) else 0)
+            for name in self._request.versions
+        }
 
+    def for_coding(self) -> dict[str, Stream]:
+        """Return what ``flower_desloc.flower.coding`` keeps for the next window."""
+        if not self._request.formats:
+            return {}
+        return kept_for_coding(self._request, self.held, self._files, self.received)
 
-def _sent_last(held: Held | None, request: WindowRequest) -> list[str]:
-    """Return the streams that this client sent at the start of the window and goes on from.
+    def save(
+        self,
+        step: int,
+        versions: Mapping[str, int],
+        taken: Mapping[str, int],
+        streams: Mapping[str, Stream],
+        coding: Mapping[str, Stream],
+        late: Sequence[str] = (),
+        arrived: Mapping[str, Stream] | None = None,
+    ) -> None:
+        """Write the client's state after ``step``; the arguments are those of ``Held``."""
+        arrived = arrived or {}
+        held = Held(
+            step=step,
+            versions=versions,
+            taken=taken,
+            streams=list(streams),
+            late=list(late),
+            arrived=list(arrived),
+            coding=list(coding),
+            attempt=self._request.attempt,
+            checkpoint=self._request.checkpoint,
+        )
+        averages = {average_of(name): stream for name, stream in arrived.items()}
+        self._files.write(held, {**streams, **averages, **coding})
 
-    A client that was away since did not go on, and takes their averages as they are.
-    """
-    if held is None or held.step != request.start:
-        return []
-    return [name for name in held.late if request.versions.get(name) == request.start]
+    def save_received(self) -> None:
+        """Add the averages that were sent to the client's state, if any is new to it."""
+        held, request = self.held, self._request
+        newer = {n: stream for n, stream in self.received.items() if not self._is_current(n)}
+        if not newer:
+            return
+        coding = self.for_coding()
+        # safetensors refuses a tensor that is also in ``coding``.
+        copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
+        arrived = self._arrived()
+        arrived |= {name: copies.pop(name) for name in self._late if name in copies}
+        self.save(
+            request.start,
+            {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}},
+            {**(held.taken if held else {}), **dict.fromkeys(newer, 0)},
+            {**self._kept(held.streams if held else ()), **copies},
+            coding,
+            late=self._late,
+            arrived=arrived,
+        )
 
+    def _is_current(self, name: str) -> bool:
+        """Return whether the client kept the version of a stream that the window begins with."""
+        held, version = self.held, self._request.versions.get(name)
+        return held is not None and name in held.streams and held.versions[name] == version
 
-def _late(
-    request: WindowRequest, files: StateFiles, held: Held | None, received: Mapping[str, Stream]
-) -> dict[str, Stream] | None:
-    """Return the averages to merge during the window; None if one was neither held nor sent."""
-    names = _sent_last(held, request)
-    averages = _read_arrived(names, files, held) | {n: received[n] for n in names if n in received}
-    return averages if averages.keys() == set(names) else None
+    def _kept(self, names: Iterable[str]) -> dict[str, Stream]:
+        """Return those of the named streams that the state file has as they are at the start."""
+        here = [name for name in names if name in self._late or self._is_current(name)]
+        arrived = self.held.arrived if self.held else ()
+        # A client that was away since an average came did not go on from what it had sent.
+        places = {n: average_of(n) if n in arrived and n not in self._late else n for n in here}
+        read = self._files.read(places.values()) if places else {}
+        return {name: read[place] for name, place in places.items()}
 
-
-def _read_arrived(names: Iterable[str], files: StateFiles, held: Held | None) -> dict[str, Stream]:
-    arrived = {average_of(name): name for name in names if held and name in held.arrived}
-    read = files.read(arrived) if arrived else {}
-    return {arrived[kept]: stream for kept, stream in read.items()}
+    def _arrived(self) -> dict[str, Stream]:
+        """Return the averages in the state file that are to be merged during the window."""
+        names = [name for name in self._late if self.held and name in self.held.arrived]
+        read = self._files.read(map(average_of, names)) if names else {}
+        return {name: read[average_of(name)] for name in names}
 
 
 def _merged(
@@ -323,14 +386,6 @@ def _merged(
     return {
         name: merged(name, now, sent[name], averages[name], decay=decays[name], steps=steps)
         for name, now in worker.take(averages).items()
-    }
-
-
-def _taken(held: Held | None, request: WindowRequest, steps: int) -> dict[str, int]:
-    """Return by stream the local steps taken since its last average, ``steps`` in this window."""
-    return {
-        name: steps + (held.taken.get(name, 0) if held and _holds(held, name, request) else 0)
-        for name in request.versions
     }
 
 
@@ -389,66 +444,6 @@ def _require_finite(streams: Mapping[str, Stream]) -> None:
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
     return worker.steps(start, stop, origin) if stop > start else StepMetrics([], [], [])
-
-
-def _receive_and_save(
-    worker: Worker, request: WindowRequest, files: StateFiles
-) -> Mapping[str, Stream]:
-    held = files.held()
-    received = _received(worker, request, files, held)
-    newer = {
-        name: stream
-        for name, stream in received.items()
-        if held is None or not _holds(held, name, request)
-    }
-    if newer:
-        coding = kept_for_coding(request, held, files, received) if request.formats else {}
-        # safetensors refuses a tensor that is also in ``coding``.
-        copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
-        late = _sent_last(held, request)
-        arrived = _read_arrived(late, files, held)
-        arrived |= {name: copies.pop(name) for name in late if name in copies}
-        old = _read_kept(held.streams, files, held, request) if held else {}
-        versions = {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}}
-        _save(
-            files,
-            request,
-            request.start,
-            versions,
-            {**(held.taken if held else {}), **dict.fromkeys(newer, 0)},
-            {**old, **copies},
-            coding,
-            late=late,
-            arrived=arrived,
-        )
-    return received
-
-
-def _save(
-    files: StateFiles,
-    request: WindowRequest,
-    step: int,
-    versions: Mapping[str, int],
-    taken: Mapping[str, int],
-    streams: Mapping[str, Stream],
-    coding: Mapping[str, Stream],
-    late: Sequence[str] = (),
-    arrived: Mapping[str, Stream] | None = None,
-) -> None:
-    arrived = arrived or {}
-    held = Held(
-        step=step,
-        versions=versions,
-        taken=taken,
-        streams=list(streams),
-        late=list(late),
-        arrived=list(arrived),
-        coding=list(coding),
-        attempt=request.attempt,
-        checkpoint=request.checkpoint,
-    )
-    averages = {average_of(name): stream for name, stream in arrived.items()}
-    files.write(held, {**streams, **averages, **coding})
 
 
 def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
