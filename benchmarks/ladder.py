@@ -47,8 +47,8 @@ PAPER = "paper_baselines"  # the paper's horizons, tuned too
 LOW = "low_frequency"  # and its longer periods, tuned too
 PARTS = ("low_frequency_parts", "which_moment")  # one rate; they ask which average costs
 OWN_RATES = (TUNED, CHECKS[1], PAPER, LOW)
-OTHER_BETAS = ("ladder_half_lives", "low_frequency_half_lives")
 COLLECTED = ("ladder_*", PAPER, f"{LOW}*", PARTS[1])  # the files of all these
+BETA_2 = {"adam": 0.95, "adamw": 0.95, "adopt": 0.9999}  # the paper's
 MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
@@ -177,6 +177,11 @@ class Rung(NamedTuple):
     tokens: int
     steps: int
     period: int
+    beta_2: float
+
+    @property
+    def has_usual_beta(self) -> bool:
+        return self.beta_2 == BETA_2[self.optimizer]
 
 
 class Row(NamedTuple):
@@ -356,7 +361,7 @@ def missing(
 def results() -> list[Run]:
     """Return all collected runs, each with the name of its study."""
     return [
-        run | {"study": path.stem}
+        run | {"study": path.stem, "beta_2": run["betas"][1]}
         for path in sorted(p for name in COLLECTED for p in RESULTS.glob(f"{name}.json"))
         for run in json.loads(path.read_text()).get("runs", [])
     ]
@@ -415,7 +420,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
         for rung, methods in rows.items():
             for name, row in methods.items() if rung.study == study else ():
                 below = next((f"{margin} %" for margin in MARGINS if row.loss.high < margin), "")
-                cells = [*rung[1:], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
+                cells = [*rung[1:7], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
                 cells += [text(row.loss), text(row.perplexity)]
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
                 lines[-1].append(below)
@@ -427,7 +432,7 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
     columns = []
     for study, params, tokens in FIRST_COLUMNS:
         wanted = (study, "iid", "adam", params, tokens, STEPS, PERIOD)
-        columns.append(next((methods for rung, methods in rows.items() if rung == wanted), {}))
+        columns.append(next((methods for rung, methods in rows.items() if rung[:7] == wanted), {}))
     lines = []
     for name, label in FIRST_TABLE.items():
         found = [methods.get(name) for methods in columns]
@@ -478,7 +483,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
             if name in methods and methods[name].loss.seeds >= MIN_SEEDS
         }
         twice = rung.study != PAPER and rung._replace(study=PAPER) in rows
-        if rung.study in (*OTHER_BETAS, *PARTS) or twice or not shown:
+        if not rung.has_usual_beta or rung.study in PARTS or twice or not shown:
             continue
         for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
             if name in shown:
@@ -524,7 +529,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
     """
     found: dict[tuple[Any, ...], Estimate] = {}
     for rung, methods in sorted(rows.items(), key=lambda item: item[0].study in OWN_RATES):
-        if rung.study in (*CHECKS, *OTHER_BETAS):
+        if rung.study in CHECKS or not rung.has_usual_beta:
             continue
         for name, row in methods.items():
             few = row.loss.seeds < MIN_SEEDS

@@ -1,11 +1,12 @@
-"""The tables of docs/paper.md and docs/wire.md, drawn from results in the repository.
+"""The tables of docs/paper.md, docs/wire.md and the rates of docs/thin-links.md, from results.
 
     python benchmarks/paper_tables.py keep runs/coins   # a study's results into benchmarks/results
     python benchmarks/paper_tables.py draw
 
 `keep` takes rates_of_change, sync_periods, budget_splits, coins and wire; the runs of
-paper_baselines, low_frequency, its parts and half-lives, and which_moment are collected by
-`ladder.py collect`. Differences are paired by seed; in brackets the 95 % t-interval.
+paper_baselines, low_frequency, its parts and half-lives, which_moment, norms and thin_links_rates
+are collected by `ladder.py collect`. Differences are paired by seed; in brackets the 95 %
+t-interval.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 
 import ladder
 import typer
+import yaml
 from paired import DOCS, RESULTS, Estimate, table, write_between
 
 from flower_desloc.runs.folder import read_lines
@@ -61,6 +63,8 @@ RARE = {
 }
 """Methods of the table that asks which moment may be averaged seldom: their columns."""
 SHARES = {"Local": "1", "never": "1/3"}
+HALF_LIVES = "low_frequency_half_lives"
+THIN_LINKS = ladder.ROOT / "benchmarks" / "thin_links" / "cells.yaml"
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -236,19 +240,29 @@ def which_moment() -> str:
     """Return the cost of rare averages of u, of v and of both, by K_x and by v's half-life."""
     rows = []
     for rung, methods in sorted(
-        ladder.gaps(ladder.results()).items(), key=lambda each: (each[0].partition, each[0].period)
+        ladder.gaps(ladder.results()).items(),
+        key=lambda each: (each[0].partition, each[0].params, each[0].period),
     ):
-        if rung.study not in (*ladder.PARTS, ladder.OTHER_BETAS[1]):
+        if rung.study not in (*ladder.PARTS, HALF_LIVES):
             continue
-        beta = "0.999" if rung.study in ladder.OTHER_BETAS else "0.95"
         gaps = [methods[name].loss for name in RARE]
         partition = rung.partition.replace("_", " ").replace("iid", "IID")
-        rows.append([partition, rung.period, beta, gaps[0].seeds, *map(ladder.text, gaps)])
-    return table(["partition", "K_x", "β₂", "seeds", *RARE.values()], rows)
+        setting = [partition, f"{rung.params:,}", rung.period, rung.beta_2]
+        rows.append([*setting, gaps[0].seeds, *map(ladder.text, gaps)])
+    return table(["partition", "parameters", "K_x", "β₂", "seeds", *RARE.values()], rows)
 
 
 def _order(optimizer: str, method: str) -> tuple[str, int, str]:
-    order = (ladder.LOCAL, *LABELS, "DES-LOC", "FAVG+OPT", "FAVG-OPT", "DDP", "DiLoCo")
+    order = (
+        ladder.LOCAL,
+        *LABELS,
+        "DES-LOC",
+        "DES-LOC, bounded",
+        "FAVG+OPT",
+        "FAVG-OPT",
+        "DDP",
+        "DiLoCo",
+    )
     return optimizer, order.index(method) if method in order else len(order), method
 
 
@@ -269,6 +283,22 @@ def formats() -> str:
     return table(["formats of x, u, v", "bytes", "seeds", *partitions], rows)
 
 
+def thin_rates() -> str:
+    """Return the loss of each method of the thin links by learning rate; the least in bold."""
+    found: dict[str, dict[float, float]] = defaultdict(dict)
+    for run in collected("thin_links_rates"):
+        found[run["cell"]][float(f"{run['rate']:.2g}")] = run["loss"]
+    rates = sorted({rate for losses in found.values() for rate in losses})
+    rows = []
+    for name in yaml.safe_load(THIN_LINKS.read_text())["methods"]:
+        if losses := found.get(ladder.slug(name)):
+            shown = {rate: f"{loss:.3f}" for rate, loss in losses.items()}
+            best = min(losses, key=losses.__getitem__)
+            shown[best] = f"**{shown[best]}**"
+            rows.append([name, *(shown.get(rate, "") for rate in rates)])
+    return table(["", *(f"{rate:g}" for rate in rates)], rows)
+
+
 def spread(values: list[float]) -> str:
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
@@ -285,8 +315,9 @@ TABLES = {
     "parts of lean": parts,
     "which moment": which_moment,
     "formats": formats,
+    "rates of thin links": thin_rates,
 }
-ELSEWHERE = {"formats": "wire.md"}
+ELSEWHERE = {"formats": "wire.md", "rates of thin links": "thin-links.md"}
 """Tables of other pages than docs/paper.md."""
 
 

@@ -39,9 +39,22 @@ def elapsed(run: Run) -> list[float]:
 
 
 def time_to(run: Run, loss: float) -> float | None:
-    """Return the seconds until the first evaluation at or below ``loss``."""
-    reached = zip(elapsed(run), run["windows"][1:], strict=True)
-    return next((s for s, w in reached if w["loss"] is not None and w["loss"] <= loss), None)
+    """Return the seconds until ``loss``, on a straight line between two evaluations; None: never.
+
+    An evaluation comes after every window. Without the line, a loss that is missed by a rounding
+    would count a whole window later.
+    """
+    before = None
+    for now, window in zip(elapsed(run), run["windows"][1:], strict=True):
+        if (reached := window["loss"]) is None:
+            continue
+        if reached <= loss:
+            if before is None:
+                return now
+            share = (before[1] - loss) / (before[1] - reached)
+            return before[0] + share * (now - before[0])
+        before = now, reached
+    return None
 
 
 def steady(run: Run) -> tuple[float, int]:
@@ -96,14 +109,16 @@ def traffic(run: Run, way: str) -> dict[str, float]:
 def least_by_machine(runs: list[Run]) -> dict[str | None, float]:
     """Return the seconds that a window takes besides its steps, however fast the link is.
 
-    For each machine: the mean over its runs on the fastest links.
+    For each machine: the mean over its runs on the fastest links. A machine without such runs has
+    the mean of the others.
     """
     fastest = max(run["rate_mbit"] for run in runs)
     found: dict[str | None, list[float]] = {}
     for run in runs:
         if run["rate_mbit"] == fastest:
             found.setdefault(machine(run), []).append(window_seconds(run))
-    return {name: fmean(seconds) for name, seconds in found.items()}
+    least = {name: fmean(seconds) for name, seconds in found.items()}
+    return dict.fromkeys(map(machine, runs), fmean(least.values())) | least
 
 
 def machine(run: Run) -> str | None:
@@ -255,7 +270,7 @@ def draw(name: str) -> None:
         least = least_by_machine([run for run in runs if fitted in (None, run["method"])])
         parts += [
             times(runs, cells["targets"], least),
-            f"W = {' and '.join(f'{seconds:.2f}' for seconds in least.values())} s, the mean "
+            f"W = {' and '.join({f'{seconds:.2f}': 0 for seconds in least.values()})} s, the mean "
             f"seconds of a window besides its steps, by machine: {fitted or 'all methods'} on the "
             "fastest links. The slowest client's own time was at most "
             f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
