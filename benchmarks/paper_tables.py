@@ -312,6 +312,7 @@ TABLES = {
     "baselines by domain": partial(methods, ladder.PAPER, "by_domain"),
     "baselines IID": partial(methods, ladder.PAPER, "iid"),
     "low frequency by domain": partial(methods, ladder.LOW, "by_domain"),
+    "low frequency IID": partial(methods, ladder.LOW, "iid"),
     "parts of lean": parts,
     "which moment": which_moment,
     "formats": formats,

@@ -389,6 +389,11 @@ def test_a_sound_run_has_no_warnings(periods, changes):
     assert list(warnings(planned(*periods, **GOOD, **changes))) == []
 
 
+def test_rare_averages_of_adopts_first_moment_are_no_risk_at_a_long_period():
+    found = warnings(planned(28, 56, 168, optimizer="adopt", **GOOD))
+    assert not [line for line in found if "exp_avg=" in line]
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "adopt"])
 @pytest.mark.parametrize("betas", ["[0.95,0.95]", "[0.9,0.999]", "[0.99,0.95]"])
 def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
@@ -425,6 +430,7 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
         ),
         ((16, 48, 96), {"compute": 1e-5}, "--step-seconds: a step computes for less time"),
         ((16, 48, 96), {}, "sync.exp_avg=48: the least loss was measured with exp_avg averaged"),
+        ((26, 52, 104), {"optimizer": "adopt"}, "sync.exp_avg=52: the least loss was measured"),
         ((16, 16, 96), {}, "sync.exp_avg=16: averaged more often than exp_avg_sq, after which"),
         ((64, 64, 384), APART, "sync.exp_avg_sq=384: sync.params=64 is long for the half-lives"),
         ((64, 64, 384), APART, "set sync.exp_avg_sq=64, and sync.exp_avg=384 for fewer bytes"),

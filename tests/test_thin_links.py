@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -135,6 +136,30 @@ def load_report():
         return load_benchmark("thin_links/report")
     finally:
         sys.path.pop(0)
+
+
+def a_run(*ends: tuple[float, float | None], rate: float = 10, boot: str = "a") -> dict[str, Any]:
+    """Return a run with a window of one step until each of these seconds, and the loss then."""
+    windows = [
+        {"step": step, "loss": loss, "seconds": {"evaluation": 0.0}, "interface": {"time": at}}
+        for step, (at, loss) in enumerate([(0.0, None), *ends])
+    ]
+    return {"windows": windows, "rate_mbit": rate, "machine": {"boot": boot}, "step_seconds": 1}
+
+
+def test_the_time_to_a_loss_is_on_the_line_between_two_evaluations():
+    report = load_report()
+    run = a_run((10, 3.0), (20, None), (30, 2.0), (40, 2.5), (50, 1.0))
+    for loss, seconds in ((3.5, 10), (3.0, 10), (2.5, 20), (2.25, 25), (2.0, 30), (1.75, 45)):
+        assert report.time_to(run, loss) == pytest.approx(seconds)
+    assert report.time_to(run, 0.9) is None
+
+
+def test_a_machine_without_fast_links_has_the_window_seconds_of_the_others():
+    fast = [a_run((3, None), (6, None), rate=1000, boot=boot) for boot in "ab"]
+    fast[1]["windows"][2]["interface"]["time"] = 8.0
+    slow = [a_run((9, None), (99, None), boot=boot) for boot in "bc"]
+    assert load_report().least_by_machine([*fast, *slow]) == {"a": 2, "b": 4, "c": 3}
 
 
 @needs_namespaces

@@ -209,7 +209,10 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     if not isinstance(first, int):
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
-    if run.mix == 1 and isinstance(of_params, int) and first > of_params:
+    beta = next((s.beta for s in run.moments if s.name == "exp_avg"), None)
+    # With ADOPT that was measured at K_x = 16; at 256 rare averages cost nothing (docs/paper.md).
+    longest = math.inf if bounded else LONG * half_life(beta or 0.0)
+    if run.mix == 1 and isinstance(of_params, int) and of_params < min(first, longest):
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
             f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
