@@ -125,16 +125,16 @@ ORDER = (
 )
 """Methods in the order of the tables."""
 SHOWN = {
-    "u as often as x, lean, bounded": ("lean: 16/16/96, coded", "#117733", "o"),
-    "u as often as x, lean": ("lean: 16/16/96, coded", "#117733", "o"),
+    "u as often as x, lean, bounded": ("lean: 16/16/96, lossy", "#117733", "o"),
+    "u as often as x, lean": ("lean: 16/16/96, lossy", "#117733", "o"),
     "DES-LOC": ("DES-LOC: 16/48/96", "#0072B2", "s"),
     "FAVG+OPT": ("FAVG+OPT: 16/never/never", "#D55E00", "^"),
     "u as often as x, v never, 4 bits, bounded": ("16/16/never, 4 bits", "#CCBB44", "v"),
     "K = 12/144/288, 4 bits, bounded": ("12/144/288, 4 bits", "#AA4499", "P"),
-    "Local, lean": ("Local: 16, coded", "#999999", "D"),
+    "Local, lean": ("Local: 16, lossy", "#999999", "D"),
     "Local, twice the period": ("Local: 32", "#000000", "D"),
     "DES-LOC, half the periods": ("DES-LOC: 8/24/48", "#56B4E9", "s"),
-    "DES-LOC, half the periods, lean": ("DES-LOC: 8/24/48, coded", "#882255", "s"),
+    "DES-LOC, half the periods, lean": ("DES-LOC: 8/24/48, lossy", "#882255", "s"),
 }
 """Methods of the figure: their label, colour and marker. The tables have all."""
 PRESETS_SHOWN = tuple(SHOWN)[:4]

@@ -287,7 +287,8 @@ def thin_rates() -> str:
     """Return the loss of each method of the thin links by learning rate; the least in bold."""
     found: dict[str, dict[float, float]] = defaultdict(dict)
     for run in collected("thin_links_rates"):
-        found[run["cell"]][float(f"{run['rate']:.2g}")] = run["loss"]
+        if run["status"] == "completed":
+            found[run["cell"]][float(f"{run['rate']:.2g}")] = run["loss"]
     rates = sorted({rate for losses in found.values() for rate in losses})
     rows = []
     for name in yaml.safe_load(THIN_LINKS.read_text())["methods"]:

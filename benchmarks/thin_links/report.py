@@ -106,16 +106,16 @@ def traffic(run: Run, way: str) -> dict[str, float]:
     return {"interface": on_wire, "headers": HEADERS * packets, "ledger": ledger}
 
 
-def least_by_machine(runs: list[Run]) -> dict[str | None, float]:
+def least_by_machine(runs: list[Run], method: str | None = None) -> dict[str | None, float]:
     """Return the seconds that a window takes besides its steps, however fast the link is.
 
-    For each machine: the mean over its runs on the fastest links. A machine without such runs has
-    the mean of the others.
+    For each machine: the mean over its runs on the fastest links, by default of all methods. A
+    machine without such runs has the mean of the others.
     """
     fastest = max(run["rate_mbit"] for run in runs)
     found: dict[str | None, list[float]] = {}
     for run in runs:
-        if run["rate_mbit"] == fastest:
+        if run["rate_mbit"] == fastest and method in (None, run["method"]):
             found.setdefault(machine(run), []).append(window_seconds(run))
     least = {name: fmean(seconds) for name, seconds in found.items()}
     return dict.fromkeys(map(machine, runs), fmean(least.values())) | least
@@ -267,7 +267,7 @@ def draw(name: str) -> None:
     parts = [calibrations([found for found in files if "method" not in found])]
     if runs:
         fitted = cells.get("window_seconds_from")
-        least = least_by_machine([run for run in runs if fitted in (None, run["method"])])
+        least = least_by_machine(runs, fitted)
         parts += [
             times(runs, cells["targets"], least),
             f"W = {' and '.join({f'{seconds:.2f}': 0 for seconds in least.values()})} s, the mean "

@@ -246,10 +246,10 @@ class ClientStreams:
         self._worker, self._request, self._files = worker, request, files
         self._names = stream_names(worker.module, worker.optimizer)
         self.received: Mapping[str, Stream] = request.streams
+        """The streams that were sent and that the client could decode."""
         if request.formats:
             lossy = [n for n in request.streams if n in request.formats and n in self._names]
             self.received = decoded(request, held, files, worker.like(lossy))
-        """The streams that were sent and that the client could decode."""
         self._late: list[str] = []
         if held is not None and held.step == request.start:
             # A client that was away since did not go on, and takes their averages as they are.
@@ -282,7 +282,7 @@ class ClientStreams:
             streams[name] = {key: t.new_zeros(()).expand_as(t) for key, t in like.items()}
         return streams
 
-    def here(self, names: Iterable[str]) -> dict[str, Stream]:
+    def here(self, names: Collection[str]) -> dict[str, Stream]:
         """Return those of the named streams that the client kept or was sent."""
         received = {name: self.received[name] for name in names if name in self.received}
         return received | self._kept(names)

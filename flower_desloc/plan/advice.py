@@ -24,9 +24,10 @@ BOUNDED: Final = {"exp_avg": 1, "exp_avg_sq": 6}
 """The multiples for Adam with ``sync_bound``, which were measured to cost less loss."""
 
 LONG: Final = 2
-"""Half-lives of both of Adam's moments above which K_x counts as long. Measured where clients hold
-unlike data (docs/paper.md): at 1.2 rare averages of exp_avg cost loss and those of exp_avg_sq none,
-at 2.4 neither do, from 4.7 on those of exp_avg_sq do and those of exp_avg do not."""
+"""Half-lives of both of Adam's moments, or of ADOPT's first, above which K_x counts as long.
+Measured with Adam where clients hold unlike data (docs/paper.md): at 1.2 rare averages of exp_avg
+cost loss and those of exp_avg_sq none, at 2.4 neither do, from 4.7 on those of exp_avg_sq do and
+those of exp_avg do not."""
 
 AT_LONG: Final = {"exp_avg": 6, "exp_avg_sq": 1}
 """The multiples for Adam at a long K_x, if clients hold unlike data."""
@@ -210,7 +211,8 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
     beta = next((s.beta for s in run.moments if s.name == "exp_avg"), None)
-    # With ADOPT that was measured at K_x = 16; at 256 rare averages cost nothing (docs/paper.md).
+    # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
+    # (docs/paper.md, RQ2 and RQ3).
     longest = math.inf if bounded else LONG * half_life(beta or 0.0)
     if run.mix == 1 and isinstance(of_params, int) and of_params < min(first, longest):
         yield (
