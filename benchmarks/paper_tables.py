@@ -316,6 +316,7 @@ TABLES = {
     "low frequency IID": partial(methods, ladder.LOW, "iid"),
     "parts of lean": parts,
     "which moment": which_moment,
+    "norms": partial(methods, "norms", "iid"),
     "formats": formats,
     "rates of thin links": thin_rates,
 }
