@@ -165,7 +165,8 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
 
 def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    params = ClientStreams(worker, request, files, files.held()).here([PARAMS]).get(PARAMS)
+    held = None if PARAMS in request.streams else files.held()  # a file read in every step, else
+    params = ClientStreams(worker, request, files, held).here([PARAMS]).get(PARAMS)
     if params is None:
         return _LOST
     worker.put({PARAMS: params})
@@ -222,7 +223,7 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
 
 
 class ClientStreams:
-    """What one client has to answer a request with, and where it keeps what it will need next.
+    """The streams that a client kept or was sent, for one request.
 
     Parameters
     ----------
@@ -252,7 +253,7 @@ class ClientStreams:
             self.received = decoded(request, held, files, worker.like(lossy))
         self._late: list[str] = []
         if held is not None and held.step == request.start:
-            # A client that was away since did not go on, and takes their averages as they are.
+            # Otherwise the client has missed windows, and starts from their averages.
             self._late = [n for n in held.late if request.versions.get(n) == request.start]
 
     def at_start(self) -> dict[str, Stream] | None:
@@ -366,7 +367,7 @@ class ClientStreams:
         """Return those of the named streams that the state file has as they are at the start."""
         here = [name for name in names if name in self._late or self._is_current(name)]
         arrived = self.held.arrived if self.held else ()
-        # A client that was away since an average came did not go on from what it had sent.
+        # If an average was saved and the client has missed windows, it starts from the average.
         places = {n: average_of(n) if n in arrived and n not in self._late else n for n in here}
         read = self._files.read(places.values()) if places else {}
         return {name: read[place] for name, place in places.items()}
