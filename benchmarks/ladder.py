@@ -420,7 +420,7 @@ def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
         for rung, methods in rows.items():
             for name, row in methods.items() if rung.study == study else ():
                 below = next((f"{margin} %" for margin in MARGINS if row.loss.high < margin), "")
-                cells = [*rung[1:7], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
+                cells = [*rung[1:-1], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
                 cells += [text(row.loss), text(row.perplexity)]
                 lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
                 lines[-1].append(below)
@@ -432,7 +432,7 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
     columns = []
     for study, params, tokens in FIRST_COLUMNS:
         wanted = (study, "iid", "adam", params, tokens, STEPS, PERIOD)
-        columns.append(next((methods for rung, methods in rows.items() if rung[:7] == wanted), {}))
+        columns.append(next((methods for rung, methods in rows.items() if rung[:-1] == wanted), {}))
     lines = []
     for name, label in FIRST_TABLE.items():
         found = [methods.get(name) for methods in columns]

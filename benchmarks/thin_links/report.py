@@ -268,9 +268,10 @@ def draw(name: str) -> None:
     if runs:
         fitted = cells.get("window_seconds_from")
         least = least_by_machine(runs, fitted)
+        words = dict.fromkeys(f"{seconds:.2f}" for seconds in least.values())
         parts += [
             times(runs, cells["targets"], least),
-            f"W = {' and '.join({f'{seconds:.2f}': 0 for seconds in least.values()})} s, the mean "
+            f"W = {' and '.join(words)} s, the mean "
             f"seconds of a window besides its steps, by machine: {fitted or 'all methods'} on the "
             "fastest links. The slowest client's own time was at most "
             f"{max(map(pace, runs)):.3f} s a step, mean of a run.",

@@ -210,10 +210,9 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     if not isinstance(first, int):
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
-    beta = next((s.beta for s in run.moments if s.name == "exp_avg"), None)
     # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
     # (docs/paper.md, RQ2 and RQ3).
-    longest = math.inf if bounded else LONG * half_life(beta or 0.0)
+    longest = math.inf if bounded else LONG * _first_half_life(run)
     if run.mix == 1 and isinstance(of_params, int) and of_params < min(first, longest):
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
@@ -269,8 +268,13 @@ def _is_late(run: PlannedRun, topology: Topology) -> bool:
 
 def _longest(run: PlannedRun) -> int:
     """Return half a half-life of a slow momentum, in steps."""
+    return int(_first_half_life(run) / 2)
+
+
+def _first_half_life(run: PlannedRun) -> float:
+    """Return the half-life of the first moment in steps; 0 if there is none."""
     beta = next((s.beta for s in run.moments if s.name == _SLOW), None)
-    return int(half_life(beta or 0.0) / 2)
+    return half_life(beta or 0.0)
 
 
 def _longest_short(run: PlannedRun) -> int:
