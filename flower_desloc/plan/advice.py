@@ -20,8 +20,9 @@ MULTIPLES: Final = {
 """K_u and K_v as multiples of K_x: "robust default choices" (the paper's ablation of
 low-communication configurations). Any other stream has the period of params."""
 
-BOUNDED: Final = {"exp_avg": 1, "exp_avg_sq": 6}
-"""The multiples for Adam with ``sync_bound``, which were measured to cost less loss."""
+FIRST_WITH_PARAMS: Final = {"exp_avg": 1, "exp_avg_sq": 6}
+"""The multiples for Adam with ``sync_bound``, and for ADOPT if K_x is not long, which were
+measured to cost less loss."""
 
 LONG: Final = 2
 """Half-lives of both of Adam's moments, or of ADOPT's first, above which K_x counts as long.
@@ -66,7 +67,9 @@ def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
     """
     times = MULTIPLES
     if can_bound(run):
-        times = AT_LONG if is_long(run, period) else BOUNDED
+        times = AT_LONG if is_long(run, period) else FIRST_WITH_PARAMS
+    elif run.optimizer == "adopt" and period <= _longest_for_adopt(run):
+        times = FIRST_WITH_PARAMS
     if run.mix == 1:
         return times
     return {**times, _SLOW: max(1, _longest(run) // period)}
@@ -85,7 +88,8 @@ def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
         return _waiting(other, topology) <= run.share * run.compute
 
     # The multiples of a slow momentum, and at the first long K_x, jump from one K_x to the next.
-    jumps = min(_longest(run) if run.mix < 1 else _longest_short(run), run.steps)
+    longest = _longest_for_adopt(run) if run.optimizer == "adopt" else _longest_short(run)
+    jumps = min(_longest(run) if run.mix < 1 else longest, run.steps)
     for period in range(1, jumps + 1):
         if affordable(period):
             return _at(run, period)
@@ -212,7 +216,7 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
     # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
     # (docs/paper.md, RQ2 and RQ3).
-    longest = math.inf if bounded else LONG * _first_half_life(run)
+    longest = math.inf if bounded else _longest_for_adopt(run) + 1
     if run.mix == 1 and isinstance(of_params, int) and of_params < min(first, longest):
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
@@ -287,6 +291,11 @@ def _longest_short(run: PlannedRun) -> int:
     return int(LONG * max(half_life(stream.beta or 0.0) for stream in run.moments))
 
 
+def _longest_for_adopt(run: PlannedRun) -> int:
+    """Return the greatest K_x at which rare averages of ADOPT's first moment cost loss."""
+    return int(LONG * _first_half_life(run))
+
+
 def _at(run: PlannedRun, period: int) -> dict[str, int]:
     times = multiples(run, period)
     return {stream.name: times.get(stream.name, 1) * period for stream in run.streams}
@@ -315,6 +324,8 @@ def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
     if times is AT_LONG:
         how_often = "with params" if times[name] == 1 else f"{times[name]} K_x"
         return f"{how_often}, which costs Adam the least loss at so long a K_x, with unlike data"
-    if times[name] == 1:
+    if times[name] == 1 and can_bound(run):
         return "with params, which costs Adam the least loss if it is bounded"
+    if times[name] == 1:
+        return "with params, which costs ADOPT the least loss at so short a K_x"
     return f"{times[name]} K_x, the paper's default"
