@@ -458,7 +458,7 @@ def test_each_warning(periods, changes, said):
         (27, {"optimizer": "adopt"}, (1, 6)),
     ],
 )
-def test_with_unlike_data_and_a_long_period_the_second_moment_stays_with_the_parameters(
+def test_which_moment_stays_with_the_parameters_depends_on_optimizer_data_and_half_lives(
     period, changes, multiples
 ):
     times = advice.multiples(planned(period, period, period, **(GOOD | APART | changes)), period)

@@ -87,13 +87,11 @@ def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
         other = run.with_periods(_at(run, period))
         return _waiting(other, topology) <= run.share * run.compute
 
-    # The multiples of a slow momentum, and at the first long K_x, jump from one K_x to the next.
-    longest = _longest_for_adopt(run) if run.optimizer == "adopt" else _longest_short(run)
-    jumps = min(_longest(run) if run.mix < 1 else longest, run.steps)
-    for period in range(1, jumps + 1):
+    last_jump = min(_last_jump(run), run.steps)
+    for period in range(1, last_jump + 1):
         if affordable(period):
             return _at(run, period)
-    periods = range(jumps + 1, run.steps + 1)
+    periods = range(last_jump + 1, run.steps + 1)
     at = bisect_left(periods, True, key=affordable)  # waiting falls with the period
     return _at(run, periods[at]) if at < len(periods) else None
 
@@ -216,8 +214,9 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
     # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
     # (docs/paper.md, RQ2 and RQ3).
-    longest = math.inf if bounded else _longest_for_adopt(run) + 1
-    if run.mix == 1 and isinstance(of_params, int) and of_params < min(first, longest):
+    longest = math.inf if bounded else _longest_for_adopt(run)
+    rare = isinstance(of_params, int) and of_params < first and of_params <= longest
+    if run.mix == 1 and rare:
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
             f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
@@ -296,6 +295,13 @@ def _longest_for_adopt(run: PlannedRun) -> int:
     return int(LONG * _first_half_life(run))
 
 
+def _last_jump(run: PlannedRun) -> int:
+    """Return the greatest K_x that may have other multiples than the next; 0 if none has."""
+    if run.mix < 1:
+        return _longest(run)
+    return _longest_for_adopt(run) if run.optimizer == "adopt" else _longest_short(run)
+
+
 def _at(run: PlannedRun, period: int) -> dict[str, int]:
     times = multiples(run, period)
     return {stream.name: times.get(stream.name, 1) * period for stream in run.streams}
@@ -324,8 +330,8 @@ def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
     if times is AT_LONG:
         how_often = "with params" if times[name] == 1 else f"{times[name]} K_x"
         return f"{how_often}, which costs Adam the least loss at so long a K_x, with unlike data"
-    if times[name] == 1 and can_bound(run):
-        return "with params, which costs Adam the least loss if it is bounded"
     if times[name] == 1:
+        if can_bound(run):
+            return "with params, which costs Adam the least loss if it is bounded"
         return "with params, which costs ADOPT the least loss at so short a K_x"
     return f"{times[name]} K_x, the paper's default"
