@@ -543,7 +543,7 @@ def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
             found[(periods, formats, name.endswith("bounded"), *where)] = row.loss
     lines = [
         f"    ({', '.join(map(repr, key))}, ".replace("'", '"')
-        + f"{gap.seeds}, {gap.mean:.3f}, {gap.low:.3f}, {gap.high:.3f}),"
+        + f"{gap.seeds}, {gap.mean:.4f}, {gap.low:.4f}, {gap.high:.4f}),"
         for key, gap in found.items()
     ]
     return "\n".join([PACKAGE_HEAD, *lines, ")", ""])
