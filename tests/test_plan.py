@@ -671,13 +671,13 @@ def test_a_measured_run_is_nearest_to_itself(gap):
 
 @given(st.sampled_from(measured()), st.floats(0.1, 10), st.integers(1, 9), st.integers(1, 9))
 def test_the_distance_of_a_measurement_is_the_product_of_factors_on_one_axis(gap, factor, u, v):
-    """1 where a run is equal, the factor where one thing differs, and infinite for never."""
+    """1 where a run is equal, the factor where one thing differs (its square for K_x)."""
     assert gap.distance(gap.params, gap.tokens, gap.periods) == 1
     size = gap.distance(gap.params * factor, gap.tokens, gap.periods)
     batch = gap.distance(gap.params, gap.tokens * factor, gap.periods)
     assert size == pytest.approx(batch) == pytest.approx(max(factor, 1 / factor))
     longer = tuple(p if p == "never" else 3 * p for p in gap.periods)
-    assert gap.distance(gap.params, gap.tokens, longer) == pytest.approx(3)
+    assert gap.distance(gap.params, gap.tokens, longer) == pytest.approx(9)
     other = tuple("never" if p != "never" else 16 for p in gap.periods[1:])
     assert gap.distance(gap.params, gap.tokens, (gap.periods[0], *other)) == math.inf
 
@@ -694,12 +694,26 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
         assert "unknown: no measurement is near" in longer, name
     for other in (
         *("sync_delay=8", "sync_mode=probabilistic", "sync_phase.exp_avg=16"),
-        *("optimizer.mix=0.7", "federation.min_steps=0.5", "wire.params=bf16"),
+        *("optimizer.mix=0.7", "federation.min_steps=0.5"),
     ):
         said = plan("desloc_adam", *small, other)[1]
         assert "unknown: measurements differ in" in said, other
     assert "above Local" not in plan("local_adam")[1] + plan("desloc_sgdm")[1]
     assert "16/16/96 lossy" in plan("lean")[1]
+
+
+def test_measurements_in_fp32_can_only_warn_of_lossy_formats():
+    small = ["--params", "41120", "--tokens-per-step", "1024", "data.partition=by_domain"]
+    rare = [f"sync.{name}={p}" for name, p in zip(STREAMS, (64, 64, 384), strict=True)]
+    said = plan("lean", *small, *rare)[1]
+    assert "64/64/384 " in said
+    assert "64/64/384 lossy" not in said
+    assert "not shown to be safe" in said
+    kept = [f"sync.{name}={p}" for name, p in zip(STREAMS, (64, 192, 64), strict=True)]
+    assert "safe: " in plan("desloc_adam", *small, *kept)[1]
+    said = plan("lean", *small, *kept, "sync_bound=false")[1]
+    assert "64/192/64 " in said
+    assert "unknown: measurements differ in" in said
 
 
 @pytest.mark.parametrize("phases", [{}, {"exp_avg": 16, "exp_avg_sq": 32}], ids=["0", "16"])

@@ -53,13 +53,16 @@ class MeasuredGap:
     def distance(self, num_params: float, tokens: float, periods: Periods) -> float:
         """Return by what factor a run differs in size, a worker's batch and periods; 1 is equal.
 
-        Infinite if one averages a stream that the other never averages.
+        The factor of K_x is squared: by domain the gap grows fivefold from K_x = 32 to 64
+        (docs/ladder.md), and was not shown to grow with size. Infinite if one averages a stream
+        that the other never averages.
         """
         both = zip(_relative(self.periods), _relative(periods), strict=True)
         pairs = [(a, b) for a, b in both if a or b]
         if not all(a and b for a, b in pairs):
             return math.inf
-        ratios = [self.params / num_params, self.tokens / tokens, *(a / b for a, b in pairs)]
+        base, *others = (a / b for a, b in pairs)
+        ratios = [self.params / num_params, self.tokens / tokens, base**2, *others]
         return math.exp(math.hypot(*map(math.log, ratios)))
 
 
@@ -88,11 +91,13 @@ def nearest(
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
     ``tokens`` are those of a worker and step. The distance is infinite for measurements in other
-    formats, for those with a bound if the run has none (``bound``: ``sync_bound``), and for all if
-    the run differs from the measurements in other things (not ``as_measured``: late averages, a
-    slow momentum, sites of unequal speed, coins). Of equally near ones the first has the run's
-    bound and partition. Empty for runs that average all streams together in fp32, as Local does,
-    never average the parameters, or reset a state.
+    lossy formats, for those with a bound if the run has none (``bound``: ``sync_bound``), and for
+    all if the run differs from the measurements in other things (not ``as_measured``: late
+    averages, a slow momentum, sites of unequal speed, coins). A measurement in fp32 says of a run
+    in lossy formats only that it is not safe; if safe itself, its distance is infinite too. Of
+    equally near ones the first has the run's formats, bound and partition. Empty for runs that
+    average all streams together in fp32, as Local does, never average the parameters, or reset a
+    state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
     wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
@@ -104,9 +109,11 @@ def nearest(
     found = []
     for gap in (gap for gap in measured() if gap.optimizer == name):
         near = gap.distance(num_params, tokens, three)
-        same = as_measured and gap.formats == in_order and (bound or not gap.bound)
-        order = not same, round(near, 3), gap.bound != bound, gap.partition != partition
-        found.append((order, near if same else math.inf, gap))
+        coded = gap.formats == in_order
+        alike = as_measured and (bound or not gap.bound) and (coded or not gap.formats)
+        order = not alike, round(near, 3), not coded, gap.bound != bound, gap.partition != partition
+        says = alike and (coded or not gap.is_safe)
+        found.append((order, near if says else math.inf, gap))
     return [(apart, gap) for _, apart, gap in sorted(found, key=lambda each: each[0])]
 
 
