@@ -161,6 +161,27 @@ def test_the_time_to_a_loss_is_on_the_line_between_two_evaluations():
     assert report.time_to(run, 0.9) is None
 
 
+def test_what_is_left_of_the_interface_is_without_headers_ledger_and_small_messages():
+    report = load_report()
+    sides = ("rx", "tx")
+
+    def counted(packets: int, content: int, ledger: int) -> dict[str, Any]:
+        windows = []
+        for number in range(3):
+            at = {f"{side}_packets": number * packets for side in sides}
+            at |= {f"{side}_bytes": number * (66 * packets + content) for side in sides}
+            framed = {f"framed_bytes_{way}": number and ledger for way in ("up", "down")}
+            windows.append({**framed, "interface": at})
+        return {"method": "lean", "windows": windows}
+
+    idle, run = counted(10, 900, 400), counted(100, 8_500, 7_600)
+    assert report.rest(idle, "up") == 500
+    said = report.framing([run], [idle])
+    share = 100 * 400 / (6_600 + 8_500)
+    assert said.count(f"{share:+.1f} to {share:+.1f} %") == 2, said
+    assert report.framing([run | {"method": "other"}], [idle]) == ""
+
+
 def test_a_machine_without_fast_links_has_the_window_seconds_of_the_others():
     fast = [a_run((3, None), (6, None), rate=1000, boot=boot) for boot in "ab"]
     fast[1]["windows"][2]["interface"]["time"] = 8.0

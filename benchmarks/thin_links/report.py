@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from network import HEADERS
 from paired import DOCS, RESULTS, table, write_between
@@ -16,6 +15,7 @@ from flower_desloc.config import load
 from flower_desloc.plan.from_config import planned_run
 from flower_desloc.plan.wall_clock import MBIT, Link, Topology
 
+IDLE = "idle"
 DOCUMENT = DOCS / "thin-links.md"
 COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
 
@@ -181,26 +181,43 @@ def volumes(runs: list[Run]) -> str:
     return table(heads, rows)
 
 
-def framing(runs: list[Run]) -> str:
-    """Return in words what of the bytes besides ledger and headers does not depend on the payload.
+def framing(runs: list[Run], idle: list[Run]) -> str:
+    """Return in words how far the interface is from ledger, headers and what small messages take.
 
-    Least squares over all runs: rest = a * windows + b * ledger.
+    ``idle`` are runs with next to no payload (``idle.yaml``); "" if a method has none.
     """
+    empty = {run["method"]: run for run in idle}
+    if not empty.keys() >= {run["method"] for run in runs}:
+        return ""
     words = []
     for way in ("up", "down"):
-        found = [traffic(run, way) for run in runs]
-        ledger = np.array([wire["ledger"] for wire in found])
-        windows = np.array([len(run["windows"]) - 1 for run in runs])
-        if np.ptp(ledger) < 0.1 * ledger.mean():
-            return ""  # one cannot be told from the other
-        rest = np.array([wire["interface"] - wire["headers"] for wire in found]) - ledger
-        (each, share), *_ = np.linalg.lstsq(np.stack([windows, ledger], 1), rest)
-        left = 100 * (rest - each * windows) / ledger
+        small = {method: rest(run, way) for method, run in empty.items()}
+        low, high = (f"{extreme(small.values()) / 1000:.0f}" for extreme in (min, max))
+        more = []
+        for run in runs:
+            windows = len(run["windows"]) - 1
+            excess = (rest(run, way) - small[run["method"]]) * windows
+            more.append(100 * excess / traffic(run, way)["interface"])
         words.append(
-            f"{each / 1000:.0f} kB a window {way}, and {100 * share:.1f} % of the ledger; without "
-            f"these kB the interface is {left.min():+.1f} to {left.max():+.1f} % from the ledger"
+            f"{low} to {high} kB {way}, and {min(more):+.1f} to {max(more):+.1f} % of the "
+            "interface's bytes are in addition to it"
         )
-    return f"Of the rest, by least squares over all runs: {'. And '.join(words)}."
+    return (
+        "The rest of a window with next to no payload (`idle.yaml`) is, by method, "
+        f"{'; '.join(words)}."
+    )
+
+
+def rest(run: Run, way: str) -> float:
+    """Return the mean bytes of a window besides headers and ledger."""
+    found = traffic(run, way)
+    return (found["interface"] - found["headers"] - found["ledger"]) / (len(run["windows"]) - 1)
+
+
+def idle_runs() -> list[Run]:
+    """Return the runs of ``idle.yaml``."""
+    files = json.loads(results_file(IDLE).read_text())["files"]
+    return [found for found in files if "method" in found]
 
 
 def by_cell(runs: list[Run]) -> dict[tuple[float, str], list[Run]]:
@@ -265,7 +282,9 @@ def draw(name: str) -> None:
     runs = [found for found in files if "method" in found]
     runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
     parts = [calibrations([found for found in files if "method" not in found])]
-    if runs:
+    if name == IDLE:
+        parts.append(volumes(runs))
+    elif runs:
         fitted = cells.get("window_seconds_from")
         least = least_by_machine(runs, fitted)
         words = dict.fromkeys(f"{seconds:.2f}" for seconds in least.values())
@@ -276,7 +295,7 @@ def draw(name: str) -> None:
             "fastest links. The slowest client's own time was at most "
             f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
             volumes(runs),
-            framing(runs),
+            framing(runs, idle_runs()),
         ]
         suffix = "" if name == "cells" else f"-{name}"
         picture(runs, cells["targets"][-1]).savefig(DOCS / f"thin-links{suffix}.png", dpi=130)
