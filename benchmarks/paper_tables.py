@@ -1,11 +1,11 @@
-"""The tables of docs/paper.md, docs/wire.md and the rates of docs/thin-links.md, from results.
+"""The tables of docs/paper.md, docs/wire.md and two of docs/thin-links.md, from results.
 
     python benchmarks/paper_tables.py keep runs/coins   # a study's results into benchmarks/results
     python benchmarks/paper_tables.py draw
 
 `keep` takes rates_of_change, sync_periods, budget_splits, coins and wire; the runs of
-paper_baselines, low_frequency, its parts and half-lives, which_moment, norms and thin_links_rates
-are collected by `ladder.py collect`. Differences are paired by seed; in brackets the 95 %
+paper_baselines, low_frequency, its parts and half-lives, which_moment, norms and those of thin
+links are collected by `ladder.py collect`. Differences are paired by seed; in brackets the 95 %
 t-interval.
 """
 
@@ -216,7 +216,8 @@ def methods(study: str, partition: str) -> str:
         for key in ("loss", "perplexity"):
             row += ["" if seeds is local else ladder.text(ladder.above(seeds, local, key))]
         for key in ("worst_client", "param_norm", "activation_norm"):
-            row += [spread([run[key] for run in seeds.values()])]
+            values = [run[key] for run in seeds.values()]
+            row += ["" if None in values else spread(values)]  # None: not evaluated on clients
         rows.append(row)
     heads = ["", "rate", "bytes", "seeds", "loss", "above Local's, %", "perplexity, %"]
     return table([*heads, "worst client", "parameters", "activations"], rows)
@@ -319,8 +320,13 @@ TABLES = {
     "norms": partial(methods, "norms", "iid"),
     "formats": formats,
     "rates of thin links": thin_rates,
+    "longer": partial(methods, "thin_links_longer", "by_domain"),
 }
-ELSEWHERE = {"formats": "wire.md", "rates of thin links": "thin-links.md"}
+ELSEWHERE = {
+    "formats": "wire.md",
+    "rates of thin links": "thin-links.md",
+    "longer": "thin-links.md",
+}
 """Tables of other pages than docs/paper.md."""
 
 
