@@ -184,7 +184,9 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
         )
     if not isinstance(period, int):
         return
-    if stream.beta is not None and not is_long(run, of_params):  # that has a warning of its own
+    advised = isinstance(of_params, int) and multiples(run, of_params).get(name, 1) * of_params
+    # A long K_x has a warning of its own.
+    if stream.beta is not None and period > advised and not is_long(run, of_params):
         forgotten = FORGOTTEN * half_life(stream.beta)
         if period > forgotten:
             yield (

@@ -90,14 +90,14 @@ def nearest(
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    ``tokens`` are those of a worker and step. The distance is infinite for measurements in other
-    lossy formats, for those with a bound if the run has none (``bound``: ``sync_bound``), and for
-    all if the run differs from the measurements in other things (not ``as_measured``: late
-    averages, a slow momentum, sites of unequal speed, coins). A measurement in fp32 says of a run
-    in lossy formats only that it is not safe; if safe itself, its distance is infinite too. Of
-    equally near ones the first has the run's formats, bound and partition. Empty for runs that
-    average all streams together in fp32, as Local does, never average the parameters, or reset a
-    state.
+    ``tokens`` are those of a worker and step. A measurement of another partition, in fp32 for a run
+    in lossy formats, or with a bound (``sync_bound``) for a run without, says of the run only that
+    it is not safe; one without a bound for a run with it, only that it is. Otherwise its distance
+    is infinite. So is that of measurements in other lossy formats, and of all if the run differs
+    from them in other things (not ``as_measured``: late averages, a slow momentum, sites of unequal
+    speed, coins). Of equally near ones those that differ in none of these come first, and of those
+    the one with the highest loss. Empty for runs that average all streams together in fp32, as
+    Local does, never average the parameters, or reset a state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
     wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
@@ -109,10 +109,11 @@ def nearest(
     found = []
     for gap in (gap for gap in measured() if gap.optimizer == name):
         near = gap.distance(num_params, tokens, three)
-        coded = gap.formats == in_order
-        alike = as_measured and (bound or not gap.bound) and (coded or not gap.formats)
-        order = not alike, round(near, 3), not coded, gap.bound != bound, gap.partition != partition
-        says = alike and (coded or not gap.is_safe)
+        easier = gap.formats != in_order or gap.partition != partition or (gap.bound and not bound)
+        harder = bound and not gap.bound
+        says = as_measured and gap.formats in (in_order, ())
+        says &= not (easier if gap.is_safe else harder)
+        order = not says, round(near, 3), easier, harder, -gap.high
         found.append((order, near if says else math.inf, gap))
     return [(apart, gap) for _, apart, gap in sorted(found, key=lambda each: each[0])]
 
@@ -123,7 +124,7 @@ def unknown(apart: float, noise_scale: float | None = None) -> str:
     ``noise_scale`` is the run's, in batches of a worker.
     """
     if math.isinf(apart):
-        return "measurements differ in averaged streams, formats, bound or delay"
+        return "measurements differ in averaged streams, formats, text, bound or delay"
     if apart > NEAR:
         return "no measurement is near this run's model, batch and periods"
     if noise_scale is not None and noise_scale > NOISE:
