@@ -442,6 +442,21 @@ def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
     return table(["", "bytes", *FIRST_COLUMNS.values()], lines)
 
 
+def cost(runs: list[Run]) -> str:
+    """Return the least and the median milliseconds of a worker's step, by parameters and tokens."""
+    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run["status"] == "completed" and run["method"] in (LOCAL, "DES-LOC"):
+            step = run["seconds"] / run["steps"] / run["clients"]
+            found[run["params"]][run["tokens"]].append(1000 * step)
+    tokens = sorted({tokens for times in found.values() for tokens in times})
+    rows = []
+    for params, times in sorted(found.items()):
+        cells = [f"{min(t):.0f}, {median(t):.0f}" if (t := times[n]) else "" for n in tokens]
+        rows.append([f"{params:,}", *cells])
+    return table(["parameters", *(f"{n} tokens" for n in tokens)], rows)
+
+
 def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
     made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
@@ -561,6 +576,7 @@ def draw() -> None:
     rows = gaps(results())
     text = "\n\n".join(tables(rows))
     write_between(DOCUMENT, "tables", text)
+    write_between(DOCUMENT, "cost", cost(results()))
     write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
     MEASURED.write_text(package_data(rows))
     picture(rows)

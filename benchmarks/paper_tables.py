@@ -205,7 +205,9 @@ def methods(study: str, partition: str) -> str:
             found[optimizer, run["method"]][run["seed"]] = run
     rows: list[list[object]] = []
     for (optimizer, method), seeds in sorted(found.items(), key=lambda item: _order(*item[0])):
-        label = f"{LABELS.get(method, method)}, {ladder.NAMES[optimizer]}"
+        ran = {run["optimizer"] for run in seeds.values()}
+        name = "AdamW" if "adamw" in ran else ladder.NAMES[optimizer]
+        label = f"{LABELS.get(method, method)}, {name}"
         if any(run["status"] != "completed" for run in seeds.values()):
             rows.append([label, "diverged", *[""] * 8])
             continue
