@@ -735,6 +735,7 @@ def test_easier_measurements_only_warn_and_harder_ones_only_comfort(gap, lossy, 
         if other.is_safe:
             assert other.formats == tuple(formats.values())
             assert other.partition == partition
+            assert other.periods[0] >= gap.periods[0]
         assert other.bound == bound or other.bound != other.is_safe
     distances = [apart for apart, _ in found]
     assert distances == sorted(distances)

@@ -90,14 +90,15 @@ def nearest(
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
-    ``tokens`` are those of a worker and step. A measurement of another partition, in fp32 for a run
-    in lossy formats, or with a bound (``sync_bound``) for a run without, says of the run only that
-    it is not safe; one without a bound for a run with it, only that it is. Otherwise its distance
-    is infinite. So is that of measurements in other lossy formats, and of all if the run differs
-    from them in other things (not ``as_measured``: late averages, a slow momentum, sites of unequal
-    speed, coins). Of equally near ones those that differ in none of these come first, and of those
-    the one with the highest loss. Empty for runs that average all streams together in fp32, as
-    Local does, never average the parameters, or reset a state.
+    ``tokens`` are those of a worker and step. A measurement at a shorter K_x, K_u / K_x or
+    K_v / K_x, of another partition, in fp32 for a run in lossy formats, or with a bound
+    (``sync_bound``) for a run without, says of the run only that it is not safe; one without a
+    bound for a run with it, only that it is. Otherwise its distance is infinite. So is that of
+    measurements in other lossy formats, and of all if the run differs from them in other things
+    (not ``as_measured``: late averages, a slow momentum, sites of unequal speed, coins). Of equally
+    near ones those that differ in none of these come first, and of those the one with the highest
+    loss. Empty for runs that average all streams together in fp32, as Local does, never average
+    the parameters, or reset a state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
     wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
@@ -109,7 +110,13 @@ def nearest(
     found = []
     for gap in (gap for gap in measured() if gap.optimizer == name):
         near = gap.distance(num_params, tokens, three)
-        easier = gap.formats != in_order or gap.partition != partition or (gap.bound and not bound)
+        both = zip(_relative(gap.periods), _relative(three), strict=True)
+        easier = (
+            gap.formats != in_order
+            or gap.partition != partition
+            or (gap.bound and not bound)
+            or any(ours < theirs for ours, theirs in both)
+        )
         harder = bound and not gap.bound
         says = as_measured and gap.formats in (in_order, ())
         says &= not (easier if gap.is_safe else harder)
@@ -124,7 +131,7 @@ def unknown(apart: float, noise_scale: float | None = None) -> str:
     ``noise_scale`` is the run's, in batches of a worker.
     """
     if math.isinf(apart):
-        return "measurements differ in averaged streams, formats, text, bound or delay"
+        return "measurements differ in periods, formats, text, bound or delay"
     if apart > NEAR:
         return "no measurement is near this run's model, batch and periods"
     if noise_scale is not None and noise_scale > NOISE:
