@@ -459,7 +459,7 @@ def cost(runs: list[Run]) -> str:
 
 def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
-    made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 6.4, width_ratios=(1.5, 1, 1, 1))
+    made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 7.6, width_ratios=(1.5, 1, 1, 1))
     made.set_figwidth(14)
     by_setting(settings, rows)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
@@ -505,6 +505,7 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
                 draw_point(panel, name, len(names) - shift, shown[name], flat=True)
         names.append(setting(rung))
     style.rows_axis(panel, names)
+    panel.set_yticks(range(len(names)), names, fontsize=7.5)  # every one, however many
     panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
     panel.axvline(0, color=GREY, lw=0.8)
     panel.set(xlim=LIMITS, xlabel="loss above Local's with the same optimizer, %")
