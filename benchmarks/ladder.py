@@ -53,7 +53,7 @@ MARGINS = (0.5, 1.0)
 TUNING = 100
 STEPS = 512
 PERIOD = 16
-NAMES = {"adam": "Adam", "adopt": "ADOPT"}
+NAMES = {"adam": "Adam", "adamw": "AdamW", "adopt": "ADOPT"}
 BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
 """Parameters and tokens of the panels by bytes."""
 LIMITS = (-2.6, 4.3)  # per cent, of the figure
@@ -574,10 +574,11 @@ def compare(reference: str) -> None:
 @app.command()
 def draw() -> None:
     """Write the page's tables between its markers, the plan's gaps and the picture."""
-    rows = gaps(results())
+    runs = results()
+    rows = gaps(runs)
     text = "\n\n".join(tables(rows))
     write_between(DOCUMENT, "tables", text)
-    write_between(DOCUMENT, "cost", cost(results()))
+    write_between(DOCUMENT, "cost", cost(runs))
     write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
     MEASURED.write_text(package_data(rows))
     picture(rows)

@@ -205,9 +205,8 @@ def methods(study: str, partition: str) -> str:
             found[optimizer, run["method"]][run["seed"]] = run
     rows: list[list[object]] = []
     for (optimizer, method), seeds in sorted(found.items(), key=lambda item: _order(*item[0])):
-        ran = {run["optimizer"] for run in seeds.values()}
-        name = "AdamW" if "adamw" in ran else ladder.NAMES[optimizer]
-        label = f"{LABELS.get(method, method)}, {name}"
+        first, *_ = seeds.values()
+        label = f"{LABELS.get(method, method)}, {ladder.NAMES[first['optimizer']]}"
         if any(run["status"] != "completed" for run in seeds.values()):
             rows.append([label, "diverged", *[""] * 8])
             continue

@@ -28,6 +28,13 @@ def results_file(cells: str) -> Path:
     return RESULTS / f"thin_links{suffix}.json"
 
 
+def read_results(cells: str) -> tuple[dict[str, Any], list[Run], list[Run]]:
+    """Return the settings of ``CELLS.yaml``, its runs and the calibrations of its links."""
+    results = json.loads(results_file(cells).read_text())
+    runs = [found for found in results["files"] if "method" in found]
+    return results["cells"], runs, [found for found in results["files"] if "method" not in found]
+
+
 def elapsed(run: Run) -> list[float]:
     """Return the seconds from the first window's start to the end of each, without evaluation."""
     zero, *windows = run["windows"]
@@ -214,12 +221,6 @@ def rest(run: Run, way: str) -> float:
     return (found["interface"] - found["headers"] - found["ledger"]) / (len(run["windows"]) - 1)
 
 
-def idle_runs() -> list[Run]:
-    """Return the runs of ``idle.yaml``."""
-    files = json.loads(results_file(IDLE).read_text())["files"]
-    return [found for found in files if "method" in found]
-
-
 def by_cell(runs: list[Run]) -> dict[tuple[float, str], list[Run]]:
     """Return the runs of every rate and method."""
     found: dict[tuple[float, str], list[Run]] = {}
@@ -276,15 +277,14 @@ def picture(runs: list[Run], target: float) -> Figure:
 
 def draw(name: str) -> None:
     """Write the tables of ``NAME.yaml`` between its markers in the document, and the picture."""
-    results = json.loads(results_file(name).read_text())
-    cells, files = results["cells"], results["files"]
+    cells, runs, links = read_results(name)
     order = list(cells["methods"])
-    runs = [found for found in files if "method" in found]
     runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
-    parts = [calibrations([found for found in files if "method" not in found])]
-    if name == IDLE:
+    parts = [calibrations(links)]
+    if not cells["targets"]:
         parts.append(volumes(runs))
     elif runs:
+        _, idle, _ = read_results(IDLE)
         fitted = cells.get("window_seconds_from")
         least = least_by_machine(runs, fitted)
         words = dict.fromkeys(f"{seconds:.2f}" for seconds in least.values())
@@ -295,7 +295,7 @@ def draw(name: str) -> None:
             "fastest links. The slowest client's own time was at most "
             f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
             volumes(runs),
-            framing(runs, idle_runs()),
+            framing(runs, idle),
         ]
         suffix = "" if name == "cells" else f"-{name}"
         picture(runs, cells["targets"][-1]).savefig(DOCS / f"thin-links{suffix}.png", dpi=130)

@@ -184,7 +184,7 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
         )
     if not isinstance(period, int):
         return
-    advised = isinstance(of_params, int) and multiples(run, of_params).get(name, 1) * of_params
+    advised = _at(run, of_params)[name] if isinstance(of_params, int) else 0
     # A long K_x has a warning of its own.
     if stream.beta is not None and period > advised and not is_long(run, of_params):
         forgotten = FORGOTTEN * half_life(stream.beta)
