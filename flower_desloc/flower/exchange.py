@@ -18,6 +18,7 @@ from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.records import records_of
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
+_LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
@@ -232,7 +233,8 @@ def _wait(
         if probe is not None and not probe_id and now - silent_since > probe.after:
             probe_id, silent_since = _push(grid, probe.to(asked.node)), now
         # A poll costs a request: one every twentieth of the wait so far adds 5 % at most.
-        pause = min(max((now - began) / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        longest = _LONGEST_PAUSE if isinstance(grid, HttpGrid) else _LONGEST_IN_MEMORY
+        pause = min(max((now - began) / 20, _SHORTEST_PAUSE), longest)
         time.sleep(min(pause, last_reply + patience - now))
 
 
