@@ -64,41 +64,26 @@ def twice_if_compiled(model, tensor):
 
 
 @pytest.fixture
-def compiler(tmp_path, monkeypatch):
+def compiling(tmp_path, monkeypatch):
+    """A compiled loss."""
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     # Precompiled headers take longer than the one kernel they are for, and so do its vectors.
     with config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
-        yield
+        yield TrainingLoss(twice_if_compiled, load("quickstart", "model.compile=true"))
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def compiling(compiler):
-    return TrainingLoss(twice_if_compiled, load("quickstart", "model.compile=true"))
-
-
-@pytest.mark.parametrize("name", ["adopt", "adam"])
-def test_the_steps_of_our_own_optimizers_are_compiled(name, monkeypatch):
+@pytest.mark.parametrize(("name", "expected"), [("adopt", [{"dynamic": False}]), ("adam", [])])
+def test_the_steps_of_our_own_optimizers_are_compiled(name, expected, monkeypatch):
     """To the same numbers, see test_optim.py; PyTorch's Adam is one kernel without that."""
     compiled = []
-
-    def compile_nothing(update, **options):
-        compiled.append(options)
-        return update
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    module = nn.Linear(7, 5)
-    before = module.weight.detach().clone()
+    monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
     config = load("quickstart", f"optimizer.name={name} model.compile=true")
-    optimizer = build_local_optimizer(config, module.parameters())
-    for _ in range(2):  # ADOPT's first step leaves the parameters as they are
-        module(torch.ones(2, 7)).sum().backward()
-        optimizer.step()
-    assert not torch.equal(module.weight, before)
-    assert compiled == ([{"dynamic": False}] if name == "adopt" else [])
+    build_local_optimizer(config, nn.Linear(7, 5).parameters())
+    assert compiled == expected
 
 
 @pytest.mark.slow
@@ -136,11 +121,9 @@ def test_an_error_of_the_model_is_its_own_compiled_or_not(compiling):
     [
         ("model.precision=fp16", "model.precision=fp16: must be one of full, bf16"),
         ("model.precision=bf16 model.dtype=float64", "needs model.dtype=float32"),
-        ("data.micro_batch_size=3 data.batch_size=8", "must divide data.batch_size=8"),
-        ("data.micro_batch_size=0", "data.micro_batch_size=0: must be a number of at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(settings, message):
+def test_a_precision_that_cannot_be_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         load("quickstart", settings)
 
