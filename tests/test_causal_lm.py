@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from test_text import write
-from tokenizers import models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,59 +157,26 @@ def test_a_partition_without_a_document(config, tmp_path):
 # ------------------------------------------------------------------------------------------ tokens
 
 
-def trained_tokenizer(
-    model: Any, pre_tokenizer: Any, trainer: Any, normalizer: Any = None
-) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.train_from_iterator(prose("a"), trainer)
-    return tokenizer
-
-
-def byte_level(*special_tokens: str) -> tokenizers.Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return trained_tokenizer(
-        models.BPE(),
-        pre_tokenizers.ByteLevel(add_prefix_space=True),
-        trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=[*special_tokens],
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the names of tokenizers in files."""
-    path = tmp_path_factory.mktemp("tokenizers")
-    trained = {
-        "byte_level": byte_level("</s>"),
-        "no_end": byte_level(),
-        # drops blanks and accents
-        "word_piece": trained_tokenizer(
-            models.WordPiece(unk_token="[UNK]"),
-            pre_tokenizers.BertPreTokenizer(),
-            trainers.WordPieceTrainer(
-                vocab_size=200, special_tokens=["[UNK]"], show_progress=False
-            ),
-            normalizers.BertNormalizer(),
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "byte_level": (
+            tokenizers.ByteLevelBPETokenizer(add_prefix_space=True),
+            {"special_tokens": ["</s>"]},
         ),
-        "unigram": trained_tokenizer(
-            models.Unigram(),
-            pre_tokenizers.Metaspace(),
-            trainers.UnigramTrainer(
-                vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-            ),
-            normalizers.NFKC(),
+        "no_end": (tokenizers.ByteLevelBPETokenizer(), {}),
+        "word_piece": (tokenizers.BertWordPieceTokenizer(), {}),  # drops blanks and accents
+        "unigram": (
+            tokenizers.SentencePieceUnigramTokenizer(),
+            {"special_tokens": ["<unk>"], "unk_token": "<unk>"},
         ),
     }
-    for name, tokenizer in trained.items():
+    path = tmp_path_factory.mktemp("tokenizers")
+    for name, (tokenizer, options) in kinds.items():
+        tokenizer.train_from_iterator(prose("a"), vocab_size=300, show_progress=False, **options)
         tokenizer.save(str(path / f"{name}.json"))
-    return {name: str(path / f"{name}.json") for name in trained}
+    return {name: str(path / f"{name}.json") for name in kinds}
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte_level", "no_end", "word_piece", "unigram"])
