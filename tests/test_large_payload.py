@@ -9,7 +9,6 @@ import weakref
 from multiprocessing.connection import Connection
 
 import numpy as np
-import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.sites.warm.framing import receive, send
 
 MB = 1 << 20
@@ -87,7 +85,7 @@ def test_the_arrays_of_a_message_are_freed_with_it():
         gc.enable()
 
 
-def test_a_stream_beyond_four_gigabytes_of_a_file_is_read_and_verified(tmp_path):
+def test_a_stream_beyond_four_gigabytes_of_a_file_is_read(tmp_path):
     small, path = tmp_path / "small", tmp_path / "large"
     tail = {"a": torch.arange(5.0), "b": torch.ones(2, 2)}
     tensor_file.write(small, {"step": 3}, {"front": {"x": torch.zeros(1).double()}, "tail": tail})
@@ -109,8 +107,3 @@ def test_a_stream_beyond_four_gigabytes_of_a_file_is_read_and_verified(tmp_path)
     assert tensor_file.about(path) == {"step": 3}
     read = tensor_file.read(path, ["tail"])["tail"]
     assert all(torch.equal(read[key], tail[key]) for key in tail)
-    with path.open("rb+") as file:
-        file.seek(-1, 2)
-        file.write(b"\1")
-    with pytest.raises(DamagedFileError, match=r"tail/b in .*large is not what was written"):
-        tensor_file.read(path, ["tail"])

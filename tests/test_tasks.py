@@ -100,6 +100,6 @@ def test_the_loss_is_the_metric_of_its_batch_and_falls(make):
     assert task.metrics(task.evaluate(model, data.heldout()))["loss"] < before - 0.2
 
 
-def test_a_partition_that_does_not_exist(make):
+def test_a_partition_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"partition-id=4: .* below num-partitions=4"):
-        make().client_data(Site(4, 4))
+        Site(4, 4)

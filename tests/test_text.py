@@ -128,10 +128,7 @@ def test_the_builtin_text_has_four_domains_in_a_fixed_order():
     corpus = read(Source("builtin", max_bytes=300_000))
     assert corpus.domains == ("docs", "code", "docstrings", "reference")
     for domain in corpus.domains[1:]:  # `docs` is what happens to be installed.
-        size = sum(
-            len(t.encode()) for p in (corpus.train, corpus.heldout) for t in texts(p, domain)
-        )
-        assert 200_000 < size <= 300_000
+        assert sum(map(len, texts(corpus.train, domain))) > 200_000
     assert texts(corpus.train, "docs")
 
 
@@ -313,11 +310,6 @@ def test_max_bytes_is_the_most_read_of_a_domain(max_bytes, monkeypatch):
 
 def test_requested_domains_come_in_their_order(three):
     assert read(replace(three, domains=("c", "a"))).domains == ("c", "a")
-
-
-def test_a_domain_of_one_document_is_split_by_its_text(tmp_path):
-    corpus = read(Source(str(write(tmp_path / "a.jsonl", ["word " * 100]))))
-    assert texts(corpus.train)[0] + texts(corpus.heldout)[0] == "word " * 100
 
 
 # ------------------------------------------------------------------------------------------- named
