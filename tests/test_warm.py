@@ -167,18 +167,13 @@ class Node:
     def wait_until_ended(self, process):
         wait_until(lambda: has_ended(process), self.log.read_text)
 
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
 
 @contextmanager
 def started(folder):
     node = Node(folder)
-    yield node
-    node.kill()
-    node.process.stdin.close()
-    node.process.stdout.close()
+    with node.process:
+        yield node
+        node.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +188,6 @@ def node(shared_node):
     shared_node.run += 1
     shared_node.config = {}
     return shared_node
-
-
-@pytest.fixture
-def mortal_node(tmp_path_factory):
-    """A node for one test to kill."""
-    with started(tmp_path_factory.mktemp("d")) as node:
-        yield node
 
 
 def message(kind, content=None):
@@ -347,19 +335,14 @@ def test_another_run_is_answered_by_another_process(node):
     assert len(node.sockets()) == 1
 
 
-def test_an_idle_trainer_ends_with_its_node(mortal_node):
-    trainer = psutil.Process(mortal_node.about().pid)
-    mortal_node.kill()
-    mortal_node.wait_until_ended(trainer)
-    assert not mortal_node.sockets()
-
-
-def test_a_working_trainer_ends_with_its_node(mortal_node):
-    trainer, waiting = mortal_node.begin_to_sleep()
-    waiting.suspend()  # its connection stays open, so only the end of the node can be noticed
-    mortal_node.kill()
-    mortal_node.wait_until_ended(trainer)
-    waiting.kill()
+def test_a_trainer_ends_with_its_node(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("d")) as node:
+        trainer, waiting = node.begin_to_sleep()
+        waiting.suspend()  # its connection stays open, so only the end of the node can be noticed
+        node.process.kill()
+        node.wait_until_ended(trainer)
+        assert not node.sockets()
+        waiting.kill()
 
 
 def test_a_working_trainer_ends_with_the_process_it_works_for(node):
