@@ -38,7 +38,7 @@ from flower_desloc.sites.deployment.node import PollInterval, when_available
 from flower_desloc.sites.deployment.superexec import popen_by_fork
 from flower_desloc.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.sites.supervisor import ProcessError, Supervised, supervised
-from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
+from flower_desloc.tools.engines.superlink import private_superlink
 
 BIN = Path(sys.executable).parent
 SMALL = [
@@ -181,8 +181,6 @@ superexec.main()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "which preset?"),
-        (["quickstrat"], "did you mean quickstart?"),
         (["quickstart", "federation.num_clients=4"], "--nodes"),
         (["quickstart", "federation.min_clients=4", "--nodes", "2"], "federation.min_clients=4"),
         (["quickstart", "--nodes", "2", "--data-path", "."], "--data-path is given 1 times"),
@@ -199,19 +197,11 @@ def test_an_invalid_command_line_is_exit_code_2_and_starts_nothing(monkeypatch, 
 # --- Authentication ------------------------------------------------------------------------------
 
 
-def node_states(superlink: SuperLink) -> list[str]:
-    """The state of every SuperNode that the SuperLink knows."""
-    command = ["flwr", "supernode", "list", "--format", "json"]
-    nodes = json.loads(output_of(command, env=superlink.environment))["nodes"]
-    return [node["status"] for node in nodes]
-
-
 @pytest.mark.slow
-def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
+def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted():
     with private_superlink(simulation=False) as superlink, ExitStack() as stack:
         assert superlink.certificates is not None
         ca = superlink.certificates.ca
-        other_ca = make_certificates(tmp_path, ["127.0.0.1"]).ca
 
         def ours(*, registered: bool) -> SuperNode:
             home = stack.enter_context(private_home())
@@ -231,7 +221,6 @@ def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
         accepted, refused = ours(registered=True), ours(registered=False)
         without_tls = flowers("--insecure")
         without_key = flowers("--root-certificates", ca)
-        with_another_authority = flowers("--root-certificates", other_ca)
 
         accepted.wait_until_online()
         with pytest.raises(ProcessError, match=r"2004\] Failed to activate SuperNode"):
@@ -240,13 +229,14 @@ def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted(tmp_path):
             # It logs nothing else, and retries without end.
             (without_tls, "Connection attempt failed, retrying"),
             (without_key, "2001] SuperNode authentication is enabled"),
-            (with_another_authority, "CERTIFICATE_VERIFY_FAILED"),
         ]:
             wait_until(lambda node=node, words=words: words in node.log(), node.log)
         # It is restarted, and refused again.
         retried = "Failed to activate SuperNode"
         wait_until(lambda: refused.log().count(retried) > 1, refused.log)
-        assert node_states(superlink) == ["online"]
+        command = ["flwr", "supernode", "list", "--format", "json"]
+        known = json.loads(output_of(command, env=superlink.environment))["nodes"]
+        assert [node["status"] for node in known] == ["online"]
         assert not accepted.has_errors
         assert refused.has_errors
 
@@ -304,9 +294,6 @@ class Federation:
 
     def windows(self) -> list[dict[str, Any]]:
         return list(read_lines(self.output / "quickstart" / "metrics.jsonl"))
-
-    def summary(self) -> dict[str, Any]:
-        return summary(self.output / "quickstart")
 
 
 @pytest.fixture
@@ -376,7 +363,7 @@ def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation
     assert all("Node Unavailable" in reason for reason in killed["left_out"].values())
     events = [event for window in federation.windows() for event in window["events"]]
     assert [e["client"] for e in events if e["kind"] == "state lost"] == ["client-2"]
-    assert federation.summary()["status"] == "completed"
+    assert summary(federation.output / "quickstart")["status"] == "completed"
     assert load_file(federation.output / "quickstart" / "final" / "model.safetensors")
     assert federation.left() == []
 
