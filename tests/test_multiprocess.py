@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from federation import assert_close
 from flwr.app import Context, RecordDict
 from processes import has_ended, wait_until
 from torch import nn
@@ -37,8 +38,7 @@ from flower_desloc.tasks import Site
 from flower_desloc.tasks.compute import share_rows
 
 ROWS = 5
-TOLERANCE = 1e-12
-"""Relative to the largest value: float64, summed in another order."""
+TOLERANCE = 1e-12  # float64, summed in another order
 WINDOWS = [(0, 2, {"params"}), (2, 3, {"exp_avg"}), (3, 6, {"params", "exp_avg", "exp_avg_sq"})]
 
 
@@ -184,15 +184,6 @@ def _end_ranks() -> Iterator[None]:
     if Ranks.current is not None:
         Ranks.current.end()
     assert not dist.is_initialized()
-
-
-def assert_close(one, other) -> None:
-    assert one.keys() == other.keys()
-    for name, stream in one.items():
-        assert stream.keys() == other[name].keys()
-        for key, tensor in stream.items():
-            error = (other[name][key] - tensor).abs().max()
-            assert error <= TOLERANCE * tensor.abs().max(), (name, key)
 
 
 def assert_same_client(one: Client, other: Client, windows) -> None:
