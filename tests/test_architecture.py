@@ -122,6 +122,13 @@ def test_a_tensor_passes_the_files_of_the_architecture_page(tmp_path):
     assert passed - {"flower/meter.py", "flower/inprocess.py"} == set(stated)
 
 
+def test_the_package_root_has_at_most_twelve_entries():
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    # py.typed, an empty marker, has its place prescribed (PEP 561).
+    entries = {path.relative_to(PACKAGE).parts[0] for path in files} - {"py.typed"}
+    assert len(entries) <= 12, sorted(entries)
+
+
 @pytest.mark.parametrize(
     "lazy",
     [

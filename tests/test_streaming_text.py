@@ -19,7 +19,7 @@ import datasets
 import pytest
 import torch
 from test_text import prose, write
-from tiny import TINY
+from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.config import Config, ConfigError, load
 from flower_desloc.config.check import check
@@ -283,6 +283,30 @@ def test_a_sites_private_files_are_one_stream(config, tmp_path):
     text = "".join(text_of(data.train_batch(step)) for step in range(BLOCK // 4))
     assert all(f"own{number}" in text for number in range(3))
     assert "own" in text_of(next(iter(data.heldout())))
+
+
+def test_a_run_that_was_cut_off_and_has_lost_its_cache_ends_the_same(
+    folder, tmp_path, cache, monkeypatch
+):
+    for name in ("report.write_page", "figures.overview.draw", "figures.partition.draw_partition"):
+        monkeypatch.setattr(f"flower_desloc.runs.{name}", lambda *_, **__: None)
+    words = [
+        *TINY, f"data.source={folder}", "data.domains=[a,b,c]", "data.weights=[5,3,2]",
+        "data.streaming=true", "data.max_bytes=0", "data.batch_size=128", "run.steps=12",
+        "run.eval_every=0", "sync.params=3", "sync.exp_avg=6", "sync.exp_avg_sq=12",
+    ]  # fmt: skip
+
+    def run(name: str, *overrides: str) -> dict[str, Any]:
+        lose(cache)
+        return summary(train(tmp_path / name, *words, *overrides))
+
+    whole = run("whole")
+    with failing_at(4):  # after step 9, in the second block
+        run("cut")
+    resumed = run("cut", "run.resume=auto")
+    assert resumed["resumed"][0]["step"] == 9
+    for name in ("weights_sha256", "train_loss"):
+        assert resumed[name] == whole[name]
 
 
 # ---------------------------------------------------------------------------------------- network
