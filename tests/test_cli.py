@@ -17,15 +17,15 @@ from zipfile import ZipFile
 
 import pytest
 import typer
+from command import accepted, desloc
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import DEFAULT_SIGNALS, command_line, processes_with, wait_until
-from typer.testing import CliRunner
 
 import flower_desloc
-from flower_desloc.cli import app, run, run_arguments
+from flower_desloc.cli import run, run_arguments
 from flower_desloc.config import Config, app_folder, load, load_run_config, parse
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.runs import RunFolder
@@ -40,10 +40,6 @@ ROOT = Path(__file__).parents[1]
 
 def slow(test):
     return pytest.mark.slow(pytest.mark.timeout(900)(test))
-
-
-def desloc(*arguments):
-    return CliRunner().invoke(app, ["run", *map(str, arguments)], catch_exceptions=False)
 
 
 @pytest.fixture
@@ -72,7 +68,7 @@ def nothing_starts(monkeypatch):
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, arguments, said):
-    result = desloc(*arguments)
+    result = desloc("run", *arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -81,26 +77,23 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, argum
 
 
 def test_without_a_preset_the_presets_are_listed(nothing_starts):
-    result = desloc()
+    result = desloc("run")
     assert result.exit_code == 2, result.output
     for preset in (ROOT / "configs").glob("*.yaml"):
         assert re.search(rf"^  {preset.stem} +\w", result.stderr, re.MULTILINE)
 
 
 def test_the_version_is_ours_and_flowers():
-    result = CliRunner().invoke(app, ["--version"])
-    assert re.fullmatch(
-        rf"desloc {re.escape(flower_desloc.__version__)} \(Flower 1\.\d+\.\d+\)\n", result.stdout
-    )
+    ours = re.escape(flower_desloc.__version__)
+    assert re.fullmatch(rf"desloc {ours} \(Flower 1\.\d+\.\d+\)\n", accepted("--version"))
 
 
 def test_a_dry_run_prints_configuration_command_and_the_papers_ratios_and_starts_nothing(
     nothing_starts,
 ):
     words = "run.steps=1536 sync.params=256 sync.exp_avg=768 sync.exp_avg_sq=1536"
-    result = desloc("quickstart", words, "--output-dir", "/o", "--dry-run")
-    assert result.exit_code == 0, result.output
-    yaml, _, rest = result.stdout.partition("flwr run")
+    said = accepted("run", "quickstart", words, "--output-dir", "/o", "--dry-run")
+    yaml, _, rest = said.partition("flwr run")
     assert parse(yaml) == load("quickstart", words)
     command = f"flwr run{rest.splitlines()[0]}"
     assert shlex.split(command)[:4] == ["flwr", "run", str(ROOT), "local"]
@@ -143,7 +136,7 @@ def test_relative_paths_with_blanks_reach_the_app_as_absolute_paths(
         (here / name).mkdir(parents=True)
     write(here / "mine.yaml", "extends: quickstart\ndata: {source: two words}\n")
     monkeypatch.chdir(here)
-    lines = desloc(*arguments, "--dry-run").stdout.splitlines()
+    lines = accepted("run", *arguments, "--dry-run").splitlines()
     (command,) = [shlex.split(line) for line in lines if line.startswith("flwr run")]
     told = parse_config_args([command[command.index("--run-config") + 1]])
     meant = source if source == "builtin" else str((here / source).resolve())
@@ -363,10 +356,9 @@ def test_a_run_config_changed_in_the_apps_pyproject_changes_every_run(in_process
     for module in (run, run_arguments):
         monkeypatch.setattr(module, "app_run_config", lambda: changed)
     words = "optimizer.lr=0.5 federation.num_clients=3"
-    yaml = desloc("quickstart", words, "--dry-run").stdout.partition("flwr run")[0]
+    yaml = accepted("run", "quickstart", words, "--dry-run").partition("flwr run")[0]
     assert parse(yaml) == load("quickstart", f"run.seed=7 {words}")
-    result = desloc("quickstart", words, "--engine", "inprocess")
-    assert result.exit_code == 0, result.output
+    accepted("run", "quickstart", words, "--engine", "inprocess")
     told = {"config": "quickstart", "overrides": words, "output-dir": str(Path("runs").resolve())}
     assert in_process == [({**changed, **told}, 3)]
     assert load_run_config({**changed, **told}) == parse(yaml)
@@ -379,7 +371,7 @@ def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(monkeypatc
         raise RuntimeError("the quorum is gone")
 
     monkeypatch.setattr(run, "run_in_process", fail)
-    result = desloc("quickstart", "--engine", "inprocess", *flags)
+    result = desloc("run", "quickstart", "--engine", "inprocess", *flags)
     assert result.exit_code == 1, result.output
     assert ("Traceback" in result.stderr) == bool(flags)
     assert result.stderr.endswith("error: the run failed: RuntimeError: the quorum is gone\n")

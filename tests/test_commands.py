@@ -7,9 +7,8 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from typer.testing import CliRunner
+from command import accepted
 
-from flower_desloc.cli import app
 from flower_desloc.config import load
 from flower_desloc.tools import dry_run
 from flower_desloc.tools.dry_run import Timing
@@ -104,8 +103,7 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
         rest += ["--output-dir", str(tmp_path)]
     # test_preflight.py takes the step.
     monkeypatch.setattr(dry_run, "timed_step", lambda *_: Timing(1.0, "not timed"))
-    result = CliRunner().invoke(app, [what, *rest, *["--dry-run"] * ("--dry-run" not in rest)])
-    assert result.exit_code == 0, result.output
+    accepted(what, *rest, *["--dry-run"] * ("--dry-run" not in rest))
 
 
 @pytest.mark.skipif(not (which("openssl") and which("ssh-keygen")), reason="they are not installed")

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import accepted, refused
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import failing_at, summary
 from torch import nn
-from typer.testing import CliRunner
 
 from client_app.worker import model_of
-from flower_desloc.cli import app
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import OuterOptimizer
@@ -344,23 +343,19 @@ def test_the_command_says_why_a_module_cannot_be_imported(
 ):
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["run", "quickstart", f"task={module}:Task", "--dry-run"])
-    assert done.exit_code == 2
-    assert f"task={module}:Task: " in done.output
-    assert told in done.output
+    error = refused("run", "quickstart", f"task={module}:Task", "--dry-run")
+    assert f"task={module}:Task: " in error
+    assert told in error
 
 
 def test_the_command_imports_from_the_folder_where_it_is_called(tmp_path, monkeypatch):
     shutil.copy(EXAMPLES / "cnn.py", tmp_path / "cnn_beside_me.py")
     command = ["run", str(EXAMPLES / "cnn.yaml"), "task=cnn_beside_me:CNN", "--dry-run"]
     monkeypatch.setenv(IMPORT_FROM, "")  # which the command changes
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2
-    assert "task=cnn_beside_me:CNN: it cannot be imported here (ModuleNotFound" in done.output
+    error = refused(*command)
+    assert "task=cnn_beside_me:CNN: it cannot be imported here (ModuleNotFound" in error
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "each client will send, in 96 steps" in done.output
+    assert "each client will send, in 96 steps" in accepted(*command)
 
 
 # ----------------------------------------------------------------------------------------- Library

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import accepted, desloc, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripts import load_benchmark
-from typer.testing import CliRunner
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
-from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, load
 from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
@@ -475,20 +474,19 @@ def test_the_order_in_which_streams_are_stated_changes_no_warning():
 
 
 def plan(*arguments):
-    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
-    return result.exit_code, " ".join(result.stdout.split()), result.stderr
+    return " ".join(accepted("plan", *arguments).split())
 
 
 SMALL = ("--params", "1e6", "--step-seconds", 0.1)
 
 
-def test_the_page_shows_what_its_commands_print():
+def test_the_page_shows_what_its_commands_print(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     page = (ROOT / "docs" / "plan.md").read_text()
     shown = re.findall(r"```bash\ndesloc (plan .*?)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
     assert len(shown) == 2
     for command, output in shown:
-        result = CliRunner(env={"COLUMNS": "80"}).invoke(app, command.split())
-        lines = [line.rstrip() for line in result.stdout.strip().splitlines()]
+        lines = [line.rstrip() for line in accepted(*command.split()).strip().splitlines()]
         assert lines == output.splitlines(), command
 
 
@@ -499,22 +497,20 @@ def test_the_authors_clock_on_the_page_is_what_its_command_prints():
     heads, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines())
     for column, head in enumerate(heads[1:], start=1):
         bandwidth = 1000 * float(head.removesuffix(" Gbit/s"))
-        _, printed, _ = plan(*command, "--bandwidth", bandwidth)
-        ring = printed.partition("Time on a ring")[2]
+        ring = plan(*command, "--bandwidth", bandwidth).partition("Time on a ring")[2]
         for name, *cells in rows[:4]:
             cell = cells[column - 1]
             assert re.search(rf"{name} \S+ \S+ \S+ \S+ {cell} ", ring), (name, bandwidth)
 
 
 def test_preset_override_and_every_option_take_effect():
-    code, said, _ = plan(
+    said = plan(
         *("desloc_adam", "sync.params=8", "sync.exp_avg=24", "sync.exp_avg_sq=never"),
         *("--params", "1e6", "--workers", 2, "--steps", 4000, "--tokens-per-step", 5000),
         *("--value-bytes", 2, "--bandwidth", 500, "--latency", 20, "--flops", "1e12"),
         *("--mfu", 0.25, "--overlap", 0.5, "--share", 0.2, "--beta1", 0.9, "--beta2", 0.99),
         *("--rho", 0.5, "--psi", 0.25, "--smoothness", 10, "--dissimilarity", 3),
     )
-    assert code == 0
     assert "desloc_adam: 1,000,000 parameters, adam on 2 workers" in said
     # 6 * 1e6 * 5000 / (0.25 * 1e12 * 2)
     assert "4,000 steps of 5,000 tokens; a step computes 60 ms" in said
@@ -539,7 +535,7 @@ def test_the_model_of_a_preset_is_measured_without_its_weights():
     sizes = stream_bytes(build_streams(config, build_task(config).build_model()))
     size = model_size(config)
     assert sizes == dict.fromkeys(STREAMS, size * dtype_bytes(config))
-    assert f"quickstart: {size:,} parameters" in plan("quickstart")[1]
+    assert f"quickstart: {size:,} parameters" in plan("quickstart")
 
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
@@ -573,29 +569,27 @@ def test_a_plan_counts_compressed_streams_as_they_are_sent():
     ],
 )
 def test_a_plan_names_what_was_asked_for(arguments, said):
-    code, output, _ = plan(*arguments.split())
-    assert code == 0
+    output = plan(*arguments.split())
     assert [words for words in said if words not in output] == []
     assert ("late by" in output) == ("sync_delay" in arguments)
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_preset_with_periods_has_a_plan(preset):
-    code, said, error = plan(preset, *SMALL)
+    result = desloc("plan", preset, *SMALL)
     if PARAMS in load(preset).sync:
-        assert (code, error) == (0, "")
-        assert "Recommended" in said
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert "Recommended" in result.stdout
     else:
-        assert code == 2
-        assert "sync.params is not set" in error
+        assert result.exit_code == 2
+        assert "sync.params is not set" in result.stderr
 
 
 def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert plan("quickstart", *SMALL)[0] == 0
+    plan("quickstart", *SMALL)
     assert not [*tmp_path.iterdir()]
-    code, said, _ = plan("quickstart", "sync.exp_avg_sq=never", *SMALL, "--plot", "plan.png")
-    assert code == 0
+    said = plan("quickstart", "sync.exp_avg_sq=never", *SMALL, "--plot", "plan.png")
     assert said.endswith("drawn into plan.png")
     assert (tmp_path / "plan.png").exists()
 
@@ -614,10 +608,10 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
 )
 def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, error = plan(*arguments)
-    assert code == 2
-    assert error.startswith("error: ")
-    assert said in error.splitlines()[0]
+    result = desloc("plan", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -635,8 +629,7 @@ def test_bad_input_is_a_sentence_that_names_the_option(arguments, said, tmp_path
 )
 def test_an_option_outside_its_limits_is_refused(limits, values):
     for value in values.split():
-        code, _, error = plan("1.7b", f"--{value}")
-        assert (code, error) == (2, f"error: --{value}: must be {limits}\n")
+        assert refused("plan", "1.7b", f"--{value}") == f"error: --{value}: must be {limits}"
 
 
 # ----------------------------------------------------------------------------- Measured gaps
@@ -684,28 +677,27 @@ def test_the_distance_of_a_measurement_is_the_product_of_factors_on_one_axis(gap
 
 def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
     small = ["--params", "41120", "--tokens-per-step", "1024"]
-    code, said, _ = plan("desloc_adam", *small)
-    assert code == 0
+    said = plan("desloc_adam", *small)
     assert "of DES-LOC above Local: the nearest measurements" in said
     assert "unknown" not in said
-    assert "unknown: no measurement is near" in plan("1.7b")[1]
+    assert "unknown: no measurement is near" in plan("1.7b")
     for name in STREAMS:
-        longer = plan("desloc_adam", *small, f"sync.{name}=1600")[1]
+        longer = plan("desloc_adam", *small, f"sync.{name}=1600")
         assert "unknown: no measurement is near" in longer, name
     for other in (
         *("sync_delay=8", "sync_mode=probabilistic", "sync_phase.exp_avg=16"),
         *("optimizer.mix=0.7", "federation.min_steps=0.5"),
     ):
-        said = plan("desloc_adam", *small, other)[1]
+        said = plan("desloc_adam", *small, other)
         assert "unknown: measurements differ in" in said, other
-    assert "above Local" not in plan("local_adam")[1] + plan("desloc_sgdm")[1]
-    assert "16/16/96 lossy" in plan("lean")[1]
+    assert "above Local" not in plan("local_adam") + plan("desloc_sgdm")
+    assert "16/16/96 lossy" in plan("lean")
 
 
 def test_measurements_in_fp32_warn_of_lossy_formats():
     small = ["--params", "41120", "--tokens-per-step", "1024", "data.partition=by_domain"]
     rare = [f"sync.{name}={p}" for name, p in zip(STREAMS, (64, 64, 384), strict=True)]
-    said = plan("lean", *small, *rare)[1]
+    said = plan("lean", *small, *rare)
     assert "64/64/384 " in said
     assert "64/64/384 lossy" not in said
     assert "not shown to be safe" in said
@@ -773,5 +765,5 @@ def test_the_seconds_of_a_window_and_its_transfer_pass_in_part_together():
         waiting = run.waiting(run.desloc, Topology.STAR)
         assert waiting == pytest.approx(math.hypot(transfer, window_seconds / 16))
         assert run.waiting(run.desloc, Topology.RING) == free.waiting(free.desloc, Topology.RING)
-    said = plan("quickstart", "--step-seconds", "0.2", "--window-seconds", "5")[1]
+    said = plan("quickstart", "--step-seconds", "0.2", "--window-seconds", "5")
     assert "314 ms" in said.partition("Time on a star")[2].partition("Time on a ring")[0]

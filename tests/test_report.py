@@ -9,11 +9,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
+from command import accepted, desloc
 from recorded import PERIODS, SIZE, record
 from tiny import summary, train
-from typer.testing import CliRunner
 
-from flower_desloc.cli import app
 from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event
 from flower_desloc.plan.evidence import measured
@@ -459,15 +458,10 @@ def test_seeds_evaluated_after_different_steps_are_interpolated():
 # The command
 
 
-def desloc(*arguments):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
-
-
 def test_the_command_writes_the_page_and_its_figures_as_png(copy):
     (copy / "report.html").unlink()
-    result = desloc(copy, "--bandwidth", 10, "--latency", 200)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == f"report: {copy / 'report.html'}\n"
+    said = accepted("report", copy, "--bandwidth", 10, "--latency", 200)
+    assert said == f"report: {copy / 'report.html'}\n"
     page = Page(copy / "report.html")
     assert "10 Mbit/s and 200 ms" in " ".join(page.text)
     pictures = [*(copy / "report").iterdir()]
@@ -493,7 +487,7 @@ def test_what_cannot_be_reported_is_one_line_of_error(
     monkeypatch.chdir(tmp_path)
     for name, text in ({"config.yaml": "run: {}"} | files if files else {}).items():
         Path(name).write_text(text)
-    result = desloc(*arguments)
+    result = desloc("report", *arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     (line,) = result.stderr.splitlines()
     assert said in line

@@ -16,13 +16,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from command import accepted
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from recorded import a_plan, windows_of
-from typer.testing import CliRunner
 
-from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.flower.observer import EvaluationRecord
 from flower_desloc.runs import RunFolder
@@ -433,10 +432,8 @@ def test_a_complete_study_is_only_redrawn(tmp_path, monkeypatch):
     folder = tmp_path / "miniature"
 
     def made():
-        command = ["study", "miniature", "--output-dir", str(tmp_path)]
-        result = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return result.output, {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
+        output = accepted("study", "miniature", "--output-dir", tmp_path)
+        return output, {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
 
     _, files = made()
     cells = json.loads((folder / "results.json").read_text())["cells"]

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from command import accepted, desloc, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from examples.toy import search
 from examples.toy.federation import federate
@@ -28,7 +28,6 @@ from examples.toy.problem import (
 from examples.toy.search import SearchGrid
 from examples.toy.setting import K_V, K_X, METHODS, ToySetting
 from examples.toy.transcription import noise, transcribe
-from flower_desloc.cli import app
 
 COORDINATE = st.floats(-2, 2)
 
@@ -163,17 +162,12 @@ def test_a_run_that_diverges_ends_infinitely_far_off():
 # ------------------------------------------------------------------------------------ desloc toy
 
 
-def desloc_toy(*arguments):
-    return CliRunner().invoke(app, ["toy", *map(str, arguments)], catch_exceptions=False)
-
-
 def test_desloc_toy_in_miniature(tmp_path):
     small = ("--workers", 2, "--rounds", 1, "--transcribed", 2, "--seeds", 2)
-    result = desloc_toy("--output-dir", tmp_path, "--jobs", 2, *small)
-    assert result.exit_code == 0, result.output
+    output = accepted("toy", "--output-dir", tmp_path, "--jobs", 2, *small)
     for figure in ("toy_iid.png", "toy_niid.png"):
         assert (tmp_path / figure).exists()
-        assert figure in result.output
+        assert figure in output
     told = json.loads((tmp_path / "toy.json").read_text())
     assert told["size"] == {"workers": 2, "rounds": 1, "transcribed": 2, "seeds": 2}
     assert [(end["split"], end["method"]) for end in told["ends"]] == [
@@ -188,8 +182,7 @@ def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
         "examples.toy.__main__.SearchGrid",
         lambda workers: SearchGrid(**small, workers=3, rounds=2, seeds=2),
     )
-    result = desloc_toy("--search", "--output-dir", tmp_path, "--jobs", 1)
-    assert result.exit_code == 0, result.output
+    accepted("toy", "--search", "--output-dir", tmp_path, "--jobs", 1)
     assert (tmp_path / "map.png").exists()
     with (tmp_path / "search.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -200,15 +193,13 @@ def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [("--beta1", 1), ("--beta2", 1.5)])
 def test_desloc_toy_refuses_betas_of_1_and_more(wrong, tmp_path):
-    result = desloc_toy("--output-dir", tmp_path / "toy", *wrong)
-    assert result.exit_code == 2, result.output
-    assert "--beta" in result.output
+    assert "--beta" in refused("toy", "--output-dir", tmp_path / "toy", *wrong)
     assert not (tmp_path / "toy").exists()
 
 
 def test_desloc_toy_reports_divergence(tmp_path, capfd):
     small = ("--workers", 2, "--rounds", 1, "--transcribed", 1, "--seeds", 1, "--jobs", 1)
-    result = desloc_toy("--output-dir", tmp_path, "--lr", 1e200, "--clip", 0, *small)
+    result = desloc("toy", "--output-dir", tmp_path, "--lr", 1e200, "--clip", 0, *small)
     assert result.exit_code == 1, result.output
     assert "training diverged" in result.output
     assert "--lr" in result.output

@@ -10,14 +10,13 @@ import pytest
 import tiny
 import torch
 import transformers
+from command import accepted, desloc, refused
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import summary
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from flower_desloc.cli import app
 from flower_desloc.config import ConfigError, dump, load, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import digest
@@ -54,17 +53,6 @@ def copy(run, tmp_path):
 @pytest.fixture(scope="module")
 def model(run):
     return export(run, run.parent / "model")
-
-
-def desloc(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
-
-
-def refused(*arguments):
-    """Return the error, as one line, of a command that must be refused."""
-    result = desloc(*arguments)
-    assert result.exit_code == 2, result.output
-    return " ".join(result.stderr.split())
 
 
 def hashed(folder):
@@ -192,14 +180,13 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
 
 
 def test_a_model_goes_on_with_a_prompt(run, model):
-    said = desloc("generate", model, "def ", "--tokens", 20, "--temperature", 0)
-    assert said.exit_code == 0, said.output
+    said = accepted("generate", model, "def ", "--tokens", 20, "--temperature", 0)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     start = torch.tensor([list(b"def ")])
     expected = loaded.generate(start, max_new_tokens=20, do_sample=False)[0]
-    assert said.stdout == bytes(expected.tolist()).decode(errors="replace") + "\n"
+    assert said == bytes(expected.tolist()).decode(errors="replace") + "\n"
     first, same, other = (
-        desloc("generate", run, "def ", "--tokens", 20, "--seed", seed).stdout for seed in (1, 1, 2)
+        accepted("generate", run, "def ", "--tokens", 20, "--seed", seed) for seed in (1, 1, 2)
     )
     assert first == same != other
 
@@ -274,8 +261,7 @@ def questions(tmp_path_factory):
 def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tmp_path):
     pytest.importorskip("lm_eval")
     names, file = ",".join(QUESTIONS), tmp_path / "scores.json"
-    result = desloc("evaluate", model, "--data", questions, "--tasks", names, "--json", file)
-    assert result.exit_code == 0, result.output
+    printed = accepted("evaluate", model, "--data", questions, "--tasks", names, "--json", file)
     scores = json.loads(file.read_text())["tasks"]
     loaded = AutoModelForCausalLM.from_pretrained(model)
 
@@ -306,8 +292,8 @@ def test_scores_on_local_files_are_those_worked_out_by_hand(model, questions, tm
     }
     # The model sees 64 bytes.
     assert {name: each["cut"] for name, each in scores.items() if each["cut"]} == {"long": 4}
-    assert "lost its beginning: 4 answers of long" in result.stdout
-    assert f"{100 * piqa['acc']:.1f} ±" in result.stdout
+    assert "lost its beginning: 4 answers of long" in printed
+    assert f"{100 * piqa['acc']:.1f} ±" in printed
 
 
 def test_what_cannot_be_scored_is_said(model, questions, tmp_path, monkeypatch):
