@@ -207,7 +207,8 @@ def test_a_circle_of_files_is_refused(presets):
 
 # ------------------------------------------------------------------------------------------ Errors
 
-# override -> what the one line must say: the key, the value, and what is allowed
+# override -> what the one line must say: the key, the value, and what is allowed. Of the ranges and
+# words of single settings, which the schema states, one of each kind.
 WRONG = {
     "optimzer.lr=1": ["optimzer", "did you mean optimizer?", "lr_schedule", "sync"],
     "optimizer.lrr=1": ["optimizer.lrr", "did you mean lr?", "betas", "weight_decay"],
@@ -224,13 +225,11 @@ WRONG = {
     "data.domains=web": ["data.domains=web", "set data.domains=[A,B]"],
     "run.steps=0": ["run.steps=0", "at least 1"],
     "run.steps=[1": ["run.steps=[1"],
-    "run.seed=-1": ["run.seed=-1", "at least 0"],
     "run.seed=4294967296": ["run.seed=4294967296", "at most 4294967295"],
     "run.name=a/b": ["run.name=a/b", "letters, digits"],
     "run.name=.a": ["run.name=.a", "must not begin with"],
     "run.steps=${oc.env:DESLOC_UNSET}": ["run.steps", "DESLOC_UNSET"],
     "run.steps=???": ["run.steps"],
-    "task=vision": ["task=vision", "causal_lm"],
     "model.dtype=float16": ["model.dtype=float16", "float32, float64"],
     "model.hidden_size=130": ["model.num_attention_heads=4", "divide", "model.hidden_size=130"],
     "data.partition=random": ["data.partition=random", "iid, by_domain, dirichlet"],
@@ -239,31 +238,21 @@ WRONG = {
     "data.micro_batch_size=0": ["data.micro_batch_size=0", "at least 1, auto or null"],
     "data.micro_batch_size=3": ["data.micro_batch_size=3", "must divide data.batch_size=8"],
     "data.alpha=nan": ["data.alpha=nan", "at least 1e-06"],
-    "data.validation_fraction=0.9": ["data.validation_fraction=0.9", "at most 0.5"],
     "optimizer.name=adm": ["optimizer.name=adm", "adopt, adam, adamw, amsgrad, sgdm, paper_adam"],
-    "optimizer.lr=-0.1": ["optimizer.lr=-0.1", "at least 0"],
     "optimizer.lr=inf": ["optimizer.lr=inf"],
     "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "takes 2 values"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
-    "optimizer.momentum=1": ["optimizer.momentum=1.0", "below 1"],
     "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
-    "optimizer.clip_norm=0": ["optimizer.clip_norm=0.0", "at least"],
-    "lr_schedule.name=linear": ["lr_schedule.name=linear", "wsd, cosine, constant"],
-    "lr_schedule.final=2": ["lr_schedule.final=2.0", "at most 1"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
-    "sync.params=1.5": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 1.5"],
     "sync.exp_avg=null": ["sync", "'exp_avg'", "'never'", "got None"],
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
     "wire.exp_avg=int8 sync.exp_avg=never": ["wire.exp_avg", "sync.exp_avg=never"],
     "sync_phase.exp_avg=48": ["sync_phase", "'exp_avg'", "below its period 48", "got 48"],
-    "sync_phase.exp_avgs=1": ["sync_phase", "'exp_avgs'", "period"],
     "sync_phase.params=1 sync_mode=probabilistic": ["sync_phase", "'params'", "period"],
-    "sync_delay=-1": ["sync_delay=-1", "at least 0"],
     "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset": ["sync_delay=1", "set sync_delay=0"],
-    "sync_mode=random": ["sync_mode=random", "periodic, probabilistic"],
     "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
     "federation.min_clients=9": ["federation.min_clients=9", "federation.num_clients=4"],
     "federation.fraction_train=0": ["federation.fraction_train=0.0", "at most 1"],
@@ -287,7 +276,6 @@ BROKEN_FILES = {
     "empty_sync": ("extends: base\nsync: {}", ["sync", "no period is stated"]),
     "number_for_key": ("extends: base\nrun: {1: 2}", ["run.1", "seed, steps"]),
     "unknown_parent": ("extends: bsae", ["extends=bsae", "did you mean base?", "broken"]),
-    "no_params": ("sync: {exp_avg: 3}", ["sync", "'params'", "exp_avg"]),
 }
 
 
