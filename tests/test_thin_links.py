@@ -16,7 +16,9 @@ from processes import DEFAULT_SIGNALS, wait_until
 from scripts import BENCHMARKS, load_benchmark
 from tiny import TINY
 
+sys.path.append(str(BENCHMARKS / "thin_links"))  # its files import each other
 network = load_benchmark("thin_links/network")
+report = load_benchmark("thin_links/report")
 MINIATURE = {
     "sites": 2,
     "round_trip_ms": 50,
@@ -24,12 +26,7 @@ MINIATURE = {
     "rates": [10],
     "seeds": [0],
     "targets": [9.0],
-    "overrides": [
-        "run.steps=6",
-        "run.eval_every=2",
-        *TINY,
-        "evaluation.federated=false",
-    ],
+    "overrides": ["run.steps=6", "run.eval_every=2", *TINY, "evaluation.federated=false"],
     "methods": {"DES-LOC": ["desloc_adam", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=4"]},
 }
 
@@ -116,7 +113,6 @@ def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells
     assert all(w["loss"] > 0 for w in windows)
     assert all(w["seconds"]["clients"] >= 2 * 0.05 for w in windows)
     assert found["bytes"]["up"]["total"] == sum(w["payload_up"] for w in windows)
-    report = load_report()
     for way in ("up", "down"):
         wire = report.traffic(found, way)
         content = wire["interface"] - wire["headers"]
@@ -128,14 +124,6 @@ def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells
     with start(*words) as process:  # nothing is missing
         assert process.communicate()[0] == ""
     assert process.returncode == 0
-
-
-def load_report():
-    sys.path.insert(0, str(BENCHMARKS / "thin_links"))
-    try:
-        return load_benchmark("thin_links/report")
-    finally:
-        sys.path.pop(0)
 
 
 def a_run(*ends: tuple[float, float | None], rate: float = 10, boot: str = "a") -> dict[str, Any]:
@@ -154,7 +142,6 @@ def a_run(*ends: tuple[float, float | None], rate: float = 10, boot: str = "a") 
 
 
 def test_the_time_to_a_loss_is_on_the_line_between_two_evaluations():
-    report = load_report()
     run = a_run((10, 3.0), (20, None), (30, 2.0), (40, 2.5), (50, 1.0))
     for loss, seconds in ((3.5, 10), (3.0, 10), (2.5, 20), (2.25, 25), (2.0, 30), (1.75, 45)):
         assert report.time_to(run, loss) == pytest.approx(seconds)
@@ -162,7 +149,6 @@ def test_the_time_to_a_loss_is_on_the_line_between_two_evaluations():
 
 
 def test_what_is_left_of_the_interface_is_without_headers_ledger_and_small_messages():
-    report = load_report()
     sides = ("rx", "tx")
 
     def counted(packets: int, content: int, ledger: int) -> dict[str, Any]:
@@ -186,10 +172,9 @@ def test_a_machine_without_fast_links_has_the_window_seconds_of_the_others():
     fast = [a_run((3, None), (6, None), rate=1000, boot=boot) for boot in "ab"]
     fast[1]["windows"][2]["interface"]["time"] = 8.0
     slow = [a_run((9, None), (99, None), boot=boot) for boot in "bc"]
-    least_by_machine = load_report().least_by_machine
-    assert least_by_machine([*fast, *slow]) == {"a": 2, "b": 4, "c": 3}
+    assert report.least_by_machine([*fast, *slow]) == {"a": 2, "b": 4, "c": 3}
     fast[0]["method"] = "lean"
-    assert least_by_machine([*fast, *slow], "lean") == {"a": 2, "b": 2, "c": 2}
+    assert report.least_by_machine([*fast, *slow], "lean") == {"a": 2, "b": 2, "c": 2}
 
 
 @needs_namespaces
