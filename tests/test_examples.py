@@ -15,7 +15,7 @@ from command import accepted, refused
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import failing_at, summary
+from tiny import TINY, failing_at, summary
 from torch import nn
 
 from client_app.worker import model_of
@@ -37,10 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 PAGE = (ROOT / "docs" / "train-your-own.md").read_text()
 COMMANDS = re.findall(r"^desloc run (\S+)\.yaml", PAGE, re.MULTILINE)
 SMALL = [
+    *(*TINY, "data.batch_size=4", "federation.num_clients=2"),
     *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=3"),
-    *("federation.num_clients=2", "evaluation.sequences=4"),
-    *("data.batch_size=4", "data.max_bytes=60000", "data.seq_len=32"),
-    *("model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1"),
 ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tiny
 import torch
 from command import accepted, refused
 from torch import nn
@@ -34,10 +35,7 @@ from flower_desloc.tools.dry_run import timed_step
 from flower_desloc.tools.engines.in_process import run_in_process
 
 CPU = torch.device("cpu")
-TINY = (
-    "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 "
-    "data.max_bytes=60000 data.seq_len=32 evaluation.sequences=2"
-)
+TINY = " ".join([*tiny.TINY, "data.batch_size=8"])
 
 
 # --- The paper's sizes ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from command import accepted, desloc
 from recorded import PERIODS, SIZE, record
-from tiny import summary, train
+from tiny import TINY, summary, train
 
 from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event
@@ -33,12 +33,8 @@ from flower_desloc.runs.report.tables import (
 from flower_desloc.runs.time_model import DEFAULT_LINK, modelled, seconds_per_step
 
 PNG = b"\x89PNG\r\n\x1a\n"
-TINY = (
-    "run.steps=8 run.eval_every=4 model.hidden_size=8 model.intermediate_size=8 "
-    "model.num_hidden_layers=1 model.num_attention_heads=1 data.max_bytes=60000 data.seq_len=16 "
-    "data.batch_size=2 evaluation.sequences=2 federation.num_clients=2"
-)
-CLOCKS = "sync.params=2 sync.exp_avg=4 sync.exp_avg_sq=8"
+SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "federation.num_clients=2"]
+CLOCKS = ["sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=8"]
 
 
 class Page(HTMLParser):
@@ -78,11 +74,12 @@ class Page(HTMLParser):
 def real(tmp_path_factory):
     """Tiny runs: two seeds of DES-LOC, of which the first has a page, and one of Local Adam."""
     folder = tmp_path_factory.mktemp("runs")
-    train(folder, f"{TINY} {CLOCKS} run.name=desloc run.seed=0")
+    train(folder, *SHORT, *CLOCKS, "run.name=desloc", "run.seed=0")
     with pytest.MonkeyPatch.context() as patch:
         skip_pages(patch)
-        train(folder, f"{TINY} {CLOCKS} run.name=desloc run.seed=1")
-        train(folder, f"{TINY} run.name=local sync.params=2 sync.exp_avg=2 sync.exp_avg_sq=2")
+        train(folder, *SHORT, *CLOCKS, "run.name=desloc", "run.seed=1")
+        together = ["sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2"]
+        train(folder, *SHORT, *together, "run.name=local")
     return folder
 
 
@@ -274,7 +271,7 @@ def test_any_streams_and_any_number_of_windows_are_drawn(
 
 def test_data_parallelism_has_a_report(real, tmp_path, monkeypatch):
     skip_pages(monkeypatch)
-    loaded = load(train(tmp_path, f"{TINY} run.steps=3", config="ddp"))
+    loaded = load(train(tmp_path, *SHORT, "run.steps=3", config="ddp"))
     assert {"held-out", "time", "bytes", "timeline", "losses", "norms"} <= set(keys(loaded))
     assert loaded.streams == ["gradients"]
     assert modelled(loaded, DEFAULT_LINK).keys() == {"this run", "DDP"}

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from recorded import a_plan, windows_of
+from tiny import TINY
 
 from flower_desloc.config import ConfigError, dump, load
 from flower_desloc.flower.observer import EvaluationRecord
@@ -40,16 +41,11 @@ from flower_desloc.tools.study.workers import WorkerPool, run_to_end
 
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 [MINIATURE] = (path for path in STUDIES if path.stem == "miniature")
-TINY = [
-    "run.steps=8", "run.eval_every=4", "model.hidden_size=16", "model.intermediate_size=32",
-    "model.num_hidden_layers=1", "data.max_bytes=20000", "data.seq_len=16", "data.batch_size=2",
-    "evaluation.sequences=2",
-]  # fmt: skip
-
+SHORT = [*TINY, "run.steps=8", "run.eval_every=4"]
 LONG = [
-    "run.steps=80", "run.eval_every=0", "sync.params=1", "data.partition=iid",
-    "federation.num_clients=2", "evaluation.federated=false",
-]  # fmt: skip
+    *(*TINY, "run.steps=80", "run.eval_every=0", "sync.params=1", "data.partition=iid"),
+    *("federation.num_clients=2", "evaluation.federated=false"),
+]
 """Enough windows to be interrupted during a run."""
 
 
@@ -295,7 +291,7 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
     first = made.cells[0]
     # The workers double at a step that must be one of the run's.
     own = [item.replace(".288=", ".4=") for item in first.overrides]
-    cell = replace(first, search=None, overrides=(*own, *TINY))
+    cell = replace(first, search=None, overrides=(*own, *SHORT))
     made = replace(made, cells=(cell,), seeds=made.seeds[:1])
     store = Store(tmp_path, made.name)
     assert run_study(made, store, Here(), Mock()) == {}
@@ -317,7 +313,7 @@ axes:
     FedAdam: {config: fedadam, overrides: [optimizer.lr=0.01, fedadam.lr=1e39]}
     going on: {overrides: [federation.on_failure=continue, federation.repeats=0]}
 """
-    made, store = study(tmp_path, text, TINY)
+    made, store = study(tmp_path, text, SHORT)
     assert run_study(made, store, Here(), Mock()) == {}
     rows = results(made, store)
     assert [(row.diverged, row.spread.mean) for row in rows] == [(1, None)] * 6
@@ -331,7 +327,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
 base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes: {{data: {{none: [data.source={source}], some: []}}}}
 """
-    made, store = study(tmp_path, text, TINY)
+    made, store = study(tmp_path, text, SHORT)
     failed = run_study(made, store, Here(), Mock())
     assert list(failed) == ["none, seed 0"]
     assert "nothing" in failed["none, seed 0"]
@@ -348,7 +344,7 @@ axes: {{data: {{none: [data.source={source}], some: []}}}}
 @pytest.mark.timeout(1500)
 def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
     text = "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"
-    made, store = study(tmp_path, text, [*TINY, *LONG])
+    made, store = study(tmp_path, text, LONG)
     deaths, killed = {"A": ["at once"], "B": ["in the middle", "at once"]}, set()
 
     def kill(states, running):
@@ -373,11 +369,11 @@ def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
-    made, store = study(tmp_path, "seeds: [0, 1]", [*TINY, *LONG])
+    made, store = study(tmp_path, "seeds: [0, 1]", LONG)
     folder, half = store.path, ".unfinished/*/*/*/metrics.jsonl"
     output = tmp_path / "output.txt"
     code = DEFAULT_SIGNALS + "from flower_desloc.cli import app; app()"
-    options = [*TINY, *LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
+    options = [*LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
     command = [sys.executable, "-c", code, "study", str(tmp_path / "mine.yaml"), *options]
     own = {**os.environ, "DESLOC_TEST": str(tmp_path)}
 

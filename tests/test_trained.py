@@ -28,11 +28,9 @@ from flower_desloc.tools.models.card import card
 from flower_desloc.tools.models.export import export
 
 SMALL = [
-    "run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=6",
-    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1",
-    "data.domains=[docs,code]", "data.max_bytes=20000", "data.seq_len=64", "data.batch_size=2",
-    "federation.num_clients=2", "evaluation.sequences=4",
-]  # fmt: skip
+    *(*tiny.TINY, "data.domains=[docs,code]", "data.seq_len=64", "federation.num_clients=2"),
+    *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=6"),
+]
 
 
 def train(output_dir, *overrides):
