@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from flower_desloc.core.averaging import Stream
@@ -189,16 +189,11 @@ def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> list[str]:
 def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
     """Clip the gradients of ``params`` in place; return their norm before that."""
     grads = [p.grad for p in params if p.grad is not None]
+    norm = get_total_norm(grads)
     if clipping.whole is not None:
-        norm = clipping.whole(get_total_norm(grads))
-        if clipping.norm is not None:
-            clip_grads_with_norm_(params, clipping.norm, norm)
-    else:
-        norm = (
-            get_total_norm(grads)
-            if clipping.norm is None
-            else clip_grad_norm_(params, clipping.norm)
-        )
+        norm = clipping.whole(norm)
+    if clipping.norm is not None:
+        clip_grads_with_norm_(params, clipping.norm, norm)
     if clipping.value is not None:
         torch._foreach_clamp_min_(grads, -clipping.value)
         torch._foreach_clamp_max_(grads, clipping.value)
