@@ -31,7 +31,7 @@ def prime(optimizer: Optimizer) -> None:
 
     Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam.
     """
-    kept = [(p, p.detach().clone()) for p in _given(optimizer)]
+    kept = [(p, p.detach().clone()) for p in trained_by(optimizer)]
     with torch.no_grad():
         for p, _ in kept:
             p.zero_()
@@ -141,6 +141,11 @@ def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) 
     for name, stream in streams.items():
         for key, tensor in stream.items():
             targets[name][key].copy_(tensor)
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the optimizer's parameters, without frozen ones (``Adam(model.parameters())``)."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def digest(stream: Stream) -> str:
@@ -257,7 +262,7 @@ def _tensors(
 
 def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     # named_parameters() yields a tied weight once; state_dict() would yield it twice.
-    ids = {id(p) for p in _given(optimizer)}
+    ids = {id(p) for p in trained_by(optimizer)}
     trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
     if len(trained) != len(ids):
         raise ValueError(
@@ -265,11 +270,6 @@ def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             "build it from the module's parameters"
         )
     return trained
-
-
-def _given(optimizer: Optimizer) -> list[Tensor]:
-    # Without frozen parameters, which Adam(model.parameters()) includes.
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,7 +14,7 @@ from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.streams import put, set_step, stream_names, take
+from flower_desloc.core.streams import put, set_step, stream_names, take, trained_by
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Worker:
         """
         set_step(self.optimizer, start - origin)
         self.module.train()
-        params, groups = self._params(), self.optimizer.param_groups
+        params, groups = trained_by(self.optimizer), self.optimizer.param_groups
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         losses, grad_norms, rates = [], [], []
@@ -131,7 +130,7 @@ class Worker:
         assert isinstance(self.optimizer, SeedsStates)
         self.module.train()
         self.loss_at(step).backward()
-        clip(self._params(), self.clipping)
+        clip(trained_by(self.optimizer), self.clipping)
         self.optimizer.seed_states(names)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -159,9 +158,6 @@ class Worker:
     def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """Return the named streams as views; read them before the worker is used again."""
         return take(self.module, self.optimizer, names)
-
-    def _params(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
 
 
 @runtime_checkable

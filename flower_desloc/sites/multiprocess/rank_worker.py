@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.core.accumulation import accumulated
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.streams import prime, take
+from flower_desloc.core.streams import prime, take, trained_by
 from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 
@@ -106,8 +106,7 @@ class RankWorker:
 
     def _sum_gradients(self) -> None:
         """Sum the gradients over the ranks; a gradient that no rank has stays None."""
-        given = [p for group in self.optimizer.param_groups for p in group["params"]]
-        params = [p for p in given if p.requires_grad]
+        params = trained_by(self.optimizer)
         missing = [p for p in params if p.grad is None]
         present = [int(p.grad is not None) for p in params]
         counts = torch.tensor(present, dtype=torch.int32, device=self.device)
@@ -143,14 +142,12 @@ class RankWorker:
 
     def _with_summed_gradients(self, loss_at: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
         """Return a loss whose gradients are summed over the ranks when it returns."""
-        groups = self.optimizer.param_groups
-        params: list[Tensor] = [p for group in groups for p in group["params"]]
 
         def share(step: int) -> Iterator[Tensor]:
             yield loss_at(step) * self.loss_scale
             self._sum_gradients()  # the backward pass is done when the generator resumes
 
-        return lambda step: accumulated(share(step), params)
+        return lambda step: accumulated(share(step), trained_by(self.optimizer))
 
 
 class ShardedRankWorker(RankWorker):
