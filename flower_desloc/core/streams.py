@@ -99,13 +99,7 @@ def stream_names(module: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     The last is ``buffers`` if the module has persistent floating-point buffers (BatchNorm's
     statistics).
     """
-    names = dict.fromkeys(
-        name
-        for p in _trained(module, optimizer).values()
-        for name, value in optimizer.state.get(p, {}).items()
-        if name != STEP and isinstance(value, Tensor) and value.is_floating_point()
-    )
-    return (PARAMS, *names, *([BUFFERS] if buffers(module) else []))
+    return tuple(_streams(module, optimizer))
 
 
 def starts_at_zero(name: str) -> bool:
@@ -120,10 +114,9 @@ def take(
 
     Raises ``ValueError`` for a stream the optimizer does not have; prime the optimizer first.
     """
-    known = stream_names(module, optimizer)
     return {
-        name: {k: t.detach() for k, t in _tensors(module, optimizer, name, known).items()}
-        for name in names
+        name: {key: tensor.detach() for key, tensor in stream.items()}
+        for name, stream in _named(module, optimizer, names).items()
     }
 
 
@@ -134,8 +127,7 @@ def put(module: nn.Module, optimizer: Optimizer, streams: Mapping[str, Stream]) 
     Raises ``ValueError``, with nothing written, when a stream is unknown or its tensors are not
     those of the module by name and shape.
     """
-    known = stream_names(module, optimizer)
-    targets = {name: _tensors(module, optimizer, name, known) for name in streams}
+    targets = _named(module, optimizer, streams)
     for name, stream in streams.items():
         check_like(name, stream, targets[name])
     for name, stream in streams.items():
@@ -241,26 +233,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _tensors(
-    module: nn.Module, optimizer: Optimizer, name: str, known: tuple[str, ...]
-) -> dict[str, Tensor]:
-    if name not in known:
-        raise ValueError(
-            f"{type(optimizer).__name__} has no stream {name!r}; its streams are {', '.join(known)}"
-        )
-    if name == BUFFERS:
-        return buffers(module)
-    trained = _trained(module, optimizer)
-    if name == PARAMS:
-        return trained
-    return {
-        key: optimizer.state[p][name]
-        for key, p in trained.items()
-        if name in optimizer.state.get(p, {})
-    }
-
-
-def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def _streams(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     # named_parameters() yields a tied weight once; state_dict() would yield it twice.
     ids = {id(p) for p in trained_by(optimizer)}
     trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
@@ -269,7 +242,29 @@ def _trained(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
             f"the optimizer trains {len(ids)} tensors, of which the module owns {len(trained)}; "
             "build it from the module's parameters"
         )
-    return trained
+    streams = {PARAMS: trained}
+    for key, p in trained.items():
+        for name, value in optimizer.state.get(p, {}).items():
+            if name != STEP and isinstance(value, Tensor) and value.is_floating_point():
+                streams.setdefault(name, {})[key] = value
+    if saved := buffers(module):
+        streams[BUFFERS] = saved
+    return streams
+
+
+def _named(
+    module: nn.Module, optimizer: Optimizer, names: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    streams = _streams(module, optimizer)
+    named = {}
+    for name in names:
+        if name not in streams:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no stream {name!r}; "
+                f"its streams are {', '.join(streams)}"
+            )
+        named[name] = streams[name]
+    return named
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
