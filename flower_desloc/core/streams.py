@@ -186,18 +186,16 @@ def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
 
     Raises ``ValueError`` when a tensor holds NaN or infinity.
     """
-    full = {key: _real(tensor) for key, tensor in stream.items() if tensor.numel() > 0}
     ends = {}
-    for key, tensor in full.items():
-        low, high = (float(end) for end in torch.aminmax(tensor))
+    for key, tensor in stream.items():
+        if tensor.numel() == 0:
+            continue
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        low, high = (float(end) for end in torch.aminmax(values))
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
         ends[key] = low, high
     return ends
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _steps(
@@ -273,7 +271,7 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
+def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(repr(name) for name in listed[:most]) + more
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(map(repr, listed[:3])) + more
