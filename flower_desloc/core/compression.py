@@ -22,8 +22,8 @@ from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = {"int8": 256, "int4": 64}
 """Values that share a scale of two bytes or, quantised by logarithm, two ends of two bytes."""
-_LEAST = 2.0**-126
-"""The smallest normal number of fp32; some devices have no smaller ones."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""The smallest normal number; some devices have no smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _quantise(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     most = (1 << (bits - 1)) - 1
     scales = (blocks.abs().amax(dim=1) / most).bfloat16()
     # The scale is rounded first; where it was rounded down, the clamp's error is in the residual.
-    steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
+    steps = scales.float().clamp_min(_LEAST).unsqueeze(1)
     return (blocks / steps).round_().clamp_(-most, most).add_(most + 1).to(torch.uint8), scales
 
 

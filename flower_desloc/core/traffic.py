@@ -23,10 +23,7 @@ _N = TypeVar("_N", int, float)
 
 def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
     """Return the payload of each stream in bytes."""
-    return {
-        name: sum(t.numel() * t.element_size() for t in stream.values())
-        for name, stream in streams.items()
-    }
+    return {name: sum(t.nbytes for t in stream.values()) for name, stream in streams.items()}
 
 
 def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
