@@ -26,13 +26,6 @@ METRICS = "metrics"
 ABOUT = "about"
 STATE_LOST = "state-lost"
 STATE_NEW = "state-new"
-_OWN_KEYS = {
-    *("server-round", "run-key", "start-step", "stop-step"),
-    *("steps", "steps-before-merge", "steps-ahead", "sync-bound"),
-    *("streams-due", "streams", "stream-versions", "streams-reset"),
-    *("attempt", "attempts", "attempt-starts", "checkpoint-step"),
-    *("stream-formats", "differences", "former-version", "bundles"),
-}
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
 ARE_YOU_THERE = "query.there"
@@ -154,6 +147,9 @@ class WindowRequest:
             },
         )
 
+
+_OWN_KEYS = frozenset(WindowRequest(run_key="").to_content(0)[CONFIG])
+"""Keys of a request's config that are not the app's settings."""
 
 Metrics = Mapping[str, int | float | list[int] | list[float]]
 
