@@ -111,20 +111,14 @@ class WindowRequest:
         if config is None:
             raise ValueError(f"not a request of the DesLoc strategy: no ConfigRecord {CONFIG!r}")
         names = _values(config, "streams", str)
-        versions, formats = (
-            _values(config, "stream-versions", int),
-            _values(config, "stream-formats", str),
-        )
+        versions = _values(config, "stream-versions", int)
+        formats = _values(config, "stream-formats", str)
+        attempts = _values(config, "attempts", str)
+        starts = _values(config, "attempt-starts", int)
         return cls(
             run_key=_value(config, "run-key", str),
             attempt=_value(config, "attempt", str),
-            attempts=dict(
-                zip(
-                    _values(config, "attempts", str),
-                    _values(config, "attempt-starts", int),
-                    strict=True,
-                )
-            ),
+            attempts=dict(zip(attempts, starts, strict=True)),
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),
@@ -242,7 +236,7 @@ class WindowReply:
             raise ValueError(f"its num-examples is {examples}; it must be a positive number")
 
 
-def limits(name: str, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+def limits(name: str, dtype: torch.dtype) -> tuple[float, float]:
     """Return the least and the greatest value of a stream that can be averaged.
 
     The greatest is half of the type's, so that the difference of two values is finite.
