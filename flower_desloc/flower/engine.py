@@ -70,7 +70,7 @@ class RoundEngine:
         The app's settings, for the greeting.
     seed : int
         Draws the clients of a window.
-    resume : Checkpoint, optional
+    resume : Checkpoint or None
         The checkpoint from which the run resumes.
 
     """
@@ -82,8 +82,8 @@ class RoundEngine:
         run_key: str,
         settings: Settings,
         *,
-        seed: int = 0,
-        resume: Checkpoint | None = None,
+        seed: int,
+        resume: Checkpoint | None,
     ) -> None:
         self.run_key = run_key
         self.round = Round()

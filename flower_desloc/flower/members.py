@@ -47,7 +47,7 @@ class Member:
         texts = {printable(key): printable(str(value)) for key, value in about.items()}
         return cls(name, node_id, texts, held, reads_bundles)
 
-    def lacks(self, versions: Mapping[str, int], resets: Container[str] = ()) -> list[str]:
+    def lacks(self, versions: Mapping[str, int], resets: Container[str]) -> list[str]:
         """Return the streams to send to this client, given everyone's current ``versions``."""
         return [
             name

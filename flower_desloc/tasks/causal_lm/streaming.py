@@ -74,9 +74,7 @@ class PackerState:
 class Packer:
     """Packs the blocks of a specification, one after the other."""
 
-    def __init__(
-        self, spec: PackingSpec, number: int = 0, state: PackerState | None = None
-    ) -> None:
+    def __init__(self, spec: PackingSpec, number: int, state: PackerState | None) -> None:
         self.number = number
         """Number of the next block."""
         self._spec = spec
