@@ -32,6 +32,7 @@ from flower_desloc.flower.messages import (
     STATE_LOST,
     STATE_NEW,
     TOTALS,
+    Settings,
     WindowReply,
     WindowRequest,
 )
@@ -41,7 +42,7 @@ from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
 
-Config = Mapping[str, str | int | float | bool]
+Config = Settings
 Metrics = dict[str, int | float | list[int] | list[float]]
 
 _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})

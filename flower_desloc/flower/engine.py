@@ -6,7 +6,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
@@ -22,13 +22,17 @@ from flower_desloc.flower.exchange import Exchange
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
-from flower_desloc.flower.messages import GOODBYE, HELLO, STATE_NEW, Metrics, WindowRequest
+from flower_desloc.flower.messages import (
+    GOODBYE,
+    HELLO,
+    STATE_NEW,
+    Metrics,
+    Settings,
+    WindowRequest,
+)
 from flower_desloc.flower.metrics import client_record, evaluation_record, number
 from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Observer, WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
-
-Settings = Mapping[str, str | int | float | bool]
-"""The app's own settings, sent with every request."""
 
 BEFORE_TRAINING = Window(0, 0, frozenset())
 

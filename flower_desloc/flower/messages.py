@@ -21,6 +21,9 @@ from flower_desloc.flower.records import from_record, records_of, to_record
 
 T = TypeVar("T")
 
+Settings = Mapping[str, str | int | float | bool]
+"""The app's own settings, sent with every request."""
+
 CONFIG = "config"
 METRICS = "metrics"
 ABOUT = "about"
@@ -71,8 +74,7 @@ class WindowRequest:
     """Version of the parameters before their last average; -1: none."""
     bundles: bool = False
     """Whether the reply may pack its small arrays into bundles."""
-    config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """The app's own settings."""
+    config: Settings = field(default_factory=dict)
 
     def to_content(self, server_round: int) -> RecordDict:
         """Return new records: in simulation, Flower passes references."""

@@ -30,12 +30,8 @@ from flower_desloc.flower.exchange import event_kind
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
-from flower_desloc.flower.messages import (
-    WindowReply,
-    WindowRequest,
-    settings_of,
-)
-from flower_desloc.flower.metrics import check_evaluation, pooled, weight_of
+from flower_desloc.flower.messages import WindowReply, WindowRequest, settings_of
+from flower_desloc.flower.metrics import FromTotals, check_evaluation, pooled, weight_of
 from flower_desloc.flower.observer import Observer, Plan
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import FederationError, Policy
@@ -104,7 +100,7 @@ class DesLoc(Strategy):
         eval_every: int = 0,
         outer: OuterOptimizer | None = None,
         states: Mapping[str, Stream] | None = None,
-        metrics: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
+        metrics: FromTotals | None = None,
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
         sync_delay: int = 0,
