@@ -11,34 +11,19 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flwr.common import serde
-    from flwr.proto import message_pb2
-    from flwr.supercore.cli.flower_superexec import flower_superexec
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
-    from flwr.supercore.run import Run
-    from flwr.supercore.superexec.executor import subprocess_executor
-    from flwr.supercore.task_identity import TaskIdentity
-    from flwr.superlink.grid import HttpGrid, http_grid
-    from flwr.supernode import start_client_internal
-    from flwr.supernode.cli import flower_supernode, flwr_clientapp
-    from flwr.supernode.servicer.runtime import runtime_handlers
-
-__all__ = [
-    "HttpGrid",
-    "Run",
-    "TaskIdentity",
-    "flower_superexec",
-    "flower_supernode",
-    "flwr_clientapp",
-    "http_grid",
-    "log",
-    "message_pb2",
-    "pull_objects",
-    "runtime_handlers",
-    "serde",
-    "start_client_internal",
-    "subprocess_executor",
-]
+    from flwr.common import serde as serde
+    from flwr.proto import message_pb2 as message_pb2
+    from flwr.supercore.cli.flower_superexec import flower_superexec as flower_superexec
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
+    from flwr.supercore.run import Run as Run
+    from flwr.supercore.superexec.executor import subprocess_executor as subprocess_executor
+    from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
+    from flwr.superlink.grid import HttpGrid as HttpGrid
+    from flwr.superlink.grid import http_grid as http_grid
+    from flwr.supernode import start_client_internal as start_client_internal
+    from flwr.supernode.cli import flower_supernode as flower_supernode
+    from flwr.supernode.cli import flwr_clientapp as flwr_clientapp
+    from flwr.supernode.servicer.runtime import runtime_handlers as runtime_handlers
 
 log = logging.getLogger("flwr").log
 """Flower's own log."""
