@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flwr.app import Message
 
@@ -58,7 +58,8 @@ class Trainer:
         assert message is not None
         TaskIdentity.task_id = task
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
-        self._end_with_client(pid)
+        self.client = pid
+        on_exit(pid, lambda: self.end() if self.client == pid else None)
         reply: Message | None = None
         raised = None
         try:
@@ -76,11 +77,6 @@ class Trainer:
         # After an error the process itself may be broken, as after an error of CUDA.
         return reply is not None and message.metadata.message_type != _GOODBYE
 
-    def _end_with_client(self, pid: int) -> None:
-        """End this process if the client's ends before its message is answered."""
-        self.client = pid
-        on_exit(pid, lambda: self.end() if self.client == pid else None)
-
     def end(self) -> NoReturn:
         """End this process, whatever it is doing."""
         with suppress(OSError):
@@ -97,7 +93,7 @@ def _described(error: Exception) -> tuple[str, str, str, str]:
     return kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
 
 
-def main(arguments: list[str]) -> Any:
+def main(arguments: list[str]) -> NoReturn:
     """Run as ``python -m flower_desloc.sites.warm.trainer REFERENCE RUN PATH LISTENER PID...``."""
     reference, run, path, listener, *node = arguments
     trainer = Trainer(reference, run, Path(path), int(listener))
