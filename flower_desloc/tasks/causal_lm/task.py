@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -153,12 +153,10 @@ def _activation_norms(model: nn.Module) -> Iterator[list[float]]:
         norms.append(float(torch.linalg.vector_norm(hidden.float(), dim=-1).sum()))
 
     blocks = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)), None)
-    handle = blocks[-1].register_forward_hook(add) if blocks is not None else None
-    try:
+    with ExitStack() as hooks:
+        if blocks is not None:
+            hooks.enter_context(blocks[-1].register_forward_hook(add))
         yield norms
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def _cross_entropy(model: nn.Module, tokens: Tensor, reduction: str = "mean") -> Tensor:
