@@ -85,7 +85,8 @@ def flower_environment(home: Path) -> dict[str, str]:
     # the virtual environment activated, PATH would find other programs or none.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
     # Flower's client also applies the proxy variables to 127.0.0.1.
-    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")]))
+    proxied = filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")])
+    direct = ",".join([*proxied, "127.0.0.1", "localhost"])
     quiet = "ignore::FutureWarning:ray._private.worker"
     return environment | {
         "PATH": os.pathsep.join(programs),
@@ -97,8 +98,8 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         # Otherwise ray.init() joins a cluster it finds under /tmp/ray, and leaves its logs there.
         "RAY_TMPDIR": str(home),
-        "NO_PROXY": f"{direct},127.0.0.1,localhost".lstrip(","),
-        "no_proxy": f"{direct},127.0.0.1,localhost".lstrip(","),
+        "NO_PROXY": direct,
+        "no_proxy": direct,
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])),
         # The width of this terminal, for what the ServerApp prints with rich.
@@ -116,5 +117,5 @@ def _toml(value: str | int | float) -> str:
         return str(value)
     # Flower ends a value at the next quotation mark, even an escaped one. TOML also accepts it as
     # a Unicode escape.
-    special = {'"': "\\u0022", "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(char, char) for char in value) + '"'
+    special = str.maketrans({'"': "\\u0022", "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+    return f'"{value.translate(special)}"'
