@@ -204,11 +204,9 @@ def test_every_epoch_has_every_image_once(count, batch_size, seed):
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, 10), (4, 4), (100, 10)])
 def test_held_out_batches_have_each_image_at_most_once(limit, expected):
-    seen = [
-        label
-        for batch in heldout_batches(numbered(10), batch_size=3, limit=limit)
-        for label in batch.labels.tolist()
-    ]
+    config = load("digits", ["data.batch_size=3", f"evaluation.images={limit}"])
+    batches = heldout_batches(numbered(10), config)
+    seen = [label for batch in batches for label in batch.labels.tolist()]
     assert len(seen) == len({*seen}) == expected
 
 

@@ -73,11 +73,12 @@ def shuffled_batch(
     return images.rows(np.concatenate(rows))
 
 
-def heldout_batches(images: ImageBatch, *, batch_size: int, limit: int) -> list[ImageBatch]:
-    """Return at most ``limit`` images (0: all), spread evenly, each once."""
+def heldout_batches(images: ImageBatch, config: Config) -> list[ImageBatch]:
+    """Return at most ``evaluation.images`` images (0: all), spread evenly, each once."""
+    limit, size = config.evaluation.images, config.data.batch_size
     num = min(limit, len(images)) if limit else len(images)
     rows = np.arange(num) * len(images) // max(num, 1)
-    return [images.rows(rows[i : i + batch_size]) for i in range(0, num, batch_size)]
+    return [images.rows(rows[i : i + size]) for i in range(0, num, size)]
 
 
 class ImageShard:
@@ -120,11 +121,7 @@ class ImageShard:
 
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
-        return heldout_batches(
-            self._heldout,
-            batch_size=self._config.data.batch_size,
-            limit=self._config.evaluation.images,
-        )
+        return heldout_batches(self._heldout, self._config)
 
     # Decoded when first used: the client's description needs the labels only.
 

@@ -54,12 +54,7 @@ class ImageClassification:
     def heldout(self) -> Mapping[str, Iterable[ImageBatch]]:
         """Return the held-out batches of every label."""
         return {
-            name: heldout_batches(
-                images,
-                batch_size=self._config.data.batch_size,
-                limit=self._config.evaluation.images,
-            )
-            for name, images in self._heldout.items()
+            name: heldout_batches(images, self._config) for name, images in self._heldout.items()
         }
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
