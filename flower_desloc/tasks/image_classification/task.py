@@ -101,14 +101,11 @@ class ImageClassification:
     @cached_property
     def _heldout(self) -> dict[str, ImageBatch]:
         corpus = read(Source.of(self._config.data))
-        rows = {
-            name: np.flatnonzero(corpus.heldout.labels == number).tolist()
-            for number, name in enumerate(corpus.names)
-        }
+        labels = corpus.heldout.labels
+        rows = {label: np.flatnonzero(labels == label).tolist() for label in np.unique(labels)}
         return {
-            name: decode_rows(self._config, corpus.heldout, mine)
-            for name, mine in rows.items()
-            if mine
+            corpus.names[label]: decode_rows(self._config, corpus.heldout, mine)
+            for label, mine in rows.items()
         }
 
 
