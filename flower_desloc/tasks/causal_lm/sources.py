@@ -236,7 +236,7 @@ def _unreadable(source: Source, name: str, error: Exception) -> ValueError:
 
 
 def _by_builder(files: list[Path]) -> Iterator[tuple[str, list[str]]]:
-    for builder in ("json", "parquet", "text"):
+    for builder in dict.fromkeys(_BUILDERS.values()):
         if paths := [str(file) for file in files if _builder(file) == builder]:
             yield builder, paths
 
