@@ -6,6 +6,7 @@ federated round is one window.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
@@ -153,11 +154,8 @@ class SyncSchedule:
 
     def num_events(self, num_steps: int) -> dict[str, int]:
         """Return how often each stream is averaged in ``num_steps`` local steps."""
-        events = dict.fromkeys(self.periods, 0)
-        for window in self.windows(num_steps):
-            for stream in window.due:
-                events[stream] += 1
-        return events
+        events = Counter(stream for window in self.windows(num_steps) for stream in window.due)
+        return {stream: events[stream] for stream in self.periods}
 
     def require(self, streams: Iterable[str], optimizer: str) -> None:
         """Raise ``ValueError`` unless exactly ``streams`` have a stated period.
