@@ -58,7 +58,7 @@ def encode_stream(
 
     """
     coded, received, rest = {}, {}, {}
-    signed = is_signed(name)
+    signed = name not in NEVER_NEGATIVE
     for key, tensor in stream.items():
         value = tensor.detach().cpu()
         if reference is not None:
@@ -85,12 +85,13 @@ def decode_stream(
 
     Raises ``ValueError`` when the number of bytes does not fit the shape, or a name is unknown.
     """
+    signed = name not in NEVER_NEGATIVE
     stream = {}
     for key, data in coded.items():
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
-            decoded = decode(data, format_, like[key], signed=is_signed(name))
+            decoded = decode(data, format_, like[key], signed=signed)
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
         stream[key] = decoded if reference is None else reference[key] + decoded
@@ -141,11 +142,6 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
         dequantise = _dequantise if signed else _dequantise_log
         flat = dequantise(codes, scales, _BITS[format_]).reshape(-1)[:count]
     return flat.reshape(like.shape).to(like.dtype)
-
-
-def is_signed(name: str) -> bool:
-    """Return whether a stream's values can be negative."""
-    return name not in NEVER_NEGATIVE
 
 
 def _bytes_of_codes(format_: Format, count: int) -> int:

@@ -14,8 +14,8 @@ from itertools import combinations
 from typing import TypeVar
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.compression import coded_bytes, is_signed
-from flower_desloc.core.formats import EXACT, lossy
+from flower_desloc.core.compression import coded_bytes
+from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, lossy
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period, SyncSchedule
 
 _N = TypeVar("_N", int, float)
@@ -31,7 +31,7 @@ def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dic
     coded = lossy(formats)
     return {
         name: sum(
-            coded_bytes(coded.get(name, EXACT), tensor, signed=is_signed(name))
+            coded_bytes(coded.get(name, EXACT), tensor, signed=name not in NEVER_NEGATIVE)
             for tensor in stream.values()
         )
         for name, stream in streams.items()
