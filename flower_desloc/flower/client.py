@@ -157,7 +157,7 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         due, coding = encoded(request, mine.for_coding(), streams)
     late_next = [name for name in streams if name in request.due and request.ahead]
     kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
-    mine.save(request.stop, request.versions, taken, kept, coding, late=late_next)
+    mine.save(request.stop, request.versions, taken, kept, coding, late=late_next, arrived={})
     if request.ahead:
         next_steps = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
         STEPS_AHEAD.allow(next_steps, worker)
@@ -319,11 +319,10 @@ class ClientStreams:
         taken: Mapping[str, int],
         streams: Mapping[str, Stream],
         coding: Mapping[str, Stream],
-        late: Sequence[str] = (),
-        arrived: Mapping[str, Stream] | None = None,
+        late: Sequence[str],
+        arrived: Mapping[str, Stream],
     ) -> None:
         """Write the client's state after ``step``; the arguments are those of ``Held``."""
-        arrived = arrived or {}
         held = Held(
             step=step,
             versions=versions,
