@@ -5,8 +5,7 @@ Distributed Learning: Towards Optimal Statistical Rates" (2018, arXiv:1803.01498
 norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?"
 (2019, arXiv:1911.07963).
 
-They need all replies at once: ``Gathered`` keeps them, while
-``Mean`` keeps none.
+They need all replies at once: ``Gathered`` keeps them, while ``Mean`` keeps none.
 """
 
 import math

@@ -1,6 +1,5 @@
 """SuperNode keys and SuperLink certificates for a federation on one machine."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,5 +52,5 @@ def make_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
 
 def _write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, from the moment it exists."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(data)
