@@ -47,8 +47,7 @@ class SyncSchedule:
     alone, is data parallelism, where the gradient of every step is averaged.
 
     With ``coin_seed`` the schedule is the theory's (Theorem 1): after each step a stream is due
-    with probability p = 1/K. The coin of one (seed, stream, step) always falls the same way, so
-    all clients see the same windows and a resumed run continues them.
+    with probability p = 1/K. The coin of one (seed, stream, step) always falls the same way.
 
     What is due is a function of the step alone, without memory: a resumed run continues its
     windows, and byte counts replay them. A rule that needs the length of the run, such as a period
