@@ -21,7 +21,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from flower_desloc.flower.internals import log
-from flower_desloc.sites.warm.trainer_client import NoTrainerError, TrainerClient
+from flower_desloc.sites.warm.trainer_client import NoTrainerError, forward
 
 __all__ = ["WarmClientApp"]
 
@@ -45,7 +45,7 @@ class WarmClientApp(ClientApp):
         """Return the app's reply; raises what the app raises, with the same type name and text."""
         if _uses_trainer(context):
             try:
-                return TrainerClient(self.reference, context).answer(message, context)
+                return forward(self.reference, message, context)
             except NoTrainerError as error:
                 log(WARNING, "%s; this message is answered without a warm trainer", error)
         reply: Message = resolve_name(self.reference)(message, context)

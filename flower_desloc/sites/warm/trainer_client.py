@@ -34,70 +34,63 @@ class NoTrainerError(RuntimeError):
     """A trainer cannot be started here."""
 
 
-class TrainerClient:
-    """The connection to one node's trainer, which serves one run.
+def forward(reference: str, message: Message, context: Context) -> Message:
+    """Return the trainer's reply, and copy its changes to the context's state.
 
-    Raises ``NoTrainerError`` if there is no private folder for the socket.
+    Raises what the app raised, with the same type name and text; ``RuntimeError`` if a trainer
+    that was started for this message dies; ``NoTrainerError`` if none can be started. A trainer
+    that was already there and dies is replaced, and the message is sent again: a window always
+    starts from the state file.
     """
+    # Identifies the run and the code; a trainer is shared by messages with equal values.
+    run = _digest([reference, context.run_id, fingerprint(), sys.path])
+    node = [context.node_id, context.node_config.get("state-dir"), os.environ.get("FLWR_HOME")]
+    path = _socket_folder() / f"{_digest(node)}.sock"
+    with suppress(*_DISCONNECTED):  # there is none, or it ends because it serves another run
+        return _ask(path, run, message, context)
+    trainer = _start(reference, run, path)
+    try:
+        return _ask(path, run, message, context)
+    except _DISCONNECTED as error:
+        raise RuntimeError(
+            f"the process that trains for this node {_how_it_ended(trainer)} while it "
+            f"handled a {message.metadata.message_type} message; see the SuperNode's log"
+        ) from error
 
-    def __init__(self, reference: str, context: Context) -> None:
-        self.reference = reference
-        self.run = _digest([reference, context.run_id, fingerprint(), sys.path])
-        """Identifies the run and the code; a trainer is shared by messages with equal values."""
-        node = [context.node_id, context.node_config.get("state-dir"), os.environ.get("FLWR_HOME")]
-        self.path = _socket_folder() / f"{_digest(node)}.sock"
 
-    def answer(self, message: Message, context: Context) -> Message:
-        """Return the trainer's reply, and copy its changes to the context's state.
+def _ask(path: Path, run: str, message: Message, context: Context) -> Message:
+    with Client(str(path), "AF_UNIX") as connection:
+        hello = [run, TaskIdentity.task_id, os.getpid()]
+        connection.send_bytes(json.dumps(hello).encode())
+        send(connection, message, context)
+        reply, after, raised = receive(connection)
+    context.state = after.state
+    if raised is not None:
+        raise _as_raised(*raised)
+    assert reply is not None
+    # Flower keeps the message while it copies and sends the reply: three times the memory.
+    # Only the message's metadata is needed from here on, and it is not sent again.
+    if message.has_content():
+        message.content.clear()
+    return reply
 
-        Raises what the app raised, with the same type name and text; ``RuntimeError`` if a trainer
-        that was started for this message dies; ``NoTrainerError`` if none can be started. A
-        trainer that was already there and dies is replaced, and the message is sent again: a
-        window always starts from the state file.
-        """
-        with suppress(*_DISCONNECTED):  # there is none, or it ends because it serves another run
-            return self._ask(message, context)
-        trainer = self._start()
-        try:
-            return self._ask(message, context)
-        except _DISCONNECTED as error:
-            raise RuntimeError(
-                f"the process that trains for this node {_how_it_ended(trainer)} while it "
-                f"handled a {message.metadata.message_type} message; see the SuperNode's log"
-            ) from error
 
-    def _ask(self, message: Message, context: Context) -> Message:
-        with Client(str(self.path), "AF_UNIX") as connection:
-            hello = [self.run, TaskIdentity.task_id, os.getpid()]
-            connection.send_bytes(json.dumps(hello).encode())
-            send(connection, message, context)
-            reply, after, raised = receive(connection)
-        context.state = after.state
-        if raised is not None:
-            raise _as_raised(*raised)
-        assert reply is not None
-        # Flower keeps the message while it copies and sends the reply: three times the memory.
-        # Only the message's metadata is needed from here on, and it is not sent again.
-        if message.has_content():
-            message.content.clear()
-        return reply
-
-    def _start(self) -> Process:
-        # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
-        # its SuperNode: a SuperExec may run for ten seconds after its SuperNode was killed.
-        node = [process.pid for process in psutil.Process().parents()[:2]]
-        try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                self.path.unlink(missing_ok=True)
-                listener.bind(str(self.path))
-                listener.listen()
-                return start_module(
-                    "flower_desloc.sites.warm.trainer",
-                    *(self.reference, self.run, self.path, listener.fileno(), *node),
-                    pass_fds=[listener.fileno()],
-                )
-        except OSError as error:
-            raise NoTrainerError(f"cannot start a trainer at {self.path}: {error}") from error
+def _start(reference: str, run: str, path: Path) -> Process:
+    # A trainer must not outlive the SuperExec, which starts the processes of one message, nor
+    # its SuperNode: a SuperExec may run for ten seconds after its SuperNode was killed.
+    node = [process.pid for process in psutil.Process().parents()[:2]]
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            path.unlink(missing_ok=True)
+            listener.bind(str(path))
+            listener.listen()
+            return start_module(
+                "flower_desloc.sites.warm.trainer",
+                *(reference, run, path, listener.fileno(), *node),
+                pass_fds=[listener.fileno()],
+            )
+    except OSError as error:
+        raise NoTrainerError(f"cannot start a trainer at {path}: {error}") from error
 
 
 def _socket_folder() -> Path:
