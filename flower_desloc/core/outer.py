@@ -98,5 +98,4 @@ class OuterOptimizer:
             group["lr"] = group["initial_lr"] * self._lr_schedule(step)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            return {key: p.clone() for key, p in self._params.items()}
+        return {key: tensor.clone() for key, tensor in self.params.items()}
