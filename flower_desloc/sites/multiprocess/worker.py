@@ -1,7 +1,8 @@
 """The client's worker on rank 0, whose every method acts on all ranks."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -25,10 +26,9 @@ class MultiProcessWorker(Worker):
     def of(cls, ranks: Ranks, node_config: NodeConfig, folder: Path) -> "MultiProcessWorker":
         """Return the worker of the client with that node config."""
         worker = ranks.call("serve", dict(node_config))
-        totals = worker.evaluate
-        if totals is not None and ranks.parallelism.sharded:
-            totals = lambda: ranks.call("evaluate")  # noqa: E731
-        return cls(**{**vars(worker), "evaluate": totals}, ranks=ranks, folder=folder)
+        if worker.evaluate is not None and ranks.parallelism.sharded:
+            worker = replace(worker, evaluate=partial(ranks.call, "evaluate"))
+        return cls(**vars(worker), ranks=ranks, folder=folder)
 
     def like(self, names: Iterable[str]) -> dict[str, Stream]:
         """Return tensors of the shapes and types that streams have in a single process."""
