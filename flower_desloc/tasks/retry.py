@@ -44,8 +44,7 @@ def retry_network(what: object, act: Callable[[], T]) -> T:
         except Exception as error:
             if not _is_network_error(error):
                 raise
-            text = one_line(error)
-            reason = f"{what}: cannot be reached ({type(error).__name__}: {text})"
+            reason = f"{what}: cannot be reached ({type(error).__name__}: {one_line(error)})"
             if wait is None:
                 raise ConnectionError(
                     f"{reason}; gave up after {attempt} tries. Check the network; or set "
