@@ -6,6 +6,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Round:
     left_out: dict[str, str] = field(default_factory=dict)
     """Client name -> reason."""
     drift: dict[str, Drift] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     began: float = field(default_factory=time.perf_counter)
 
     def __str__(self) -> str:
@@ -205,8 +206,7 @@ class RoundEngine:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self.round.seconds[what] = self.round.seconds.get(what, 0.0) + seconds
+            self.round.seconds[what] += time.perf_counter() - began
 
     def end(self, streams: list[str], result: Result) -> None:
         """Record the round, after which ``streams`` were averaged, for the observers."""
@@ -226,8 +226,8 @@ class RoundEngine:
             seconds={
                 "total": time.perf_counter() - now.began,
                 "clients": max((c.seconds for c in now.clients.values()), default=0.0),
-                "averaging": now.seconds.get("averaging", 0.0),
-                "evaluation": now.seconds.get("evaluation", 0.0),
+                "averaging": now.seconds["averaging"],
+                "evaluation": now.seconds["evaluation"],
             },
             central=evaluation_record(result.evaluate_metrics_serverapp.get(now.number)),
             federated=evaluation_record(result.evaluate_metrics_clientapp.get(now.number)),
