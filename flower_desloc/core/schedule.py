@@ -179,9 +179,8 @@ class SyncSchedule:
 
     def _falls_due(self, stream: str, step: int) -> bool:
         period = self.periods[stream]
-        if period in (NEVER, RESET):
+        if not isinstance(period, int):  # NEVER or RESET
             return False
-        assert isinstance(period, int)
         if self.coin_seed is None:
             return (step - self.phases.get(stream, 0)) % period == 0
         # One generator per coin, so there is no generator state to checkpoint.
