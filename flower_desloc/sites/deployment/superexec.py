@@ -28,11 +28,7 @@ def main() -> None:
 
     import psutil  # noqa: F401
 
-    from flower_desloc.flower.internals import (
-        flower_superexec,
-        flwr_clientapp,
-        subprocess_executor,
-    )
+    from flower_desloc.flower.internals import flower_superexec, flwr_clientapp, subprocess_executor
 
     reader, writer = os.pipe()
     if os.fork() == 0:

@@ -9,14 +9,7 @@ from itertools import chain
 
 from datasets import Dataset, Features, Value
 
-from flower_desloc.tasks.causal_lm.sources import (
-    Domain,
-    Row,
-    cell,
-    document,
-    domains_of,
-    selected,
-)
+from flower_desloc.tasks.causal_lm.sources import Domain, Row, cell, document, domains_of, selected
 from flower_desloc.tasks.partition import (
     ClientRows,
     PartitionRule,

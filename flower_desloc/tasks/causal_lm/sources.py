@@ -9,12 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from datasets import (
-    IterableDataset,
-    get_dataset_config_names,
-    load_dataset,
-    load_dataset_builder,
-)
+from datasets import IterableDataset, get_dataset_config_names, load_dataset, load_dataset_builder
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
