@@ -369,13 +369,13 @@ class ClientStreams:
         arrived = self.held.arrived if self.held else ()
         # If an average was saved and the client has missed windows, it starts from the average.
         places = {n: average_of(n) if n in arrived and n not in self._late else n for n in here}
-        read = self._files.read(places.values()) if places else {}
+        read = self._files.read(places.values())
         return {name: read[place] for name, place in places.items()}
 
     def _arrived(self) -> dict[str, Stream]:
         """Return the averages in the state file that are to be merged during the window."""
         names = [name for name in self._late if self.held and name in self.held.arrived]
-        read = self._files.read(map(average_of, names)) if names else {}
+        read = self._files.read(map(average_of, names))
         return {name: read[average_of(name)] for name in names}
 
 

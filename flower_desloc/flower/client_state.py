@@ -97,7 +97,8 @@ class StateFiles:
 
         Raises ``DamagedFileError`` when they are not what was written.
         """
-        return tensor_file.read(self._files()[-1], names)
+        wanted = list(names)
+        return tensor_file.read(self._files()[-1], wanted) if wanted else {}
 
     def write(self, held: Held, streams: Mapping[str, Stream]) -> None:
         """Write the state after ``held.step``; states that are no longer needed are deleted.

@@ -71,4 +71,4 @@ def kept_for_coding(
     if PARAMS in request.formats and PARAMS in received:
         new[f"{_REFERENCE}{PARAMS}"] = received[PARAMS]
     old = [name for name in held.coding if name not in new] if held else []
-    return {**(files.read(old) if old else {}), **new}
+    return {**files.read(old), **new}
