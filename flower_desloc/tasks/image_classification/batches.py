@@ -141,9 +141,8 @@ def _client_images(config: Config, site: Site) -> tuple[ImageCorpus, ClientRows]
         private = read(source.at_site(site.data_path), corpus.names)
         everything = (list(range(len(part))) for part in (private.train, private.heldout))
         return private, ClientRows(*everything)
-    return corpus, client_rows(source, PartitionRule.of(config), site.num_partitions)[
-        site.partition
-    ]
+    rows = client_rows(source, PartitionRule.of(config), site.num_partitions)[site.partition]
+    return corpus, rows
 
 
 @lru_cache(maxsize=8)
