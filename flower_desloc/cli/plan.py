@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from flower_desloc.cli.limits import at_least_one, at_least_zero, below_one, option, positive
-from flower_desloc.cli.run_arguments import Overrides, Preset, listing, opening_comments
+from flower_desloc.cli.run_arguments import Overrides, Preset, listing
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
@@ -102,8 +102,8 @@ def plan(
         preset, words = "", [preset, *words]
     with failing(USAGE, ValueError):
         if not preset and params is None:
-            known = {**opening_comments(PAPER_CONFIGS), **opening_comments(PRESETS)}
-            fail(USAGE, f"which preset, or how many --params? There are\n{listing(known)}")
+            known = listing(PAPER_CONFIGS, PRESETS)
+            fail(USAGE, f"which preset, or how many --params? There are\n{known}")
         paper = not preset or preset in PAPER
         config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
         _set_options(config, steps, beta1, beta2)

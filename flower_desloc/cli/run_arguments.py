@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -51,8 +51,7 @@ class RunArguments:
         """
         with failing(USAGE, ConfigError):
             if not preset:
-                known = listing(opening_comments(PRESETS))
-                fail(USAGE, f"which preset? There are\n{known}")
+                fail(USAGE, f"which preset? There are\n{listing(PRESETS)}")
             if preset.endswith((".yaml", ".yml")):
                 preset = str(Path(preset).expanduser().resolve())
             words = _split(overrides)
@@ -82,17 +81,12 @@ class RunArguments:
         }
 
 
-def opening_comments(folder: Path) -> dict[str, str]:
-    """Return the first paragraph of each YAML file's opening comment, by the file's stem."""
+def listing(*folders: Path) -> str:
+    """Return the YAML files' names, each with the first paragraph of the opening comment."""
     comments = {}
-    for path in sorted(folder.glob("*.yaml")):
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         lines = takewhile(lambda line: line.startswith("# "), path.read_text("utf-8").splitlines())
         comments[path.stem] = " ".join(word for line in lines for word in line.lstrip("#").split())
-    return comments
-
-
-def listing(comments: Mapping[str, str]) -> str:
-    """Return names and what they stand for, one a line."""
     width = max(map(len, comments), default=0)
     return "\n".join(f"  {name:<{width}}  {what}" for name, what in comments.items())
 

@@ -8,13 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flower_desloc.cli.run_arguments import (
-    OutputDir,
-    Overrides,
-    Preset,
-    listing,
-    opening_comments,
-)
+from flower_desloc.cli.run_arguments import OutputDir, Overrides, Preset, listing
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
 from flower_desloc.config.app_folder import STUDIES
@@ -54,10 +48,10 @@ def study(
     """
     with failing(USAGE, ConfigError):
         if not file:
-            fail(USAGE, f"which study? There are\n{listing(opening_comments(STUDIES))}")
+            fail(USAGE, f"which study? There are\n{listing(STUDIES)}")
         path = Path(file) if file.endswith((".yaml", ".yml")) else STUDIES / f"{file}.yaml"
         if not path.is_file():
-            known = listing(opening_comments(STUDIES))
+            known = listing(STUDIES)
             fail(USAGE, f"{file}: no such study; give the path of a .yaml file, or one of\n{known}")
         grid = read_study(path, overrides or [])
         store = Store(output_dir, grid.name)
