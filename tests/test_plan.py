@@ -18,7 +18,7 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
 from flower_desloc.plan.advice import MULTIPLES, can_bound, multiples, recommended, warnings
-from flower_desloc.plan.evidence import measured, nearest
+from flower_desloc.plan.evidence import MEASURED, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import averaging_limit, drift_bound, half_life, psi, step_size_bound
@@ -617,7 +617,7 @@ def test_the_measured_gaps_are_those_of_the_ladder():
     assert written == ladder.MEASURED.read_text()
 
 
-@pytest.mark.parametrize("gap", measured(), ids=str)
+@pytest.mark.parametrize("gap", MEASURED, ids=str)
 def test_a_measured_run_is_nearest_to_itself(gap):
     sent = [name for name, period in zip(STREAMS, gap.periods, strict=True) if period != "never"]
     changes = [f"sync.{name}={p}" for name, p in zip(STREAMS, gap.periods, strict=True)]
@@ -638,7 +638,7 @@ def test_a_measured_run_is_nearest_to_itself(gap):
     assert [getattr(found, name) for name in same] == [getattr(gap, name) for name in same]
 
 
-@given(st.sampled_from(measured()), st.floats(0.1, 10), st.integers(1, 9), st.integers(1, 9))
+@given(st.sampled_from(MEASURED), st.floats(0.1, 10), st.integers(1, 9), st.integers(1, 9))
 def test_the_distance_of_a_measurement_is_the_product_of_factors_on_one_axis(gap, factor, u, v):
     """1 where a run is equal, the factor where one thing differs (its square for K_x)."""
     assert gap.distance(gap.params, gap.tokens, gap.periods) == 1
@@ -680,7 +680,7 @@ def test_measurements_in_fp32_warn_of_lossy_formats():
 
 
 @given(
-    st.sampled_from([gap for gap in measured() if gap.optimizer == "adam"]),
+    st.sampled_from([gap for gap in MEASURED if gap.optimizer == "adam"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["iid", "by_domain"]),

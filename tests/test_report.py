@@ -15,7 +15,7 @@ from tiny import TINY, summary, train
 
 from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event
-from flower_desloc.plan.evidence import measured
+from flower_desloc.plan.evidence import MEASURED
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
 from flower_desloc.runs.figures.curves import Curve, aligned
@@ -154,7 +154,7 @@ def test_the_page_has_the_numbers_of_the_runs_files(real):
 @pytest.mark.parametrize("is_safe", [True, False])
 @pytest.mark.parametrize("case", ["near", "far", "noisy"])
 def test_the_headline_says_what_rare_averages_cost_near_the_run(real, is_safe, case):
-    gap = next(g for g in measured() if g.is_safe == is_safe and not g.formats and not g.bound)
+    gap = next(g for g in MEASURED if g.is_safe == is_safe and not g.formats and not g.bound)
     run = load(real / "desloc")
     run.summary["stream_bytes"]["params"] = 4 * gap.params * (1000 if case == "far" else 1)
     run.summary["noise_scale"] = 100.0 if case == "noisy" else 1.0

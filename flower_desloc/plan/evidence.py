@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
@@ -66,10 +65,7 @@ class MeasuredGap:
         return math.exp(math.hypot(*map(math.log, ratios)))
 
 
-@lru_cache(maxsize=1)
-def measured() -> tuple[MeasuredGap, ...]:
-    """Return every measured gap."""
-    return tuple(MeasuredGap(*each) for each in GAPS)
+MEASURED: Final = tuple(MeasuredGap(*each) for each in GAPS)
 
 
 def is_as_measured(*, delay: int, coins: bool, phases: bool, mix: float, min_steps: float) -> bool:
@@ -108,7 +104,7 @@ def nearest(
     in_order = tuple(wanted[name] for name in _STREAMS if name in wanted)
 
     found = []
-    for gap in (gap for gap in measured() if gap.optimizer == name):
+    for gap in (gap for gap in MEASURED if gap.optimizer == name):
         near = gap.distance(num_params, tokens, three)
         both = zip(_relative(gap.periods), _relative(three), strict=True)
         easier = (
