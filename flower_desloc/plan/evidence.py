@@ -79,9 +79,9 @@ def nearest(
     num_params: float,
     tokens: float,
     *,
-    bound: bool = False,
-    formats: Mapping[str, str] | None = None,
-    partition: str = "iid",
+    bound: bool,
+    formats: Mapping[str, str],
+    partition: str,
     as_measured: bool = True,
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
@@ -97,7 +97,7 @@ def nearest(
     the parameters, or reset a state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
-    wanted = {name: form for name, form in (formats or {}).items() if form != "fp32"}
+    wanted = {name: form for name, form in formats.items() if form != "fp32"}
     if three[0] == NEVER or RESET in three or (len(set(three)) == 1 and not wanted):
         return []
     name = "adam" if optimizer == "adamw" else optimizer

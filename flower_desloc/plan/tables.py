@@ -27,9 +27,9 @@ _SHOWN = 3  # measurements
 class Assumptions:
     """Constants of the theory that no run measures: tau's psi, Theorem 1's L and B."""
 
-    psi: float = 0.5
-    smoothness: float = 1.0
-    dissimilarity: float = 1.0
+    psi: float
+    smoothness: float
+    dissimilarity: float
 
 
 def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:

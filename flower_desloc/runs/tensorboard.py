@@ -21,7 +21,7 @@ class TensorBoard:
     ``drift/STREAM`` (spread / norm) and ``change/STREAM`` (moved / last norm) at every sync.
     """
 
-    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
         # Imported here: it takes a second.
         from torch.utils.tensorboard.writer import SummaryWriter
 

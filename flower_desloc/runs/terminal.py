@@ -29,9 +29,9 @@ _MAX_NAMED_CLIENTS = 16
 
 
 class TerminalView:
-    """View that prints to ``stream``, by default the standard output."""
+    """View that prints to ``stream``, or to the standard output."""
 
-    def __init__(self, config: Config, folder: Path, stream: TextIO | None = None) -> None:
+    def __init__(self, config: Config, folder: Path, stream: TextIO | None) -> None:
         self._config = config
         self._schedule = build_schedule(config)
         self._folder = folder

@@ -199,7 +199,7 @@ def plot(panel: Axes, curve: Curve, colour: str, *, dots: bool = False, **style:
     panel.plot(curve.x, curve.y, color=colour, **style)
 
 
-def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool = True) -> None:
+def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool) -> None:
     """Draw a curve for each client, or bands for many clients, and their mean."""
     labels = []
     if len(curves) > MAX_LINES:

@@ -113,7 +113,7 @@ def _expected(run: RunRecord) -> Tile | None:
         num_params,
         tokens,
         bound=config.get("sync_bound", False),
-        formats=config.get("wire"),
+        formats=config.get("wire", {}),
         partition=config["data"]["partition"],
         as_measured=is_as_measured(
             delay=config.get("sync_delay", 0),
