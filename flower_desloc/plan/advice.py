@@ -47,8 +47,7 @@ LONGEST_TRIED: Final = 256
 
 def can_bound(run: PlannedRun) -> bool:
     """Return whether the run has Adam's moments, with betas for which ``sync_bound`` exists."""
-    beta = {stream.name: stream.beta for stream in run.moments}
-    first, second = beta.get("exp_avg"), beta.get("exp_avg_sq")
+    first, second = run.beta("exp_avg"), run.beta("exp_avg_sq")
     if run.optimizer not in _ADAMS or first is None or second is None:
         return False
     return first**2 < second
@@ -123,8 +122,7 @@ def warnings(run: PlannedRun) -> Iterator[str]:
     for stream in run.streams:
         if stream.name != PARAMS:
             yield from _state_warnings(run, stream)
-    beta = {stream.name: stream.beta for stream in run.moments}
-    first, second = beta.get("exp_avg"), beta.get("exp_avg_sq")
+    first, second = run.beta("exp_avg"), run.beta("exp_avg_sq")
     if first is not None and second is not None and first > math.sqrt(second):
         yield (
             f"optimizer.betas=[{first:g},{second:g}]: Adam is known to converge for "
@@ -278,8 +276,7 @@ def _longest(run: PlannedRun) -> int:
 
 def _first_half_life(run: PlannedRun) -> float:
     """Return the half-life of the first moment in steps; 0 if there is none."""
-    beta = next((s.beta for s in run.moments if s.name == _SLOW), None)
-    return half_life(beta or 0.0)
+    return half_life(run.beta(_SLOW) or 0.0)
 
 
 def _longest_short(run: PlannedRun) -> int:

@@ -103,6 +103,10 @@ class PlannedRun:
         """The streams that decay."""
         return tuple(stream for stream in self.streams if stream.beta is not None)
 
+    def beta(self, name: str) -> float | None:
+        """Return the decay of a moment; None if the run has no such moment."""
+        return next((stream.beta for stream in self.moments if stream.name == name), None)
+
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
         """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
