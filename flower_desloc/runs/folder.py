@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -159,6 +159,12 @@ def read_lines(path: Path) -> Iterator[Line]:
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: is damaged ({error})") from error
                 yield line
+
+
+def evaluations(lines: Iterable[Line], where: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the step and the evaluation of each line that has one of this kind."""
+    seen = ((line["step"], line.get("evaluation", {}).get(where)) for line in lines)
+    return [(step, evaluation) for step, evaluation in seen if evaluation is not None]
 
 
 def read_summary(path: Path) -> dict[str, Any]:

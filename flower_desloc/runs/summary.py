@@ -13,7 +13,7 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.metrics import NOISE_SCALE
 from flower_desloc.flower.observer import Plan, client_data, devices
-from flower_desloc.runs.folder import Line
+from flower_desloc.runs.folder import Line, evaluations
 from flower_desloc.setup.build import build_schedule
 
 Status = Literal["completed", "failed", "unfinished"]
@@ -118,12 +118,13 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
     population standard deviation over the clients. Clients with metrics that are not finite are
     left out. None without an evaluation on clients.
     """
-    seen = [line for line in lines if "federated" in line.get("evaluation", {})]
+    seen = evaluations(lines, "federated")
     if not seen:
         return None
+    step, last = seen[-1]
     clients = {
         client: known
-        for client, metrics in seen[-1]["evaluation"]["federated"]["parts"].items()
+        for client, metrics in last["parts"].items()
         if (known := {name: metrics[name] for name in BETTER if name in metrics})
         and None not in known.values()
     }
@@ -138,7 +139,7 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
     names = [name for name in BETTER if all(name in metrics for metrics in clients.values())]
     columns = {name: [metrics[name] for metrics in clients.values()] for name in names}
     return {
-        "step": seen[-1]["step"],
+        "step": step,
         "clients": len(clients),
         "worst": {"client": ranked[-1], **clients[ranked[-1]]},
         "best": {"client": ranked[0], **clients[ranked[0]]},
@@ -153,12 +154,9 @@ def noise_scale(lines: Iterable[Line]) -> float | None:
     It is the median over the evaluations on clients in the second half of the run: one evaluation
     measures few batches.
     """
-    seen = [
-        (line["step"], line["evaluation"]["federated"]["overall"].get(NOISE_SCALE))
-        for line in lines
-        if "federated" in line.get("evaluation", {})
-    ]
-    values = [value for step, value in seen if value is not None and 2 * step > seen[-1][0]]
+    seen = evaluations(lines, "federated")
+    late = [each["overall"].get(NOISE_SCALE) for step, each in seen if 2 * step > seen[-1][0]]
+    values = [value for value in late if value is not None]
     return median(values) if values else None
 
 
@@ -182,8 +180,8 @@ def _bytes(
         federated = status == "completed" and config.evaluation.federated
         down = download_bytes(schedule, sizes, wire, step, federated=federated)
     else:  # clients keep no state: params are sent for every window and every evaluation
-        evaluations = sum("federated" in line.get("evaluation", {}) for line in lines)
-        down = {**none, PARAMS: (len(windows) + evaluations) * sizes[PARAMS]}
+        times = len(windows) + len(evaluations(lines, "federated"))
+        down = {**none, PARAMS: times * sizes[PARAMS]}
     return {
         "measured": {
             "up": _with_total(_add_up([none, *(line["bytes_up"] for line in lines)])),
@@ -201,11 +199,7 @@ def _bytes(
 
 
 def _evaluation(lines: Iterable[Line], where: str) -> dict[str, Any]:
-    seen = [
-        (line["step"], line["evaluation"][where]["overall"])
-        for line in lines
-        if where in line.get("evaluation", {})
-    ]
+    seen = [(step, each["overall"]) for step, each in evaluations(lines, where)]
     return {
         metric: _course(
             ((step, overall[metric]) for step, overall in seen if metric in overall), better

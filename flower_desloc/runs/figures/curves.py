@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from flower_desloc.runs.folder import evaluations
 from flower_desloc.runs.record import RunRecord
 
 Array = NDArray[np.float64]
@@ -81,19 +82,16 @@ def heldout(run: RunRecord, metric: str, where: str | None = None) -> Curve:
     """Return a held-out metric of the averaged model by step."""
     where = where or run.where
     return Curve.of(
-        (line["step"], line["evaluation"][where]["overall"].get(metric))
-        for line in run.lines
-        if where in line.get("evaluation", {})
+        (step, each["overall"].get(metric)) for step, each in evaluations(run.lines, where)
     )
 
 
 def heldout_parts(run: RunRecord, metric: str, where: str) -> dict[str, Curve]:
     """Return the same for each domain (``central``) or client (``federated``)."""
     points: dict[str, list[Point]] = {}
-    for line in run.lines:
-        parts = line.get("evaluation", {}).get(where, {}).get("parts", {})
-        for name, metrics in parts.items():
-            points.setdefault(name, []).append((line["step"], metrics.get(metric)))
+    for step, evaluation in evaluations(run.lines, where):
+        for name, metrics in evaluation["parts"].items():
+            points.setdefault(name, []).append((step, metrics.get(metric)))
     return _curves(points)
 
 
