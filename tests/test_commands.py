@@ -11,7 +11,6 @@ from command import accepted
 
 from flower_desloc.config import load
 from flower_desloc.tools import dry_run
-from flower_desloc.tools.dry_run import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -102,7 +101,7 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
     if "--output-dir" not in rest:
         rest += ["--output-dir", str(tmp_path)]
     # test_preflight.py takes the step.
-    monkeypatch.setattr(dry_run, "timed_step", lambda *_: Timing(1.0, "not timed"))
+    monkeypatch.setattr(dry_run, "timed_step", lambda *_: (1.0, "not timed"))
     accepted(what, *rest, *["--dry-run"] * ("--dry-run" not in rest))
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -130,24 +130,24 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
     config = needs.config
     device = hardware.device if hardware.exists else torch.device("cpu")
     try:
-        timing = timed_step(config, device, needs.sketch.num_params)
+        seconds, how = timed_step(config, device, needs.sketch.num_params)
     except ValueError as error:
         yield f"the time of a step cannot be estimated: {error}"
         return
     clients, steps = config.federation.num_clients, config.run.steps
     turns = -(-clients // hardware.at_once)
     here = "GPU" if device.type == "cuda" else "CPU"
-    yield f"a step takes {seconds_text(timing.seconds)} on this {here} ({timing.of})"
+    yield f"a step takes {seconds_text(seconds)} on this {here} ({how})"
     if not hardware.exists:
         return
-    compute = turns * steps * timing.seconds
+    compute = turns * steps * seconds
     yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"
     schedule = build_schedule(config)
     windows = list(schedule.windows(steps))
     sent = sum(traffic.uploads(schedule, needs.wire, steps).desloc.values())
     waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))
     yield f"between sites, links of 1 Gbit/s would add {seconds_text(waiting)} (see `desloc plan`)"
-    longest = turns * timing.seconds * max(w.stop - w.start for w in windows)
+    longest = turns * seconds * max(w.stop - w.start for w in windows)
     if longest > config.federation.timeout:
         yield (
             f"beware: a window takes {seconds_text(longest)} here, longer than "
@@ -155,16 +155,8 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The time of a step, and a description of the measurement."""
-
-    seconds: float
-    of: str
-
-
-def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
-    """Return what a local step of a model of ``num_params`` takes on ``device``.
+def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[float, str]:
+    """Return the seconds of a local step of a model of ``num_params``, and how they were measured.
 
     Its forward and backward pass are assumed to take time in proportion to parameters and tokens.
     Attention grows faster with the sequence, so scaling from shorter sequences underestimates it.
@@ -183,7 +175,7 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> Timing:
     longer = config.data.batch_size / rows
     if config.task == TEXT:
         longer *= config.data.seq_len / part.data.seq_len
-    return Timing(larger * longer * seconds, _description(config, part))
+    return larger * longer * seconds, _description(config, part)
 
 
 def _part(config: Config, num_params: int) -> Config:
