@@ -110,20 +110,29 @@ class RunFolder:
         _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
         self.summary.unlink(missing_ok=True)
 
-    def write_final(self, write: Callable[[Path], None]) -> Path:
+    def write_final(self, write: Callable[[Path], None]) -> None:
         """Call ``write`` with an empty folder, which becomes ``final/`` once it returns."""
-        partial = self.path / ".final-partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
-        partial.mkdir()
-        try:
+        with replaced(self.final) as partial:
             write(partial)
-            make_readable(partial)
-            shutil.rmtree(self.final, ignore_errors=True)
-            partial.rename(self.final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return self.final
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces ``folder`` at the end, unless the block raises."""
+    partial = folder.with_name(f".{folder.name}-partial")
+    former = folder.with_name(f".{folder.name}-former")
+    for left in (partial, former):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _make_readable(partial)
+        if folder.exists():
+            folder.rename(former)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 @contextmanager
@@ -176,7 +185,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def make_readable(folder: Path) -> None:
+def _make_readable(folder: Path) -> None:
     """Give the files in ``folder`` its own read permissions; safetensors makes them private."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):

@@ -1,9 +1,8 @@
 """Export of a run's model into a folder for transformers."""
 
-import shutil
 from pathlib import Path
 
-from flower_desloc.runs.folder import make_readable
+from flower_desloc.runs.folder import replaced
 from flower_desloc.tools.models.card import card, is_card
 from flower_desloc.tools.models.model import TrainedModel
 
@@ -19,29 +18,17 @@ def export(source: Path, folder: Path | None = None, *, overwrite: bool = False)
     trained = TrainedModel.of(source)
     folder = (folder or trained.run.path / "export").expanduser().resolve()
     former_files = _require_free(folder, overwrite=overwrite)
-    partial = folder.with_name(f".{folder.name}-partial")
-    former = folder.with_name(f".{folder.name}-former")
-    for left in (partial, former):  # of an interrupted export
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced(folder) as partial:
         trained.write(partial)
         config, summary = trained.facts()
         if summary["steps"] == 0:
             raise ValueError(f"{source}: has not completed a window; there is nothing to export")
         (partial / "README.md").write_text(card(config, summary), encoding="utf-8")
-        make_readable(partial)
         if others := sorted(former_files - {path.name for path in partial.iterdir()}):
             raise ValueError(
                 f"{folder}: holds {', '.join(others)}, which this export does not write; remove "
                 "it, or give another folder"
             )
-        if folder.exists():
-            folder.rename(former)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(former, ignore_errors=True)
     return folder
 
 
