@@ -8,7 +8,7 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message names the key, its value and what is allowed."""
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: object) -> str:
     """Return the text of an error of another library, as part of a message."""
     return " ".join(str(error).split())
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Final
 
-from flower_desloc.config.errors import ConfigError
+from flower_desloc.config.errors import ConfigError, one_line
 
 IMPORT_FROM: Final = "DESLOC_IMPORT_FROM"
 """Environment variable: a folder that may be imported from as well, the one where `desloc` was
@@ -36,4 +36,4 @@ def imported(path: str, key: str) -> Any:
             what += (
                 f"; call desloc in the folder that holds {missing}, or install it, at every site"
             )
-        raise ConfigError(" ".join(what.split())) from error
+        raise ConfigError(one_line(what)) from error

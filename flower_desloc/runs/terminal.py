@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from flower_desloc.config import Config, units
+from flower_desloc.config.errors import one_line
 from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
@@ -79,8 +80,8 @@ class TerminalView:
         self.replay(line)
         step = f"step {line['step']:{len(str(self._plan.num_steps))}}/{self._plan.num_steps}"
         for client, reason in line["left_out"].items():
-            one_line = " ".join(reason.split())  # a client's error may contain its traceback
-            self._print(f"{step}  left out: {client}: {one_line}")
+            # A client's error may contain its traceback.
+            self._print(f"{step}  left out: {client}: {one_line(reason)}")
         loss, left = units.loss_text(line["train_loss"]), self._times(line["step"])
         if self._bar:
             state = f"loss {loss}  up {self._traffic()}  {left}"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
+from flower_desloc.config.errors import one_line
 from flower_desloc.config.units import duration_text
 from flower_desloc.runs.folder import RunFolder
 from flower_desloc.tools.study.cells import CellState, cell_state, counts, study_state
@@ -66,7 +67,7 @@ class StudyProgress:
 
     def failed(self, message: str) -> None:
         """Print the message on one line."""
-        self._print(" ".join(message.split()))
+        self._print(one_line(message))
 
     def tick(self, states: Mapping[str, CellState], running: list[StudyRun]) -> None:
         """Update the bars."""
