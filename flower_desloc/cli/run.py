@@ -141,7 +141,7 @@ def _preflight(
     lines = full_report(needs, hardware) if dry else memory_line(needs, hardware)
     for line in lines:
         typer.echo(line)
-    for finding in on_this_machine(needs, hardware, output_dir.expanduser().resolve()):
+    for finding in on_this_machine(needs, hardware, output_dir):
         stops = finding.stops and (config.run.preflight == "stop" or not finding.estimated)
         if stops and not dry:
             fail(USAGE, finding.what + (f" ({OVERRIDE})" if finding.estimated else ""))

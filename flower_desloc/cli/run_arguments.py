@@ -77,7 +77,7 @@ class RunArguments:
         return {
             "config": self.preset,
             "overrides": " ".join(self.overrides),
-            "output-dir": str(output_dir.expanduser().resolve()),
+            "output-dir": str(output_dir),
         }
 
 
@@ -101,12 +101,11 @@ def override(key: str, value: str) -> str:
 
 def require_writable(folder: Path) -> None:
     """End the command with exit code 2 unless ``folder`` exists or can be made, and is writable."""
-    path = folder.expanduser().resolve()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(USAGE, f"--output-dir {folder}: {error.strerror}; give a folder that can be made")
-    if not os.access(path, os.W_OK):
+    if not os.access(folder, os.W_OK):
         fail(USAGE, f"--output-dir {folder}: is not writable; give another folder")
 
 
