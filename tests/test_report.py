@@ -19,8 +19,8 @@ from flower_desloc.plan.evidence import MEASURED
 from flower_desloc.plan.wall_clock import Link, star_seconds
 from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
 from flower_desloc.runs.figures.curves import Curve, aligned
-from flower_desloc.runs.groups import Spread
-from flower_desloc.runs.report import find, grouped, load, write_report
+from flower_desloc.runs.groups import Spread, grouped
+from flower_desloc.runs.report import find, load, write_report
 from flower_desloc.runs.report.sections import sections
 from flower_desloc.runs.report.tables import (
     TIMES,
