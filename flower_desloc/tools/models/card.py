@@ -113,10 +113,9 @@ def _unless_a_path(value: str) -> str:
 
 def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     sent = summary["bytes"]["measured"]["up"]
-    coded = dict(config.wire)
     for stream, period in summary["config"]["periods"].items():
         times = str(summary["syncs"][stream])
-        form = f" as {coded[stream]}" if stream in coded else ""
+        form = f" as {config.wire[stream]}" if stream in config.wire else ""
         yield f"`{stream}`", period_text(period), times, bytes_text(sent[stream]) + form
 
 

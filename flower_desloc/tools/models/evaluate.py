@@ -18,9 +18,6 @@ import yaml
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.quiet import quiet
 
-PAPER = ("arc_challenge", "arc_easy", "piqa", "hellaswag")
-"""The tasks of the paper's table, by lm-eval's names."""
-
 Question = Mapping[str, Any]
 
 
@@ -44,8 +41,8 @@ _YAML: dict[str, tuple[str, set[str], Callable[[Question], tuple[Any, Any]]]] = 
         lambda question: (question["endings"], int(question["label"])),
     ),
 }
-"""For each task: lm-eval's file, the columns it reads, and a function that returns the answers and
-the index of the right one."""
+"""For each task of the paper's table: lm-eval's file, the columns it reads, and a function that
+returns the answers and the index of the right one."""
 
 _OWN = {
     "output_type": "multiple_choice",
@@ -93,8 +90,8 @@ def evaluate(
     """Return the scores by task, for the first ``limit`` questions of each or all.
 
     With ``data`` the questions of task ``NAME`` are read from ``data/NAME.jsonl``. Its columns are
-    those of lm-eval's data set for the tasks of ``PAPER``, or for any task ``query``,
-    ``choices`` and ``gold``, the index of the right answer. Otherwise lm-eval downloads its own.
+    those of lm-eval's data set for the tasks of the paper, or for any task ``query``, ``choices``
+    and ``gold``, the index of the right answer. Otherwise lm-eval downloads its own.
     ``window`` is the longest input in tokens; by default the model's.
 
     Raises ``ValueError`` if lm-eval is missing or has no such task, if a file, column or right
@@ -174,7 +171,7 @@ def _manager(tasks: Sequence[str], data: Path | None) -> Iterator[Any]:
     if data is None:
         # Its complete index takes reading ten thousand files.
         few = [str(theirs / folder) for folder in ("arc", "piqa", "hellaswag")]
-        known = {*tasks} <= {*PAPER}
+        known = _YAML.keys() >= {*tasks}
         yield make(include_path=few, include_defaults=False) if known else make()
         return
     with TemporaryDirectory() as folder:

@@ -16,8 +16,7 @@ from flower_desloc.config import Config, parse
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, digest
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
-from flower_desloc.runs import RunFolder
-from flower_desloc.runs.folder import read_lines
+from flower_desloc.runs.folder import RunFolder, read_lines
 from flower_desloc.runs.resume import completed
 from flower_desloc.runs.summary import build
 from flower_desloc.setup.initial import is_pretrained
