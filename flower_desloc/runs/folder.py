@@ -142,18 +142,15 @@ def locked(folder: Path, held: str) -> Iterator[None]:
     Raises ``ConfigError``, with ``held`` if another process has locked it, or if it cannot be
     written to.
     """
-    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / ".lock").acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(f"{held}, in another process") from error
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to ({error.strerror})") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import typer
@@ -90,10 +91,9 @@ def follow(superlink: SuperLink, run_id: str, *, verbose: bool) -> RunStatus:
 
     def new_lines() -> Iterator[str]:
         nonlocal printed
-        for number, line in enumerate(superlink.log(run_id), start=1):
-            if number > printed:
-                printed = number
-                yield line
+        for line in islice(superlink.log(run_id), printed, None):
+            printed += 1
+            yield line
 
     while True:
         for line in new_lines() if verbose else without_flower(new_lines()):
