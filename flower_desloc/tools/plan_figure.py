@@ -103,7 +103,7 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
         for stream in run.moments
         if stream.beta
     ]
-    longest = _MARGIN * max(10, *(max(half_life(beta), period) for _, beta, period in stated), 10)
+    longest = _MARGIN * max([10, *(max(half_life(beta), period) for _, beta, period in stated)])
     periods = np.geomspace(1, longest, _POINTS)
     for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
         bounds = [drift_bound(beta, steps, 1) for steps in periods]

@@ -215,10 +215,9 @@ def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool) -> None:
         for name, curve in curves.items():
             plot(panel, curve.thinned(), colours[name], lw=0.9, alpha=0.85)
             labels.append(Label(curve.thinned().last, name, colours[name]))
-    if len(curves) > 1:
-        middle = mean(curves.values()).thinned()
-        plot(panel, middle, INK, lw=1.8)
-        labels.append(Label(middle.last, "mean", INK, bold=True))
+    middle = mean(curves.values()).thinned()
+    plot(panel, middle, INK, lw=1.8)
+    labels.append(Label(middle.last, "mean", INK, bold=True))
     if named:
         label_right(panel, labels)
 

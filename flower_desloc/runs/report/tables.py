@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import get_args
 
@@ -34,7 +34,7 @@ class TextTable:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Collection[int] = (0,)
-    marked: Collection[int] = field(default=())
+    marked: Collection[int] = ()
     """Rows that are highlighted."""
     title: str = ""
 
