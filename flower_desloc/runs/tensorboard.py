@@ -51,8 +51,8 @@ class TensorBoard:
         for name, client in clients.items():
             self._curve(f"loss/{name}", client["losses"], line)
             self._curve(f"grad_norm/{name}", client["grad_norms"], line)
-            self._add(f"update_norm/{name}", client["update_norm"], step)
-            self._add(f"param_norm/{name}", client["param_norm"], step)
+            self._writer.add_scalar(f"update_norm/{name}", client["update_norm"], step)
+            self._writer.add_scalar(f"param_norm/{name}", client["param_norm"], step)
         losses = zip(*(client["losses"] for client in clients.values()), strict=False)
         self._curve("loss/mean", [fmean(each) for each in losses], line)
         for client in list(clients.values())[:1]:  # all clients have the same learning rate
@@ -61,15 +61,15 @@ class TensorBoard:
             parts = {f"{where}/{part}": values for part, values in evaluation["parts"].items()}
             for tag, metrics in {where: evaluation["overall"], **parts}.items():
                 for metric in sorted(metrics.keys() & _METRICS):
-                    self._add(f"heldout_{metric}/{tag}", metrics[metric], step)
+                    self._writer.add_scalar(f"heldout_{metric}/{tag}", metrics[metric], step)
         for stream, drift in line["drift"].items():
             if drift["norm"]:
-                self._add(f"drift/{stream}", drift["spread"] / drift["norm"], step)
+                self._writer.add_scalar(f"drift/{stream}", drift["spread"] / drift["norm"], step)
             if last := self._norms.get(stream):
-                self._add(f"change/{stream}", drift["moved"] / last, step)
+                self._writer.add_scalar(f"change/{stream}", drift["moved"] / last, step)
         self.replay(line)
         for tag, count in self._sent.items():
-            self._add(tag, count, step)
+            self._writer.add_scalar(tag, count, step)
         self._writer.flush()
 
     def finish(self, record: RunRecord) -> None:  # noqa: ARG002
@@ -78,7 +78,4 @@ class TensorBoard:
 
     def _curve(self, tag: str, values: list[float], line: Line) -> None:
         for step, value in enumerate(values, line["start"] + 1):
-            self._add(tag, value, step)
-
-    def _add(self, tag: str, value: float, step: int) -> None:
-        self._writer.add_scalar(tag, value, step)
+            self._writer.add_scalar(tag, value, step)
