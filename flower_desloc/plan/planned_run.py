@@ -149,11 +149,6 @@ class PlannedRun:
             waiting += max(0.0, math.hypot(seconds, self.window_seconds) - hidden)
         return waiting / self.steps
 
-    @property
-    def largest_window(self) -> float:
-        """The most bytes that a worker sends after a window."""
-        return max(num_bytes for _, num_bytes in self.windows)
-
     def waiting(self, method: MethodRates, topology: Topology, link: Link | None = None) -> float:
         """Return the seconds per step of communication that is not hidden behind compute."""
         link = link or self.link

@@ -51,12 +51,10 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         "sent by one worker; right: how many times as much other methods send",
         _bytes(run),
     )
-    payloads = run.largest_window / run.sizes[PARAMS]
+    largest = max(num_bytes for _, num_bytes in run.windows)
+    payloads = largest / run.sizes[PARAMS]
     if payloads > 1 and not run.coins:
-        remark = (
-            f"DES-LOC's largest window: {units.bytes_text(run.largest_window)}, "
-            f"{payloads:.3g} payloads"
-        )
+        remark = f"DES-LOC's largest window: {units.bytes_text(largest)}, {payloads:.3g} payloads"
         console.print(Text(remark, style="dim"))
     gaps = []
     if run.tokens:
