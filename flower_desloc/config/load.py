@@ -1,6 +1,5 @@
 """Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -221,9 +220,8 @@ def _wanted(node: Any, key: str, value: Any, error: Exception) -> str:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    sections = {f.name for f in dataclasses.fields(Config)}
     for key, value in values.items():
-        if isinstance(value, dict) and not prefix and key in sections and key != _SYNC:
+        if isinstance(value, dict) and not prefix and key != _SYNC:
             yield from _leaves(value, f"{key}.")
         elif isinstance(value, dict):
             # federation.attendance.96=8: in a dotlist every key is a string.

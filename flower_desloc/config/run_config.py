@@ -25,7 +25,6 @@ SETTINGS: Final = {
 """The setting of each key. Those that Flower's own apps have are named as there."""
 
 _OTHERS: Final = ("config", "overrides", "output-dir")
-_UNSET: Final = ""
 
 
 def load_run_config(run_config: RunConfig) -> Config:
@@ -43,7 +42,7 @@ def load_run_config(run_config: RunConfig) -> Config:
                 f"run config: {key}: no such key{suggestion(key, known)}; there are "
                 f"{', '.join(known)}"
             )
-    stated = {key: run_config[key] for key in SETTINGS if run_config.get(key, _UNSET) != _UNSET}
+    stated = {key: run_config[key] for key in SETTINGS if run_config.get(key, "") != ""}
     keys = [f"{SETTINGS[key]}={value}" for key, value in stated.items()]
     overrides = str(run_config.get("overrides", "")).split()
     try:
@@ -58,7 +57,5 @@ def load_run_config(run_config: RunConfig) -> Config:
 def app_run_config() -> RunConfig:
     """Return the run config in the app's ``pyproject.toml``, which Flower's command changes."""
     text = (APP_FOLDER / "pyproject.toml").read_text(encoding="utf-8")
-    found: dict[str, bool | float | int | str] = tomllib.loads(text)["tool"]["flwr"]["app"][
-        "config"
-    ]
+    found: RunConfig = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
     return found
