@@ -276,7 +276,7 @@ def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(temp, mo
     )
     command = [sys.executable, "-c", parent]
     monkeypatch.setattr(superlink, "superlink_command", lambda *_: command)
-    monkeypatch.setattr(superlink.SuperLink, "wait_until_ready", lambda self: None)
+    monkeypatch.setattr(superlink.Supervised, "wait_for_log", lambda *_: None)
 
     def started():
         return [command_line(p) for p in processes_with("FLWR_HOME", str(link.home))]

@@ -137,13 +137,6 @@ class SuperLink:
             )
         return answer
 
-    def wait_until_ready(self) -> None:
-        """Return when the SuperLink serves its address."""
-        # Its log, not GET /health: another SuperLink that took the port would answer that.
-        scheme = "https" if self.certificates else "http"
-        ready = f"Uvicorn running on {scheme}://{self.address} "
-        self.process.wait_for_log(ready, "the SuperLink did not start")
-
 
 def app_alone(app: Path, home: Path) -> Path:
     """Return a folder in ``home`` with only the files that Flower builds ``app`` from.
@@ -186,9 +179,10 @@ def private_superlink(
         )
         command = [*host.enter, *superlink_command(address, environment, certificates)]
         with supervised(home, command, environment) as process:
-            superlink = SuperLink(home, environment, process, address, certificates, host.enter)
-            superlink.wait_until_ready()
-            yield superlink
+            # Its log, not GET /health: another SuperLink that took the port would answer that.
+            ready = f"Uvicorn running on {'https' if certificates else 'http'}://{address} "
+            process.wait_for_log(ready, "the SuperLink did not start")
+            yield SuperLink(home, environment, process, address, certificates, host.enter)
 
 
 def superlink_command(
