@@ -1,6 +1,7 @@
 """``summary.json``: one object about a whole run, computed from its configuration and windows."""
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from importlib.metadata import version
@@ -226,11 +227,10 @@ def _course(
 
 
 def _add_up(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    total: dict[str, Any] = {}
+    total: Counter[str] = Counter()
     for each in maps:
-        for key, value in each.items():
-            total[key] = total.get(key, 0) + value
-    return total
+        total.update(each)
+    return dict(total)
 
 
 def _with_total(by_stream: Mapping[str, int]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Curves for TensorBoard; the x axis is the global step."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +29,7 @@ class TensorBoard:
         # Hides what was written after the checkpoint that the run resumes from.
         purge_step = None if resumed_at is None else resumed_at + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        self._sent: dict[str, int] = {}
+        self._sent: Counter[str] = Counter()
         self._norms: dict[str, float | None] = {}
 
     def started(self, plan: Plan) -> None:
@@ -41,8 +42,8 @@ class TensorBoard:
         """Count a window that was written before the run was resumed."""
         for way in ("up", "down"):
             for stream, count in line[f"bytes_{way}"].items():
-                for tag in (f"bytes_{way}/{stream}", f"bytes_{way}/total"):
-                    self._sent[tag] = self._sent.get(tag, 0) + count
+                self._sent[f"bytes_{way}/{stream}"] += count
+                self._sent[f"bytes_{way}/total"] += count
         self._norms |= {stream: drift["norm"] for stream, drift in line["drift"].items()}
 
     def window(self, line: Line) -> None:
