@@ -1,6 +1,6 @@
 """The report of a dry run: parameters, memory, disk, traffic and time, line by line."""
 
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -221,11 +221,10 @@ def _description(config: Config, part: Config) -> str:
 
 def _timed(act: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the faster of two calls, after one warm-up."""
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
+
+    def act_to_end() -> None:
         act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+
+    return min(timeit.repeat(act_to_end, number=1, repeat=3)[1:])
