@@ -22,6 +22,8 @@ from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSch
 _IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 """``module:name``."""
 
+NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
+"""Name of a run or study, and so of a folder."""
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
@@ -155,7 +157,7 @@ def _model(config: Config) -> Iterator[str]:
 def _federation(config: Config) -> Iterator[str]:
     federation, run = config.federation, config.run
     most = f"{federation.num_clients=}"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", run.name):
+    if not NAME.fullmatch(run.name):
         yield (
             f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
             "begin with '.' or '-'"

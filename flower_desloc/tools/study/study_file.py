@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError
+from flower_desloc.config.check import NAME
 from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.runs.groups import flat
 from flower_desloc.setup.build import check_streams
@@ -53,7 +53,7 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
     if not values:
         raise ConfigError("it is empty; state axes, each a mapping from labels to settings")
     name = str(values.get("name", path.stem))
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", name):
+    if not NAME.fullmatch(name):
         raise ConfigError(f"name={name}: it names a folder; letters, digits, '_', '-' and '.'")
     axes = _axes(values.get("axes"))
     seeds = _seeds(values.get("seeds", [0]), "seeds")
