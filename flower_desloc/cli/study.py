@@ -89,7 +89,7 @@ def _print_states(states: Mapping[str, CellState], store: Store) -> None:
     for state in states.values():
         typer.echo(state.cell.name)
         for folder in sorted(state.finished):
-            typer.echo(f"  done     {Path(folder).relative_to(store.path)}")
+            typer.echo(f"  done     {folder.relative_to(store.path)}")
         for run in state.missing:
             typer.echo(f"  to run   {store.final_path(run).relative_to(store.path)}")
         if state.searching and state.cell.search:

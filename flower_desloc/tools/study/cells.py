@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 
 from flower_desloc.config import ConfigError
@@ -34,9 +35,9 @@ class CellState:
     """Finished runs of the study's seeds at the best value."""
 
     @property
-    def finished(self) -> set[str]:
-        """Paths of the finished runs."""
-        return {str(run.folder.path) for run in (*self.runs, *self.search_runs)}
+    def finished(self) -> set[Path]:
+        """Folders of the finished runs."""
+        return {run.folder.path for run in (*self.runs, *self.search_runs)}
 
     @property
     def key(self) -> str | None:
@@ -119,7 +120,7 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
 
 def counts(states: Mapping[str, CellState]) -> tuple[int, int, int]:
     """Return how many runs are finished, are missing, and at least follow the missing ones."""
-    finished = set[str]().union(*(state.finished for state in states.values()))
+    finished = set[Path]().union(*(state.finished for state in states.values()))
     missing = sum(len(state.missing) for state in states.values())
     return len(finished), missing, sum(state.later for state in states.values())
 
