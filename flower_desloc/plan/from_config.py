@@ -30,8 +30,6 @@ PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
 """Folder of their configurations."""
 
 _FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
-_DRIFTS_AS: Final = {"max_exp_avg_sq": "exp_avg_sq"}
-"""A maximum changes at most as fast as what it is taken of."""
 
 
 def planned_run(
@@ -145,7 +143,8 @@ def dtype_bytes(config: Config) -> int:
 def _beta(config: Config, name: str) -> float | None:
     if name == PARAMS:
         return None
-    name = _DRIFTS_AS.get(name, name)
+    if name == "max_exp_avg_sq":  # a maximum changes at most as fast as what it is taken of
+        name = "exp_avg_sq"
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(1))])
     try:
         return state_decays(optimizer, [name])[name]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import yaml
 
 from flower_desloc.config.errors import one_line
+from flower_desloc.runs.summary import versions
 from flower_desloc.tasks.quiet import quiet
 
 Question = Mapping[str, Any]
@@ -131,8 +132,6 @@ def evaluate(
 
 def to_json(scores: Mapping[str, TaskScore], source: str) -> str:
     """Return the scores as JSON, with the model's name and the versions of the libraries."""
-    from flower_desloc.runs.summary import versions
-
     with_what = versions() | {"lm_eval": require_lm_eval().__version__}
     tasks = {name: asdict(score) for name, score in scores.items()}
     return json.dumps({"model": source, "tasks": tasks, "versions": with_what}, indent=2) + "\n"
