@@ -156,12 +156,12 @@ def log_scale(panel: Axes, curves: Iterable[Curve]) -> None:
         log_axis(panel.yaxis, float(values.min()), float(values.max()))
 
 
-def percent_tick(share: float, _: object = None) -> str:
+def percent_tick(share: float, _: object) -> str:
     """Return a share of 1 as the label of a tick."""
     return f"{100 * share:.3g} %"
 
 
-def bytes_tick(count: float, _: object = None) -> str:
+def bytes_tick(count: float, _: object) -> str:
     """Return ``count`` bytes as the label of a tick."""
     return bytes_text(count).replace(".0 ", " ")
 
