@@ -9,8 +9,7 @@ Client 2 of a ``flower_path.Run`` is killed in the third window, after it has tr
 and before its reply is sent: that window of that client runs in a process of its own, which ends by
 SIGKILL.
 
-``Faults.expected`` transcribes Algorithm 1 once more, with clients that fail. It uses the
-updates of reference.py and nothing of the project.
+``Faults.expected`` is Algorithm 1 of reference.py with these clients absent, unheard or new.
 """
 
 import contextlib
@@ -18,18 +17,17 @@ import os
 import resource
 import signal
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import reference
 import torch
-from federation import due_table, initial
-from flower_path import Run
+from flower_path import Run, oracle
 from flwr.app import Context, Error, Message, RecordDict
-from reference import State, Tree
+from reference import State
 
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.observer import EventKind
@@ -71,7 +69,7 @@ UNHARMED = Fault(-1, -1, "unharmed", None)
 
 
 class Faults:
-    """The faults of one run; each happens once."""
+    """The faults of one run, stated in the order of the windows; each happens once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -119,9 +117,12 @@ class Faults:
             self.run.files(node).delete()
             return answer(message, context)
 
-        # In the first window there is nothing to lose.
-        outcome: Outcome = "new" if window > 1 else "unharmed"
-        self._plan(Fault(node, window, outcome, "state lost" if window > 1 else None, "", around))
+        # Before its first completed window there is nothing to lose.
+        undone = {f.window for f in self.planned if f.node == node and f.outcome == "undone"}
+        if undone >= set(range(1, window)):
+            self._plan(Fault(node, window, "unharmed", None, "", around))
+        else:
+            self._plan(Fault(node, window, "new", "state lost", "", around))
 
     def damage_state_at(self, *, node: int, window: int) -> None:
         """Bits of the client's state file have flipped when the window begins, in every tensor."""
@@ -222,50 +223,18 @@ class Faults:
 
     def expected(self) -> list[State]:
         """Return what every client holds in the end, including the averages."""
-        return self.course()[-1]
+        outcomes = {(fault.node, fault.window): fault.outcome for fault in self.planned}
+        ends = [window.stop for window in self.run.schedule.windows(self.run.num_steps)]
 
-    def course(self) -> list[list[State]]:
-        """Return what every client holds after each window, with the averages applied at once."""
-        run, optimizer = self.run, self.run.case.oracle
-        faults = {(fault.node, fault.window): fault.outcome for fault in self.planned}
-        due = due_table(run.schedule, run.num_steps)
-        ends = [step for step in sorted(due) if due[step]]
-        clients = [reference.start(optimizer, initial(run.problem)) for _ in range(run.num_clients)]
-        averages: dict[str, Tree] = {"params": initial(run.problem)}
-        course = []
-        start = 0
-        for window, stop in enumerate(ends, start=1):
-            heard = []
-            for m in range(run.num_clients):
-                outcome = faults.get((m, window), "unharmed")
-                if outcome == "undone":
-                    continue
-                if outcome == "new":
-                    zeros = reference.start(optimizer, averages["params"])
-                    clients[m] = {**zeros, **{s: dict(tree) for s, tree in averages.items()}}
-                self._steps(clients[m], m, start, stop)
-                if outcome != "unheard":
-                    heard.append(m)
-            for stream in due[stop]:
-                averages[stream] = reference.E([clients[m][stream] for m in heard])
-                for client in clients:
-                    client[stream] = dict(averages[stream])
-            course.append([{s: dict(tree) for s, tree in client.items()} for client in clients])
-            start = stop
-        return course
+        def outcome(m: int, t: int) -> Outcome:
+            return outcomes.get((m, bisect_right(ends, t) + 1), "unharmed")
 
-    def _steps(self, s: State, m: int, start: int, stop: int) -> None:
-        run, optimizer = self.run, self.run.case.oracle
-        streams = ("params", *optimizer.states)
-        for stream, seed in optimizer.seeds.items():
-            if start > 0 and not any(tensor.any() for tensor in s[stream].values()):
-                s[stream] = reference.each(seed, run.problem.grad(m, start, s["params"]))
-        for t in range(start, stop):
-            g = run.problem.grad(m, t, s["params"])
-            for key in g:
-                new = optimizer.update(t, run.case.lr, g[key], *(s[n][key] for n in streams))
-                for name, tensor in zip(streams, new, strict=True):
-                    s[name][key] = tensor
+        return oracle(
+            self.run,
+            present=lambda m, t: outcome(m, t) != "undone",
+            heard=lambda m, t: outcome(m, t) != "unheard",
+            restarts=lambda m, t: t in ends and outcome(m, t) == "new",
+        )
 
 
 def _place(message: Message) -> tuple[int, int]:

@@ -59,6 +59,8 @@ def run(
     lr: Callable[[int], float],
     clip: Callable[[Tree], Tree] = lambda g: g,
     present: Callable[[int, int], bool] = lambda m, t: True,
+    heard: Callable[[int, int], bool] = lambda m, t: True,
+    restarts: Callable[[int, int], bool] = lambda m, t: False,
     weights: Sequence[float] | None = None,
     delay: int = 0,
     takes: Callable[[int, int], bool] | None = None,
@@ -69,7 +71,10 @@ def run(
 
     ``due[n]`` are the streams averaged when n steps are completed (``every`` makes the table
     from periods; coins give any other). ``lr(t)`` is eta_t. A worker that is not ``present(m, t)``
-    takes no step t and is not in the averages that follow it; it still receives them.
+    takes no step t and is not in the averages that follow it; it still receives them. One that is
+    present but not ``heard(m, t)`` takes the step and is not in the averages. One that
+    ``restarts(m, t)`` has lost its state before step t: it starts from the last averages, and from
+    zeros where there is none.
 
     With a ``delay`` an average reaches a worker that goes on so many steps later, at the latest
     when streams are due again: the worker then takes over a state that started from the average in
@@ -85,13 +90,14 @@ def run(
     params the difference from those that everybody has is sent. The sender adds what the code lost
     to what it sends next, except of v.
     """
-    everybody, lost = dict(x0), {}
+    averages: State = {"params": x0}
+    lost: dict[tuple[int, str], Tree] = {}
 
     def received(sender: int, stream: str, s: Tree) -> Tree:
         if stream not in (codes or {}):
             return s
         zeros = each(torch.zeros_like, s)
-        base = everybody if stream == "params" else zeros
+        base = averages["params"] if stream == "params" else zeros
         meant = each(lambda s, b, e: s - b + e, s, base, lost.get((sender, stream), zeros))
         sent = each(codes[stream], meant)
         if stream != "exp_avg_sq":
@@ -111,8 +117,13 @@ def run(
             if takes and not takes(m, t):
                 continue
             taken[m] = {stream: k + 1 for stream, k in taken[m].items()}
+            if restarts(m, t):
+                workers[m] = start(optimizer, x0) | {n: dict(s) for n, s in averages.items()}
             s = workers[m]
             g = clip(grad(m, t, s["params"]))
+            for stream, seed in optimizer.seeds.items():
+                if t > 0 and not any(tensor.any() for tensor in s[stream].values()):
+                    s[stream] = each(seed, g)
             for key in x0:
                 new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
                 for stream, tensor in zip(streams, new, strict=True):
@@ -127,17 +138,17 @@ def run(
                 in_time[m] = {}
             if bound is not None:
                 bounded(workers, bound)
+        senders = [m for m in at_work if heard(m, t)]
         for stream in due.get(t + 1, ()):
-            if at_work:
+            if senders:
                 w = list(weights or [1.0] * num_workers)
                 if takes:
                     beta = optimizer.decays.get(stream, 1.0)
-                    for m, k in ((m, taken[m][stream]) for m in at_work):
+                    for m, k in ((m, taken[m][stream]) for m in senders):
                         w[m] *= k if stream == "params" else 1 - beta**k
-                sent = [received(m, stream, workers[m][stream]) for m in at_work]
-                mean = received(-1, stream, E(sent, [w[m] for m in at_work]))
-                if stream == "params":
-                    everybody = mean
+                sent = [received(m, stream, workers[m][stream]) for m in senders]
+                mean = received(-1, stream, E(sent, [w[m] for m in senders]))
+                averages[stream] = mean
                 for m in range(num_workers):
                     goes_on = m in at_work and t + 1 < num_steps and present(m, t + 1)
                     to = in_time[m] if delay and goes_on else workers[m]
