@@ -9,7 +9,7 @@ from federation import OPTIMIZERS, OptimizerCase, Problem, Quadratic, due_table,
 from flwr.app import Context, Message, RecordDict
 from reference import State, Tree
 
-from flower_desloc import Clipping, DesLoc, SyncSchedule, prime, stream_names, take
+from flower_desloc import DesLoc, SyncSchedule, prime, stream_names, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period
@@ -39,6 +39,17 @@ class Grid(InProcessGrid):
         """The reply of a client that is not asked at all."""
         self.sent: list[Message] = []
 
+    def on_training(self, change: Callable[[Message], object], node: int | None = None) -> None:
+        """Call ``change`` with every reply to training, or with those of one node."""
+
+        def meddle(asked: Message, reply: Message) -> Message:
+            here = node is None or asked.metadata.dst_node_id == node
+            if here and asked.metadata.message_type == "train":
+                change(reply)
+            return reply
+
+        self.meddle = meddle
+
     def get_node_ids(self) -> Iterable[int]:
         return [node for node in self.contexts if node - 1 not in self.away]
 
@@ -55,13 +66,13 @@ class Grid(InProcessGrid):
 
 
 class Watch(Observer):
-    """Keeps the records, and calls ``after`` with each."""
+    """Keeps the records, and calls every function in ``after`` with each."""
 
-    def __init__(self, after: Callable[[WindowRecord], None] = lambda record: None) -> None:
+    def __init__(self, *after: Callable[[WindowRecord], None]) -> None:
         self.records: list[WindowRecord] = []
         self.plan: Plan | None = None
         self.joiners: list[str] = []
-        self.after = after
+        self.after = [*after]
 
     def started(self, plan: Plan) -> None:
         self.plan = plan
@@ -71,7 +82,8 @@ class Watch(Observer):
 
     def window(self, record: WindowRecord) -> None:
         self.records.append(record)
-        self.after(record)
+        for call in self.after:
+            call(record)
 
 
 class Run:
@@ -91,7 +103,6 @@ class Run:
         num_clients: int = 3,
         num_steps: int = 12,
         lr_schedule: LRSchedule | None = None,
-        clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
         outer: OuterOptimizer | None = None,
         **options: Any,
@@ -117,7 +128,6 @@ class Run:
                 loss_at=lambda t: problem.loss(module, m, t),
                 num_examples=m + 1,
                 lr_schedule=lr_schedule or constant(),
-                clipping=clipping or Clipping(),
             )
             return workers[m]
 
@@ -179,7 +189,8 @@ class Run:
         return state
 
 
-def oracle(run: Run, lr: Callable[[int], float] | None = None, **kwargs: Any) -> list[State]:
+def oracle(run: Run, **changed: Any) -> list[State]:
+    """Return the outcome of the same run in reference.py, with a constant learning rate."""
     return reference.run(
         run.case.oracle,
         initial(run.problem),
@@ -188,6 +199,6 @@ def oracle(run: Run, lr: Callable[[int], float] | None = None, **kwargs: Any) ->
         num_steps=run.num_steps,
         delay=run.strategy.sync_delay,
         due=due_table(run.schedule, run.num_steps),
-        lr=lr or (lambda t: run.case.lr),
-        **kwargs,
+        lr=lambda t: run.case.lr,
+        **changed,
     )

@@ -2,21 +2,18 @@
 
 import gc
 import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from federation import OPTIMIZERS, Regression, assert_close, assert_same, size_of
 from flower_path import RUN, Run, oracle
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from flower_desloc import Clipping, DesLoc, SyncSchedule
+from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record
 
 # Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -37,40 +34,22 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         "periods": (2, 2, 2),
         "present": lambda m, t: m != 1 or t >= 4,
     },
+    # Its first batch seeds ADOPT's v.
+    "joins before v was averaged": {
+        "periods": (2, 2, "never"),
+        "present": lambda m, t: m != 1 or t >= 4,
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "situation"),
-    [
-        *(("adopt", situation) for situation in SITUATIONS),
-        *(
-            (name, s)
-            for name in ("adam", "amsgrad")
-            for s in ("coins", "away for two windows", "joins later")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["adopt", "amsgrad"])
+@pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
     options = {**SITUATIONS[situation]}
     periods = OPTIMIZERS[name].periods(*options.pop("periods"))
     schedule = SyncSchedule(periods, options.pop("coin_seed", None))
     run = Run(name, schedule, tmp_path, num_steps=26, **options)
     assert_close(run.start(), oracle(run, present=run.present))
-
-
-@pytest.mark.parametrize("name", ["adam", "adopt", "amsgrad"])
-def test_the_federated_path_is_algorithm_1_on_tied_weights_with_clipping(name, tmp_path):
-    run = Run(
-        name,
-        (2, 3, 5),
-        tmp_path,
-        problem=Regression(),
-        clipping=Clipping(norm=0.5),
-        lr_schedule=lambda t: 1 / (1 + t),
-    )
-    expected = oracle(run, lr=lambda t: run.case.lr / (1 + t), clip=reference.clip_norm(0.5))
-    assert_close(run.start(), expected)
 
 
 def test_the_order_of_the_nodes_changes_no_bit(tmp_path):
@@ -87,14 +66,12 @@ def test_the_server_holds_one_reply_at_a_time(tmp_path):
     alive: list[weakref.ref[Message | Array]] = []
     most = []
 
-    def meddle(asked: Message, reply: Message) -> Message:
-        if asked.metadata.message_type == "train":
-            alive.append(weakref.ref(reply))
-            alive.append(weakref.ref(reply.content["params"]["vector"]))
-            most.append(sum(ref() is not None for ref in alive))
-        return reply
+    def count(reply: Message) -> None:
+        alive.append(weakref.ref(reply))
+        alive.append(weakref.ref(reply.content["params"]["vector"]))
+        most.append(sum(ref() is not None for ref in alive))
 
-    run.grid.meddle = meddle
+    run.grid.on_training(count)
     gc.disable()  # no cycle may keep them
     try:
         run.start()
@@ -107,13 +84,7 @@ def test_the_server_holds_one_reply_at_a_time(tmp_path):
 def test_a_client_is_sent_the_streams_it_lacks_and_replies_with_the_due_ones(tmp_path):
     run = Run("adam", (2, 3, "never"), tmp_path, num_clients=2, num_steps=8)
     ups = []
-
-    def meddle(asked: Message, reply: Message) -> Message:
-        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 1:
-            ups.append(set(reply.content.array_records))
-        return reply
-
-    run.grid.meddle = meddle
+    run.grid.on_training(lambda reply: ups.append(set(reply.content.array_records)), node=1)
     run.start()
     trains = [m for m in run.grid.sent if m.metadata.message_type == "train"]
     asked = [m for m in trains if m.metadata.dst_node_id == 1]
@@ -121,29 +92,6 @@ def test_a_client_is_sent_the_streams_it_lacks_and_replies_with_the_due_ones(tmp
     # Events after steps 2 (x), 3 (u), 4 (x), 6 (x, u), 8 (x).
     assert [set(m.content.array_records) for m in asked] == [x, x, u, x, x | u]
     assert ups == [x, u, x, x | u, x]
-    assert all(set(message.content.config_records) == {"config"} for message in asked)
-    configs = [message.content["config"] for message in asked]
-    steps = [(config["start-step"], config["stop-step"]) for config in configs]
-    assert steps == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 8)]
-    assert [set(config["streams-due"]) for config in configs] == ups
-
-
-def test_an_adopt_that_joins_before_v_was_averaged_seeds_v_from_its_first_batch(tmp_path):
-    late: dict[str, Any] = {"num_clients": 2, "present": lambda m, t: m == 0 or t >= 4}
-    run = Run("adopt", (2, 2, "never"), tmp_path, num_steps=6, **late)
-    x_at_4 = {}
-
-    def remember(record: WindowRecord) -> None:
-        Run._after(run, record)
-        if record.step == 4:
-            x_at_4.update(from_record(run.strategy.state.averages["params"]))
-
-    run.watch.after = remember
-    v = run.start()[1]["exp_avg_sq"]
-    g4 = run.problem.grad(1, 4, x_at_4)
-    for key in ("matrix", "vector", "scalar"):
-        # v = g^2 whole, then two EMA steps with beta2 = 0.99: 98 % of it are left.
-        assert (v[key] >= 0.98 * g4[key].square() - 1e-12).all()
 
 
 # ------------------------------------------------------------------------------------- Failures
@@ -195,32 +143,16 @@ def test_a_client_that_moves_in_a_repeated_window_loses_nothing(tmp_path):
     policy = Policy(on_failure="continue", min_clients=3, repeats=1)
     calm, run = (quadratic(tmp_path / name, policy) for name in ("calm", "moved"))
     failing(run, client=2, start=4)
-    answer = run.grid.meddle
 
-    def move(asked: Message, reply: Message) -> Message | None:
-        trained = asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2
-        if trained and asked.content["config"]["start-step"] == 4:
+    def move(reply: Message) -> None:
+        if reply.content["metrics"]["start-step"] == 4:
             run.grid.contexts[77] = run.grid.contexts.pop(2)
-        return answer(asked, reply)
 
-    run.grid.meddle = move
+    run.grid.on_training(move, node=2)
     assert_same(run.start(), calm.start())
     (record,) = [r for r in run.watch.records if r.start == 4]
     assert [e.kind for e in record.events] == ["failed", "repeated", "moved"]
     assert record.events[-1].what == "from node 2 to node 77"
-
-
-def test_files_that_a_failed_run_of_the_same_name_left_behind_are_ignored(tmp_path):
-    broken = quadratic(tmp_path / "one")
-    failing(broken, client=1, start=6)
-    with pytest.raises(FederationError):
-        broken.start()
-    assert broken.files(2).held() is not None
-    after, alone = (quadratic(tmp_path / name) for name in ("one", "other"))
-    assert_same(after.start(), alone.start())
-    for one, other in zip(after.watch.records, alone.watch.records, strict=True):
-        assert one.traffic == other.traffic
-        assert one.events == other.events
 
 
 def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):
@@ -264,12 +196,7 @@ def test_a_client_of_other_code_is_refused(tmp_path, monkeypatch):
         quadratic(tmp_path).start()
 
 
-# ----------------------------------------------------------------------------- Weights and draws
-
-
-def test_weighting_by_examples_is_the_weighted_mean(tmp_path):
-    run = quadratic(tmp_path, Policy(weighting="examples"))
-    assert_close(run.start(), oracle(run, weights=[1.0, 2.0, 3.0]))
+# ------------------------------------------------------------------------------ Draws and settings
 
 
 def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
@@ -282,24 +209,11 @@ def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
     assert len({frozenset(names) for names in chosen}) > 1
 
 
-def test_the_traffic_counted_is_that_of_the_messages(tmp_path):
-    run = quadratic(tmp_path)
-    run.start()
-    size = size_of(run.problem)
-    up: Counter[str] = Counter()
-    for record in run.watch.records:
-        up.update(record.traffic.up)
-    assert up == {"params": 3 * 4 * size, "exp_avg": 3 * 2 * size, "exp_avg_sq": 3 * size}
-
-
 def test_config_records_of_the_app_reach_the_clients(tmp_path):
     run = quadratic(tmp_path)
     run.strategy.start(run.grid, run.initial, ConfigRecord({"colour": "blue"}))
     *asked, _, _, _ = run.grid.sent  # the farewell brings no settings
     assert {message.content["config"].get("colour") for message in asked} == {"blue"}
-
-
-# ----------------------------------------------------------------------- Evaluation and settings
 
 
 @pytest.mark.parametrize(
@@ -330,12 +244,11 @@ def test_a_client_that_moves_is_asked_once_even_if_its_old_node_is_online(tmp_pa
     run = quadratic(tmp_path)
 
     def move(record: WindowRecord) -> None:
-        Run._after(run, record)
         if record.step == 2:  # its old node stays online
             old = run.grid.contexts[2]
             run.grid.contexts[77] = Context(1, 77, old.node_config, RecordDict(), {})
 
-    run.watch.after = move
+    run.watch.after.append(move)
     assert_close(run.start(), oracle(run))
     assert run.watch.joiners == ["client-1"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Faults
 from federation import OPTIMIZERS, Quadratic, assert_same
 from flower_path import Run
-from flwr.app import Error, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -62,27 +62,18 @@ def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
 PACES = {"client-0": 1.0, "client-1": 1.5, "client-2": 4.0}
 
 
-class Killed(BaseException):
-    """The end of a client's process."""
-
-
-def torn(path: Path, *_: Any) -> None:
-    path.write_bytes(b"half")
-    raise Killed
-
-
 @pytest.mark.parametrize(
-    ("dies", "paces", "delay"),
+    ("phase", "paces", "delay"),
     [
-        ("before it starts", PACES, 2),
-        ("while it saves", {}, 2),
-        ("before it replies", {}, 2),
-        ("before it replies", PACES, 2),
-        ("before it replies", {}, 0),
+        ("starting", PACES, 2),
+        ("saving", {}, 2),
+        ("uploading", {}, 2),
+        ("uploading", PACES, 2),
+        ("uploading", {}, 0),
     ],
 )
 def test_a_client_killed_in_a_window_of_coded_streams_repeats_it_to_the_same_bits(
-    dies, paces, delay, tmp_path, monkeypatch
+    phase, paces, delay, tmp_path, monkeypatch
 ):
     """The server leaves it out, has too few replies, and asks for the window again."""
     monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
@@ -97,42 +88,22 @@ def test_a_client_killed_in_a_window_of_coded_streams_repeats_it_to_the_same_bit
     }
     expected = late(tmp_path / "a", **options).start()
     run = late(tmp_path / "b", **options)
-    reply_to, asked = run.grid._answer, []
-
-    def answer(message: Message) -> Message:
-        mine = message.metadata.message_type == "train" and message.metadata.dst_node_id == 3
-        asked.extend([message] * mine)
-        if not mine or len(asked) != 3:
-            return reply_to(message)
-        if dies == "while it saves":
-            with monkeypatch.context() as patch:
-                patch.setattr("flower_desloc.flower.tensor_file.write", torn)
-                with pytest.raises(Killed):
-                    reply_to(message)
-        elif dies == "before it replies":
-            reply_to(message)
-        return Message(Error(8, "killed"), reply_to=message)
-
-    run.grid._answer = answer  # type: ignore[method-assign]
+    Faults(run).fail_at(node=2, window=3, phase=phase)
     assert_same(run.start(), expected)
     assert "repeated" in [event.kind for w in run.watch.records for event in w.events]
 
 
-def test_without_a_delay_no_steps_are_asked_for_meanwhile_and_no_average_is_kept(tmp_path):
-    run = late(tmp_path, delay=0)
-    kept, after = set(), run.watch.after
+def test_without_a_delay_no_average_is_kept(tmp_path):
+    kept = set()
 
     def keep(record: WindowRecord) -> None:
         for file in tmp_path.rglob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 kept.update(tensors.keys())
-        after(record)
 
-    run.watch.after = keep
+    run = late(tmp_path, delay=0)
+    run.watch.after.append(keep)
     run.start()
-    for message in run.grid.sent:
-        asked = message.content["config"]
-        assert asked["steps-before-merge"] == asked["steps-ahead"] == asked["steps"] == 0
     assert kept
     assert not [name for name in kept if name.startswith("average.")]
 

@@ -109,14 +109,8 @@ class Case:
             return replies
 
         run.grid.pull_messages = pull_messages  # type: ignore[method-assign]
-        leave = run.watch.after
-
-        def after(record: Any) -> None:
-            fuse.burn("before the record")
-            leave(record)
-            fuse.burn("after the record")
-
-        run.watch.after = after
+        run.watch.after.insert(0, lambda record: fuse.burn("before the record"))
+        run.watch.after.append(lambda record: fuse.burn("after the record"))
         run.strategy.start(run.grid, run.initial, observer=run.watch)
         return run
 
@@ -305,13 +299,9 @@ def a_checkpoint(**changes: Any) -> Checkpoint:
     return Checkpoint(**about | changes)
 
 
-NUMBER = b'\\"round\\": 2'
 HARMS: dict[str, Callable[[bytes], bytes]] = {
     "torn": lambda data: data[: len(data) // 2],
     "flipped": lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
-    "number": lambda data: data.replace(NUMBER, NUMBER.replace(b"2", b"1")),
-    "empty": lambda data: b"",
-    "text": lambda data: b"not a checkpoint",
 }
 
 

@@ -17,8 +17,7 @@ from flower_desloc.config import ConfigError, load
 from flower_desloc.core.unequal import fewest, steps_in_time, weight
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.messages import METRICS
-from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.messages import METRICS, WindowReply
 from flower_desloc.setup.build import check_streams
 
 HALF = "federation.min_steps=0.5"
@@ -65,14 +64,12 @@ def test_speeds_are_measured_and_kept_in_checkpoints(tmp_path):
     options = {"schedule": (8,), "policy": policy, "checkpoints": checkpoints}
     run = unequal(tmp_path / "clients", **options)
 
-    def at_their_paces(asked: Message, reply: Message) -> Message:
-        if asked.metadata.message_type == "train":
-            pace = PACES[f"client-{asked.metadata.dst_node_id - 1}"]
-            metrics = reply.content[METRICS]
-            metrics["seconds"] = pace * metrics["steps"]
-        return reply
+    def at_their_paces(reply: Message) -> None:
+        pace = PACES[f"client-{reply.metadata.src_node_id - 1}"]
+        metrics = reply.content[METRICS]
+        metrics["seconds"] = pace * metrics["steps"]
 
-    run.grid.meddle = at_their_paces
+    run.grid.on_training(at_their_paces)
     run.start()
     assert steps_of(run) == [[8, 8, 8], *[[8, 5, 2]] * 4]
     assert Checkpoint.read(checkpoints.all()[-1]).paces == pytest.approx(PACES)
@@ -111,19 +108,10 @@ def test_a_weight_is_what_the_workers_own_gradients_make_of_a_moment(taken, more
 @pytest.mark.parametrize(
     "weights", [None, [], [0.5], [0.5, 2.0, 1.0], [0.0, 1.0, 1.0], [math.nan] * 3]
 )
-def test_a_reply_without_its_weights_is_refused(weights, tmp_path):
-    run = unequal(tmp_path, schedule=(5,))
-
-    def without(asked: Message, reply: Message) -> Message:
-        if asked.metadata.message_type == "train":
-            del reply.content[METRICS]["weights"]
-            if weights is not None:
-                reply.content[METRICS]["weights"] = weights
-        return reply
-
-    run.grid.meddle = without
-    with pytest.raises(FederationError, match="its weights are"):
-        run.start()
+def test_a_reply_without_its_weights_is_refused(weights):
+    reply = WindowReply(metrics={} if weights is None else {"weights": weights})
+    with pytest.raises(ValueError, match="its weights are"):
+        reply.weights(["params", "exp_avg", "exp_avg_sq"])
 
 
 @pytest.mark.parametrize(

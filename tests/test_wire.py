@@ -8,20 +8,18 @@ import pytest
 import torch
 from federation import assert_close, assert_same
 from flower_path import Run, oracle
+from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.core.compression import (
-    coded_bytes,
-    decode,
-    encode,
-)
+from flower_desloc.core.compression import coded_bytes, decode, encode
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record
+from flower_desloc.flower.records import from_record, to_record
 
 LOSSY = ["bf16", "int8", "int4"]
 BLOCK = {"int8": 256, "int4": 64}
@@ -163,14 +161,12 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
     away = lambda m, t: (m != 1 or not 3 <= t < 9) and (m != 2 or t >= 5)  # noqa: E731
     policy = Policy(on_failure="continue", min_clients=1)
     federation = run("adam", ALL_CODED, tmp_path, num_steps=30, present=away, policy=policy)
-    after = federation.watch.after
 
-    def lose(record: Any) -> None:
-        after(record)
+    def lose(record: WindowRecord) -> None:
         if record.step == 10:
             federation.files(2).delete()
 
-    federation.watch.after = lose
+    federation.watch.after.append(lose)
     states = federation.start()
     records = federation.watch.records
     assert [e.client for r in records for e in r.events if e.kind == "state lost"] == ["client-2"]
@@ -195,15 +191,12 @@ def test_a_reply_of_other_bytes_is_left_out(tmp_path):
     policy = Policy(on_failure="continue", min_clients=1)
     federation = run("adam", ALL_CODED, tmp_path, policy=policy)
 
-    def shorten(asked: Any, reply: Any) -> Any:
-        if asked.metadata.message_type == "train" and asked.metadata.dst_node_id == 2:
-            record = reply.content.array_records.get(PARAMS)
-            for key, array in (record or {}).items():
-                tensor = from_record(record)[key][:-1].clone()
-                record[key] = type(array)(tensor.numpy())
-        return reply
+    def shorten(reply: Message) -> None:
+        if PARAMS in reply.content:
+            codes = from_record(reply.content[PARAMS])
+            reply.content[PARAMS] = to_record({key: code[:-1] for key, code in codes.items()})
 
-    federation.grid.meddle = shorten
+    federation.grid.on_training(shorten, node=2)
     federation.start()
     averages = [record for record in federation.watch.records if PARAMS in record.streams]
     assert averages
