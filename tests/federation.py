@@ -1,13 +1,13 @@
 """A federation in memory, from functions of the core alone, and problems small enough to check.
 
 Everything here has its twin in reference.py: the optimizers of ``OPTIMIZERS``, the gradients of
-the problems, and ``federate`` itself, which is ``reference.run`` made of modules.
+the problems, and ``Federation``, which is ``reference.run`` made of modules.
 """
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch
 from reference import State, Tree
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, Mean, SyncSchedule, Window, Worker, prime, put, take
 from flower_desloc.core.lr_schedule import LRSchedule, constant
@@ -230,32 +231,27 @@ class Federation:
         for _, optimizer in self.workers:
             prime(optimizer)
 
-    def train(
+    def run(
         self,
-        m: int,
         window: Window,
         lr_schedule: LRSchedule = CONSTANT,
         clipping: Clipping = UNCLIPPED,
     ) -> None:
-        """Take worker m's local steps of the window."""
-        module, optimizer = self.workers[m]
-        worker = Worker(
-            module=module,
-            optimizer=optimizer,
-            loss_at=lambda t: self.problem.loss(module, m, t),
-            num_examples=1,
-            lr_schedule=lr_schedule,
-            clipping=clipping,
-        )
-        worker.steps(window.start, window.stop)
-
-    def average(self, due: Iterable[str], who: Iterable[int]) -> None:
-        """Put the mean of the streams in ``due`` over the workers ``who`` into every worker."""
+        """Take every worker's local steps of the window, then average what is due."""
         mean = Mean()
-        for m in who:
-            mean.add(take(*self.workers[m], due))
-        for worker in self.workers:
-            put(*worker, mean.result())
+        for m, (module, optimizer) in enumerate(self.workers):
+            worker = Worker(
+                module=module,
+                optimizer=optimizer,
+                loss_at=partial(self.problem.loss, module, m),
+                num_examples=1,
+                lr_schedule=lr_schedule,
+                clipping=clipping,
+            )
+            worker.steps(window.start, window.stop)
+            mean.add(worker.take(window.due))
+        for module, optimizer in self.workers:
+            put(module, optimizer, mean.result())
 
     def states(self) -> list[State]:
         """Return a copy of every stream of every worker."""
@@ -268,34 +264,19 @@ class Federation:
         ]
 
 
-def federate(
-    problem: Problem,
-    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
-    schedule: SyncSchedule,
-    *,
-    num_workers: int,
-    num_steps: int,
-    lr_schedule: LRSchedule = CONSTANT,
-    clipping: Clipping = UNCLIPPED,
-) -> list[State]:
-    """Run DES-LOC window by window."""
-    federation = Federation(problem, make, num_workers)
-    for window in schedule.windows(num_steps):
-        for m in range(num_workers):
-            federation.train(m, window, lr_schedule, clipping)
-        federation.average(window.due, range(num_workers))
-    return federation.states()
-
-
 def trained(
     problem: Problem,
     case: OptimizerCase,
-    m: int,
+    workers: Sequence[int],
     x: Tree,
     steps: Iterable[int],
     rate: LRSchedule = CONSTANT,
-) -> Tree:
-    """Train from ``x`` as one would without any of this: a new optimizer and a loop."""
+    norm: float | None = None,
+) -> State:
+    """Train from ``x`` as one would without any of this: a new optimizer and a loop.
+
+    A batch is those of ``workers`` together; its gradient is clipped to ``norm``.
+    """
     module = problem.module()
     with torch.no_grad():
         for key, p in module.named_parameters():
@@ -303,11 +284,13 @@ def trained(
     optimizer = case.make(module.parameters())
     for t in steps:
         optimizer.zero_grad()
-        problem.loss(module, m, t).backward()
+        (sum(problem.loss(module, m, t) for m in workers) / len(workers)).backward()
+        if norm is not None:
+            clip_grad_norm_(module.parameters(), norm)
         for group in optimizer.param_groups:
             group["lr"] = case.lr * rate(t)
         optimizer.step()
-    return {key: p.detach().clone() for key, p in module.named_parameters()}
+    return take(module, optimizer, stream_names(module, optimizer))
 
 
 def due_table(schedule: SyncSchedule, num_steps: int) -> dict[int, frozenset[str]]:

@@ -72,7 +72,7 @@ def flower(run: Run, make: Callable[..., FedAvg], **options: Any) -> Tree:
 
 
 def after_a_window(x: Tree, window: range, case: OptimizerCase = ADAM) -> list[Tree]:
-    return [trained(Quadratic(), case, m, x, window, rate) for m in range(3)]
+    return [trained(Quadratic(), case, [m], x, window, rate)[PARAMS] for m in range(3)]
 
 
 # ------------------------------------------------------------------------------------- Arithmetic
@@ -153,12 +153,9 @@ SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "federati
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
-def test_a_run_writes_what_desloc_does_and_sends_the_parameters_in_every_round(preset, tmp_path):
+def test_a_run_sends_the_parameters_in_every_round_and_records_it_as_desloc_does(preset, tmp_path):
     folder = train(tmp_path, *SMALL, config=preset, clients=3)
     found = summary(folder)
-    written = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "final"}
-    assert {path.name for path in folder.iterdir()} >= written
-    assert found["status"] == "completed"
     assert (found["steps"], found["windows"], found["clients"]) == (12, 3, 3)
     measured, analytic = found["bytes"]["measured"], found["bytes"]["analytic"]
     assert measured["up"] == analytic["up"]
@@ -178,16 +175,6 @@ def test_a_run_writes_what_desloc_does_and_sends_the_parameters_in_every_round(p
         assert line["bytes_down"] == {"params": (2 if "evaluation" in line else 1) * sent}
         assert line["framed_bytes_up"] > sent > 0
         assert line["streams"] == [*line["drift"]] == ["params"]
-        steps = line["step"] - line["start"]
-        assert all(len(client["losses"]) == steps for client in line["clients"].values())
-
-
-def test_a_run_whose_clients_fail_writes_the_reason(tmp_path):
-    with pytest.raises(FederationError, match=r"client-0 .*diverged.*; lower optimizer\.lr"):
-        train(tmp_path, *SMALL, "optimizer.lr=1e30", config="fedavg", clients=3)
-    found = summary(tmp_path / "fedavg")
-    assert found["status"] == "failed"
-    assert "lower optimizer.lr" in found["error"]
 
 
 # ---------------------------------------------------------------------------------------- Settings

@@ -17,15 +17,14 @@ from federation import (
     assert_close,
     assert_same,
     due_table,
-    federate,
     initial,
     largest_gap,
+    trained,
 )
 from reference import E, each
 
-from flower_desloc import NEVER, Clipping, SyncSchedule, Window, put, take
+from flower_desloc import NEVER, Clipping, SyncSchedule, Window
 from flower_desloc.core.lr_schedule import wsd
-from flower_desloc.core.streams import stream_names
 from flower_desloc.optim import Adam
 
 T = 30
@@ -46,8 +45,10 @@ def case(request: pytest.FixtureRequest) -> OptimizerCase:
 
 
 def federated(case: OptimizerCase, problem, schedule: SyncSchedule, num_workers=3, **options):
-    settings = {"num_workers": num_workers, "num_steps": T}
-    return federate(problem, case.make, schedule, **settings, **options)
+    federation = Federation(problem, case.make, num_workers)
+    for window in schedule.windows(T):
+        federation.run(window, **options)
+    return federation.states()
 
 
 def oracle(case: OptimizerCase, problem, schedule: SyncSchedule, **changed):
@@ -93,14 +94,8 @@ def test_clipping_and_learning_rate_are_those_of_the_global_step(case, clipping,
 
 
 def centralized(case: OptimizerCase, problem, num_workers: int):
-    """Train as one would without any of this, on the batches of all workers together."""
-    module = problem.module()
-    optimizer = case.make(module.parameters())
-    for t in range(T):
-        optimizer.zero_grad()
-        (sum(problem.loss(module, m, t) for m in range(num_workers)) / num_workers).backward()
-        optimizer.step()
-    return take(module, optimizer, stream_names(module, optimizer))
+    """Train on the batches of all workers together."""
+    return trained(problem, case, range(num_workers), initial(problem), range(T))
 
 
 def test_one_worker_is_its_local_optimizer_alone(case):
@@ -122,29 +117,6 @@ def test_identical_data_on_all_workers_is_one_worker(case):
         schedule = SyncSchedule(case.periods(*periods))
         one, four = (federated(case, problem, schedule, num_workers=M) for M in (1, 4))
         assert_same(four, one * 4)
-
-
-# ---------------------------------------------------------------------------------------- Resuming
-
-
-def train(federation: Federation, windows) -> None:
-    for window in windows:
-        for m in range(len(federation.workers)):
-            federation.train(m, window)
-        federation.average(window.due, range(len(federation.workers)))
-
-
-def test_a_worker_that_is_given_the_streams_of_another_continues_exactly_as_it(case):
-    """So a window can be repeated, and a run resumed."""
-    problem, schedule = Regression(), SyncSchedule(case.periods(5, 7, 11))
-    windows = list(schedule.windows(T))
-    ended, resumed = (Federation(problem, case.make, 2) for _ in range(2))
-    train(ended, windows[:4])
-    train(resumed, windows[:2])  # what it did before does not matter
-    for new, old in zip(resumed.workers, ended.workers, strict=True):
-        put(*new, take(*old, stream_names(*old)))
-    train(resumed, windows[4:])
-    assert_same(resumed.states(), federated(case, problem, schedule, num_workers=2))
 
 
 # ----------------------------------------------------------------------- The listings of the paper
@@ -290,10 +262,7 @@ def our_amsgrad(problem, coins, num_steps=T):
         return (1 - 0.9 ** (t + 1)) / (1 - 0.95 ** (t + 1)) ** 0.5
 
     for t in range(num_steps):
-        due = frozenset(coins.get(t + 1, ()))
-        for m in range(3):
-            federation.train(m, Window(t, t + 1, due), undo)
-        federation.average(due, range(3))
+        federation.run(Window(t, t + 1, frozenset(coins.get(t + 1, ()))), undo)
     return federation.states()
 
 

@@ -68,9 +68,7 @@ def test_the_descent_is_that_of_the_core(make):
             x = np.stack([module["x"].detach().numpy() for module, _ in federation.workers])
             gradient = problem.full_gradient(x.mean(0))
             measured.append([gradient @ gradient, x.var(0).sum()])
-            for m in range(problem.num_workers):
-                federation.train(m, Window(t, t + 1, frozenset(due)))
-            federation.average(due, range(problem.num_workers))
+            federation.run(Window(t, t + 1, frozenset(due)))
         expected = np.mean(measured, 0)
         assert expected[1] > 0
         got = [means.squared_gradient[at, seed], means.spread[at, seed]]
