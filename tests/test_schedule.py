@@ -72,15 +72,6 @@ def test_a_stream_is_due_when_its_period_divides_the_steps_since_its_phase(sched
         assert (stream in schedule.due(step)) == is_due
 
 
-def test_phases_spread_the_papers_periods_over_windows_of_two_streams_at_most():
-    periods = {PARAMS: 16, "exp_avg": 48, "exp_avg_sq": 96}
-    together = SyncSchedule(periods)
-    apart = SyncSchedule(periods, phases={"exp_avg": 16, "exp_avg_sq": 32})
-    peak = [max(len(w.due) for w in clock.windows(960)) for clock in (together, apart)]
-    assert peak == [3, 2]
-    assert [w.stop for w in together.windows(960)] == [w.stop for w in apart.windows(960)]
-
-
 @pytest.mark.parametrize(
     ("periods", "phases", "coins", "what"),
     [
@@ -110,13 +101,13 @@ def test_a_coin_is_a_function_of_seed_stream_and_step_alone(seed, period, other)
     assert forwards == backwards[::-1]
 
 
-@pytest.mark.parametrize("period", [2, 7, 192])
+@pytest.mark.parametrize("period", [1, 2, 7, 192, NEVER])
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_a_coin_falls_once_per_period_on_average(seed, period):
-    n, p = 20_000, 1 / period
+    n, p = 20_000, 0 if period == NEVER else 1 / period
     schedule = SyncSchedule({PARAMS: period}, coin_seed=seed)
     events = sum(len(schedule.due(step)) for step in range(1, n + 1))
-    assert abs(events - n * p) < 5 * math.sqrt(n * p * (1 - p))
+    assert abs(events - n * p) <= 5 * math.sqrt(n * p * (1 - p))
 
 
 def test_coins_of_two_streams_seeds_and_steps_are_independent():
@@ -131,12 +122,6 @@ def test_coins_of_two_streams_seeds_and_steps_are_independent():
     }
     for what, count in both.items():
         assert abs(count - n * p**2) < 5 * math.sqrt(n * p**2 * (1 - p**2)), what
-
-
-@given(st.integers(0, 2**32), st.integers(1, 10_000))
-def test_the_coin_of_never_never_falls_and_that_of_1_always_does(seed, step):
-    schedule = SyncSchedule({PARAMS: 1, "exp_avg": NEVER}, coin_seed=seed)
-    assert schedule.due(step) == {PARAMS}
 
 
 def test_coins_fall_as_they_fell_in_the_first_release():

@@ -50,15 +50,6 @@ def five_windows(folder: Path) -> StateFiles:
     return files
 
 
-def test_a_state_at_a_checkpoint_is_not_deleted(tmp_path):
-    files = five_windows(tmp_path)
-    files.held_at(4)
-    files.write(*window(5, checkpoint=4))
-    files.go_back({"A": -1, "B": 3})
-    assert files.held().step == value(files) == 3
-    assert files.held_at(2) is None, "the server keeps no older checkpoint"
-
-
 def test_of_a_long_run_only_the_states_somebody_can_ask_for_are_left(tmp_path):
     """The last two, and those at the last two checkpoints, which are up to 40 steps apart."""
     files = StateFiles(tmp_path, "run", "client-0")
