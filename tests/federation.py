@@ -264,6 +264,11 @@ class Federation:
         ]
 
 
+def falling(step: int) -> float:
+    """Return a factor of the learning rate that differs in every step."""
+    return 1 / (1 + step)
+
+
 def trained(
     problem: Problem,
     case: OptimizerCase,

@@ -13,6 +13,7 @@ from federation import (
     Tensors,
     assert_close,
     assert_same,
+    falling,
     initial,
     size_of,
     trained,
@@ -81,10 +82,6 @@ def test_a_client_absent_during_a_reset_starts_with_zeros(tmp_path):
 
 
 # -------------------------------------------------------------------------------- Data parallelism
-
-
-def falling(step: int) -> float:
-    return 1 / (1 + step)
 
 
 def data_parallel(name: str, folder: Any, num_clients: int) -> Run:

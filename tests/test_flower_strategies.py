@@ -15,6 +15,7 @@ from federation import (
     Quadratic,
     assert_close,
     assert_same,
+    falling,
     initial,
     trained,
 )
@@ -34,10 +35,6 @@ from flower_desloc.setup.build import check_streams
 
 ADAM = OPTIMIZERS["adam"]
 WINDOWS = [range(0, 4), range(4, 8), range(8, 12), range(12, 14)]
-
-
-def rate(step: int) -> float:
-    return 1 / (1 + step)
 
 
 def favg_opt(case: OptimizerCase) -> SyncSchedule:
@@ -60,7 +57,7 @@ def federated(
     optimizer = case.make(module.parameters())
     object.__setattr__(own, "module", lambda: module)
     shared = replace(case, make=lambda params: optimizer)
-    options: dict[str, Any] = {"num_clients": num_clients, "num_steps": 14, "lr_schedule": rate}
+    options: dict[str, Any] = {"num_clients": num_clients, "num_steps": 14, "lr_schedule": falling}
     return Run(shared, favg_opt(case), folder, problem=own, **options)
 
 
@@ -72,7 +69,7 @@ def flower(run: Run, make: Callable[..., FedAvg], **options: Any) -> Tree:
 
 
 def after_a_window(x: Tree, window: range, case: OptimizerCase = ADAM) -> list[Tree]:
-    return [trained(Quadratic(), case, [m], x, window, rate)[PARAMS] for m in range(3)]
+    return [trained(Quadratic(), case, [m], x, window, falling)[PARAMS] for m in range(3)]
 
 
 # ------------------------------------------------------------------------------------- Arithmetic
