@@ -48,55 +48,37 @@ class Fuse:
 
 @dataclass
 class Case:
-    """A run whose server is to die."""
+    """A run whose server is to die; ``options`` are those of ``Run``."""
 
     optimizer: str = "adopt"
-    periods: Sequence[Period] = (2, 3, 5)
-    gradients: bool = False
-    phases: Mapping[str, int] = field(default_factory=dict)
-    coins: bool = False
-    outer: Callable[[], OuterOptimizer] | None = None
-    formats: Mapping[str, str] | None = None
-    delay: int = 0
+    schedule: SyncSchedule | Sequence[Period] = (2, 3, 5)
     every: int = 1
-    fraction: float = 1.0
-    on_failure: str = "stop"
-    paces: Mapping[str, float] = field(default_factory=dict)
+    outer: Callable[[], OuterOptimizer] | None = None
+    policy: Policy = field(default_factory=Policy)
     present: Callable[[int, int], bool] = lambda m, t: True
     instead: Callable[[Message], Message | None] = lambda asked: None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def run(
         self, folder: Path, fuse: Fuse | None = None, *, resume: bool = False, last: int = -1
     ) -> Run:
         fuse = fuse or Fuse()
-        optimizer = OPTIMIZERS[self.optimizer]
         checkpoints = Burning(fuse, folder / "checkpoints", self.every)
         # Killed before the first checkpoint, it starts anew.
         latest = Checkpoint.read(checkpoints.all()[last]) if resume and checkpoints.all() else None
-        schedule = SyncSchedule(
-            {GRADIENTS: 1} if self.gradients else optimizer.periods(*self.periods),
-            coin_seed=3 if self.coins else None,
-            phases=self.phases,
-        )
         run = Run(
-            optimizer,
-            schedule,
+            self.optimizer,
+            self.schedule,
             folder / "clients",
             outer=self.outer() if self.outer else None,
-            formats=self.formats,
-            **({"sync_delay": self.delay} if self.delay else {}),
-            policy=Policy(
-                fraction_train=self.fraction,
-                on_failure=self.on_failure,
-                min_steps=0.3 if self.paces else 1.0,
-                step_seconds=self.paces,
-            ),
+            policy=self.policy,
             seed=5,
             present=self.present,
             evaluate_clients=True,
             eval_every=4,
             checkpoints=checkpoints,
             resume=latest,
+            **self.options,
         )
         run.leave(latest.step if latest else 0)
         run.grid.instead = self.instead
@@ -134,42 +116,44 @@ def nesterov() -> OuterOptimizer:
     return OuterOptimizer(lambda p: torch.optim.SGD(p, 0.7, momentum=0.9, nesterov=True))
 
 
+ADAM = OPTIMIZERS["adam"]
 DILOCO = (3, NEVER, NEVER)
 CODES = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
+SOME = Policy(fraction_train=0.6)
+PACES = {"client-0": 1.0, "client-1": 1.5, "client-2": 4.0}
 CASES = {
     "periods": Case(),
-    "coins": Case(coins=True, optimizer="amsgrad"),
-    "every third window": Case(every=3, optimizer="adam"),
-    "some of the clients": Case(every=4, fraction=0.6),
+    "coins": Case("amsgrad", SyncSchedule(OPTIMIZERS["amsgrad"].periods(2, 3, 5), coin_seed=3)),
+    "every third window": Case("adam", every=3),
+    "some of the clients": Case(every=4, policy=SOME),
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
-    "DiLoCo": Case(periods=DILOCO, outer=nesterov, every=2),
+    "DiLoCo": Case(schedule=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(
-        optimizer="adam", formats=CODES, present=lambda m, t: m != 2 or not 4 <= t < 7
+        "adam", options={"formats": CODES}, present=lambda m, t: m != 2 or not 4 <= t < 7
     ),
-    "coded DiLoCo": Case(periods=DILOCO, outer=nesterov, formats={PARAMS: "int8"}, every=2),
-    "reset states": Case(optimizer="adam", periods=(3, RESET, RESET)),
-    "late averages": Case(optimizer="adam", periods=(3, 4, 6), delay=2),
-    "late averages of some of the clients": Case(every=2, fraction=0.6, delay=1),
+    "coded DiLoCo": Case(
+        schedule=DILOCO, outer=nesterov, every=2, options={"formats": {PARAMS: "int8"}}
+    ),
+    "reset states": Case("adam", (3, RESET, RESET)),
+    "late averages": Case("adam", (3, 4, 6), options={"sync_delay": 2}),
+    "late averages of some of the clients": Case(every=2, policy=SOME, options={"sync_delay": 1}),
     "late averages in codes": Case(
-        optimizer="adam",
-        periods=(2, 4, 6),
-        formats=CODES,
-        delay=1,
-        phases={"exp_avg": 2, "exp_avg_sq": 4},
+        "adam",
+        SyncSchedule(ADAM.periods(2, 4, 6), phases={"exp_avg": 2, "exp_avg_sq": 4}),
         present=lambda m, t: m != 2 or not 4 <= t < 8,
+        options={"formats": CODES, "sync_delay": 1},
     ),
-    "late DiLoCo": Case(periods=DILOCO, outer=nesterov, delay=2),
+    "late DiLoCo": Case(schedule=DILOCO, outer=nesterov, options={"sync_delay": 2}),
     "sites of unequal speed": Case(
-        optimizer="adam",
-        periods=(4, 6, 9),
-        paces={"client-0": 1.0, "client-1": 1.5, "client-2": 4.0},
-        formats={PARAMS: "int8"},
-        delay=1,
+        "adam",
+        (4, 6, 9),
         every=2,
+        policy=Policy(min_steps=0.3, step_seconds=PACES),
         present=lambda m, t: m != 1 or not 4 <= t < 6,
+        options={"formats": {PARAMS: "int8"}, "sync_delay": 1},
     ),
     "data parallelism": Case(
-        gradients=True, outer=lambda: OuterOptimizer(OPTIMIZERS["adam"].make), every=3
+        schedule=SyncSchedule({GRADIENTS: 1}), outer=lambda: OuterOptimizer(ADAM.make), every=3
     ),
 }
 
@@ -232,7 +216,7 @@ def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bi
 
 def test_a_client_that_was_away_when_the_server_resumed_drops_the_abandoned_work(tmp_path):
     """Its state after step 8 is abandoned; at its return the server's checkpoint is 8 again."""
-    always = Case(optimizer="adam", every=2)
+    always = Case("adam", every=2)
     away = dataclasses.replace(always, present=lambda m, t: m != 1 or not 5 <= t < 8)
     saves = Whole(always, tmp_path / "always").at("before the checkpoint")
     killed(always, tmp_path / "killed", saves[3])  # of the steps 0, 3, 5, 8
@@ -253,7 +237,7 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
             return Message(Error(8, "out of memory"), reply_to=message)
         return None
 
-    case = Case(optimizer="adam", every=2, on_failure="continue", instead=fail)
+    case = Case("adam", every=2, policy=Policy(on_failure="continue"), instead=fail)
     whole = Whole(case, tmp_path / "whole")
     failing.discard(2)
     killed(case, tmp_path / "killed", whole.at("before the checkpoint")[2])  # of step 5
@@ -263,7 +247,7 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):
     """At step 6 every stream has just been averaged: clients that lose all have lost nothing."""
-    case, folder = Case(optimizer="adam", periods=(2, 3, 6)), tmp_path / "killed"
+    case, folder = Case("adam", (2, 3, 6)), tmp_path / "killed"
     whole = Whole(case, tmp_path / "whole")
     killed(case, folder, whole.at("after the checkpoint")[4])  # of the steps 0, 2, 3, 4, 6
     assert Checkpoint.read(Checkpoints(folder / "checkpoints").all()[-1]).step == 6
