@@ -53,7 +53,7 @@ def test_no_noise_scale_where_the_gradient_is_not_seen():
 
 
 @pytest.mark.parametrize("loss", [2.0, float("inf")])
-def test_an_evaluation_sends_the_noise_of_a_finite_gradient(loss):
+def test_an_evaluation_sends_the_noise_of_a_finite_gradient_from_a_step_on(loss):
     module = nn.Linear(1, 1)
     worker = Worker(
         module=module,
@@ -61,7 +61,10 @@ def test_an_evaluation_sends_the_noise_of_a_finite_gradient(loss):
         loss_at=lambda step: loss * (step + 1) * module(torch.ones(1)).sum(),
         num_examples=1,
         evaluate=lambda: {"loss": 1.0},
+        noise_from=3,
     )
+    early = evaluated(worker, 2).metrics
+    assert [key for key in early if key.startswith(TOTALS)] == [f"{TOTALS}loss"]
     sent = evaluated(worker, 3).metrics
     totals = {k.removeprefix(TOTALS): v for k, v in sent.items() if k.startswith(TOTALS)}
     # gradients 8 and 10 of two parameters: variance 2 each, squared mean 81 - 1 each

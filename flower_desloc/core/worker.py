@@ -72,6 +72,8 @@ class Worker:
     """Totals over the client's held-out data, such as nats and tokens."""
     metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     """Metrics from totals."""
+    noise_from: int = 1
+    """Completed steps from which evaluations measure the gradient noise."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
 

@@ -213,7 +213,7 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0})
     totals = worker.evaluate()
-    noise = worker.noise(step) if step else {}  # a run's noise is that of its second half
+    noise = worker.noise(step) if step >= worker.noise_from else {}
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
