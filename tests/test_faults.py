@@ -224,6 +224,22 @@ class Slow(InProcessGrid):
         return super().pull_messages(there)
 
 
+@pytest.mark.parametrize(
+    ("deployment", "seconds", "longest"),
+    [(False, 60, 0.02), (False, 0.1, 0.005), (True, 2, 0.1), (True, 60, 0.25)],
+)
+def test_between_two_looks_for_a_reply_passes_little_time(
+    deployment, seconds, longest, monkeypatch
+):
+    pauses = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    if deployment:
+        monkeypatch.setattr("flower_desloc.flower.exchange.HttpGrid", InProcessGrid)
+    assert not ask(Slow(seconds)).has_error()
+    assert longest / 2 < max(pauses) <= 1.1 * longest
+
+
 def test_a_probe_is_sent_only_after_more_silence_than_before_any_reply():
     grid = Slow(0.4)
     probe = Probe(there, after=0.1)
