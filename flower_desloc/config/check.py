@@ -39,9 +39,18 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         _single, _data, _options, _model, _federation, _outer, _lr_schedule, _sync,
-        _wire, _strategy, _gradients, _unused,
+        _wire, _strategy, _gradients,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
+        raise ConfigError(problem)
+
+
+def check_used(config: Config) -> None:
+    """Raise ``ConfigError`` for a setting that the chosen optimizer does not have.
+
+    Not part of ``check``: earlier versions ignored such settings, and their runs can be read.
+    """
+    for problem in _unused(config):
         raise ConfigError(problem)
 
 

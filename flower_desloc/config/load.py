@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from flower_desloc.config.app_folder import PRESETS
-from flower_desloc.config.check import check, unused
+from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
 
@@ -51,7 +51,9 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
-    return _typed(_on_top(_dotlist(overrides), merged))
+    typed = _typed(_on_top(_dotlist(overrides), merged))
+    check_used(typed)
+    return typed
 
 
 def dump(config: Config) -> str:

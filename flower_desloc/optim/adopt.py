@@ -113,7 +113,7 @@ class ADOPT(TwoMoments):
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
 
     @torch.no_grad()
-    def seed_states(self, names: Collection[str]) -> None:
+    def seed_states(self, names: Collection[str] = seeded) -> None:
         """Set v to g^2 from the present gradients, as the first step does.
 
         For a worker that joins before v was ever averaged: with v at zero its normalised

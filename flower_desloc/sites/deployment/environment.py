@@ -37,11 +37,12 @@ def private_home() -> Iterator[Path]:
     """Make a folder for FLWR_HOME with an empty ``cwd`` in it; delete it on exit."""
     system = tempfile.gettempdir()
     short = system if len(system) <= _LONGEST_TMPDIR else "/tmp"  # noqa: S108
-    folder = tempfile.TemporaryDirectory(prefix="desloc-", dir=short, ignore_cleanup_errors=True)
-    with folder as name:
-        home = Path(name).resolve()
+    home = Path(tempfile.mkdtemp(prefix="desloc-", dir=short)).resolve()
+    try:
         (home / "cwd").mkdir()
         yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def program(name: str, environment: Mapping[str, str]) -> str:
