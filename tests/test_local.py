@@ -41,6 +41,16 @@ def test_two_windows_are_one():
     assert whole == first + second
 
 
+def test_a_frozen_parameter_stays_as_it_is_whatever_gradient_is_left_of_it():
+    module = TiedMLP()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    prime(optimizer)
+    bias = module.b.bias.requires_grad_(False)
+    before, bias.grad = bias.clone(), torch.ones_like(bias)
+    steps(module, optimizer, 0, 2)
+    assert torch.equal(bias, before)
+
+
 def test_the_learning_rate_is_each_groups_own_times_the_schedule():
     module = TiedMLP()
     groups = [{"params": [module.a.weight], "lr": 0.5}, {"params": [module.a.bias, module.b.bias]}]

@@ -344,6 +344,15 @@ def test_many_missing_tensors_are_named_in_part():
         put(module, optimizer, {"params": {}})
 
 
+@pytest.mark.parametrize("name", ["params", "buffers"])
+def test_a_state_with_the_name_of_another_stream_is_refused(name):
+    module, optimizer = primed(torch.optim.Adam, TiedMLP())
+    for state in optimizer.state.values():
+        state[name] = state.pop("exp_avg")
+    with pytest.raises(ValueError, match=f"Adam has a state named '{name}'"):
+        take(module, optimizer, ["params"])
+
+
 def test_before_it_is_primed_an_optimizer_has_params_only_and_asking_does_not_touch_it():
     """Its ``state`` is a defaultdict, and "not yet primed" is "no state at all"."""
     module = TiedMLP()

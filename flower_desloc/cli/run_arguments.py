@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +84,7 @@ class RunArguments:
 def listing(*folders: Path) -> str:
     """Return the YAML files' names, each with the first paragraph of the opening comment."""
     comments = {}
-    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+    for path in chain.from_iterable(sorted(folder.glob("*.yaml")) for folder in folders):
         lines = takewhile(lambda line: line.startswith("# "), path.read_text("utf-8").splitlines())
         comments[path.stem] = " ".join(word for line in lines for word in line.lstrip("#").split())
     width = max(map(len, comments), default=0)

@@ -24,6 +24,7 @@ _IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 """Name of a run or study, and so of a folder."""
+
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),

@@ -244,6 +244,8 @@ def _streams(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Ten
     for key, p in trained.items():
         for name, value in optimizer.state.get(p, {}).items():
             if name != STEP and isinstance(value, Tensor) and value.is_floating_point():
+                if name in (PARAMS, BUFFERS):
+                    raise ValueError(f"{type(optimizer).__name__} has a state named {name!r}")
                 streams.setdefault(name, {})[key] = value
     if saved := buffers(module):
         streams[BUFFERS] = saved

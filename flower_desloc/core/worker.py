@@ -85,6 +85,7 @@ class Worker:
         """
         set_step(self.optimizer, start - origin)
         self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)  # of frozen parameters too
         params, groups = trained_by(self.optimizer), self.optimizer.param_groups
         for group in groups:
             group.setdefault("initial_lr", group["lr"])

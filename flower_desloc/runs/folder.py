@@ -121,13 +121,13 @@ def replaced(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` at the end, unless the block raises."""
     partial = folder.with_name(f".{folder.name}-partial")
     former = folder.with_name(f".{folder.name}-former")
-    for left in (partial, former):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
         _make_readable(partial)
         if folder.exists():
+            shutil.rmtree(former, ignore_errors=True)
             folder.rename(former)
         partial.rename(folder)
     finally:
