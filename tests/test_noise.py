@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from tiny import TINY, summary, train
 from torch import nn
 
 from flower_desloc.core.noise import noise_scale, noise_totals
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import evaluated
 from flower_desloc.flower.messages import TOTALS
+from flower_desloc.runs.folder import evaluations, read_lines
 
 
 def linear(rows, params):
@@ -70,3 +72,14 @@ def test_an_evaluation_sends_the_noise_of_a_finite_gradient_from_a_step_on(loss)
     # gradients 8 and 10 of two parameters: variance 2 each, squared mean 81 - 1 each
     assert noise_scale(totals) == (pytest.approx(4 / 160) if loss == 2.0 else None)
     assert totals["loss"] == 1.0
+
+
+def test_a_run_measures_the_noise_in_its_second_half_and_reports_it(tmp_path, monkeypatch):
+    for name in ("report.write_page", "figures.overview.draw", "figures.partition.draw_partition"):
+        monkeypatch.setattr(f"flower_desloc.runs.{name}", lambda *_, **__: None)
+    periods = ("sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2")
+    folder = train(tmp_path, *TINY, "run.steps=8", "run.eval_every=2", *periods)
+    seen = evaluations(read_lines(folder / "metrics.jsonl"), "federated")
+    measured = {step: each["overall"]["noise_scale"] for step, each in seen if step > 4}
+    assert [step for step, each in seen if "noise_scale" in each["overall"]] == [6, 8]
+    assert summary(folder)["noise_scale"] == pytest.approx(sum(measured.values()) / 2)
