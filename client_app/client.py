@@ -4,11 +4,12 @@ from flwr.app import Context
 
 from client_app.worker import build_single_worker, device_of
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.client import Config, client_app
+from flower_desloc.flower.client import client_app
+from flower_desloc.flower.messages import Settings
 from flower_desloc.sites.multiprocess.parallelism import Parallelism
 
 
-def build_worker(config: Config, context: Context) -> Worker:
+def build_worker(config: Settings, context: Context) -> Worker:
     """Return the worker of one client, in as many processes as its node config says.
 
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.

@@ -12,8 +12,9 @@ from torch import nn
 from examples.toy.problem import SPLITS, START, Noise, Reals, noisy_value
 from examples.toy.setting import ToyMethod, ToySetting
 from flower_desloc.core.worker import Clipping, Worker
-from flower_desloc.flower.client import Config, client_app
+from flower_desloc.flower.client import client_app
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.messages import Settings
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.strategy import DesLoc
 
@@ -57,7 +58,7 @@ def federate(
     return np.stack(averages)
 
 
-def _builder(setting: ToySetting, seeds: Sequence[int]) -> Callable[[Config, Context], Worker]:
+def _builder(setting: ToySetting, seeds: Sequence[int]) -> Callable[[Settings, Context], Worker]:
     # All clients share one model and one optimizer, into which each message puts their streams.
     points = Points(len(seeds))
     optimizer = setting.optimizer(points.parameters())
@@ -66,7 +67,7 @@ def _builder(setting: ToySetting, seeds: Sequence[int]) -> Callable[[Config, Con
     def noise(worker: int) -> Noise:
         return Noise(worker, seeds)
 
-    def build(_config: Config, context: Context) -> Worker:
+    def build(_config: Settings, context: Context) -> Worker:
         own = noise(int(context.node_config["partition-id"]))
         return Worker(
             module=points,

@@ -42,13 +42,12 @@ from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
 
-Config = Settings
 Metrics = dict[str, int | float | list[int] | list[float]]
 
 _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
 
 
-def client_app(build: Callable[[Config, Context], Worker]) -> ClientApp:
+def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
     """Return the ClientApp whose clients are built by ``build`` from the server's settings."""
     app = ClientApp()
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from client_app.client import build_worker
 from flower_desloc.core.worker import StepMetrics, Worker
-from flower_desloc.flower.client import Config, client_app
+from flower_desloc.flower.client import client_app
+from flower_desloc.flower.messages import Settings
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class PaddedWorker(Worker):
         return result
 
 
-def build(config: Config, context: Context) -> Worker:
+def build(config: Settings, context: Context) -> Worker:
     seconds = float(context.node_config["step-seconds"])
     return PaddedWorker(**vars(build_worker(config, context)), step_seconds=seconds)
 
