@@ -331,6 +331,28 @@ def test_a_checkpoint_of_other_streams_or_another_model_is_refused(changes, word
         run.start()
 
 
+@pytest.mark.parametrize(
+    "changes", [{"schedule": (4, 6, 10)}, {"schedule": (1, 1, 1)}, {"num_steps": 4}]
+)
+def test_a_checkpoint_that_ends_no_window_of_the_schedule_is_refused(changes, tmp_path):
+    now = {"schedule": (2, 3, 5), "num_steps": 12} | changes
+    with pytest.raises(ValueError, match=r"after window 6 and step 8; no window of .*resume with"):
+        Run("adam", folder=tmp_path, resume=a_checkpoint(round=6, step=8), **now)
+
+
+def test_a_run_from_the_start_keeps_the_checkpoints_of_another(tmp_path):
+    Case().run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="another run; resume from the last"):
+        Case().run(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"step-8\.safetensors: no such file"):
+        Checkpoint.read(tmp_path / "step-8.safetensors")
+
+
 def test_a_full_disk_leaves_the_earlier_checkpoints_intact(tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.write(a_checkpoint())
@@ -349,10 +371,12 @@ def test_a_checkpoint_that_is_older_than_a_setting_is_resumed_with_its_default(t
     folder = tmp_path / "quickstart" / "checkpoints"
     folder.mkdir(parents=True)
     settings = yaml_mapping(dump(load("quickstart")))
-    del settings["sync_once_at"], settings["federation"]["trim"]
+    del settings["sync_once_at"], settings["federation"]["norm_bound"]
     Checkpoints(folder, 1, OmegaConf.to_yaml(settings)).write(a_checkpoint())
     resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)
     assert resumed is not None
     assert resumed[1].step == a_checkpoint().step
-    with pytest.raises(ConfigError, match=r"under other settings: federation\.trim"):
-        to_resume(load("quickstart", f"run.resume={folder.parent} federation.trim=2"), tmp_path)
+    with pytest.raises(ConfigError, match=r"under other settings: federation\.norm_bound"):
+        to_resume(
+            load("quickstart", f"run.resume={folder.parent} federation.norm_bound=3"), tmp_path
+        )

@@ -30,19 +30,21 @@ class Checkpoint:
     run_key: str
     """Names the run in the clients' own files."""
     round: int
+    """Number of the window, from 1."""
     step: int
+    """Local steps completed at its end."""
     evaluated: int
     """Step of the last evaluation."""
     versions: Mapping[str, int]
     """Step of the last average or reset of every stream; 0 before the first."""
     averages: Mapping[str, Stream]
-    """What ``ServerState.to_checkpoint`` returns."""
+    """The average of every stream, and the errors and the difference that compression keeps."""
     former: int = -1
     """Version of params before their last average; -1: there was none."""
     outer: Mapping[str, Stream] = field(default_factory=dict)
     """States of the server's own optimizer."""
     settings: str = ""
-    """The app's settings; a run may only resume with the same ones."""
+    """The app's own settings; it compares them with those it resumes with."""
     paces: Mapping[str, float] = field(default_factory=dict)
     """Seconds per local step of every client, as measured."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
@@ -51,7 +53,9 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a checkpoint; raises ``CheckpointError`` for a damaged or foreign file."""
+        """Read a checkpoint; raises ``CheckpointError`` for a damaged, foreign or missing file."""
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
         try:
             about = tensor_file.about(path)
             if about is None or not about.keys() >= _ABOUT - _LATER:
@@ -75,11 +79,11 @@ _LATER = {"attempts", "paces"}
 class Checkpoints:
     """A folder of checkpoints, written every ``every`` windows and after the last; 0: never.
 
-    ``settings`` are written into each.
+    ``settings``, the app's own, are written into each; the app reads them when it resumes.
     """
 
-    def __init__(self, folder: Path, every: int = 0, settings: str = "") -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | str, every: int = 1, settings: str = "") -> None:
+        self.folder = Path(folder)
         self.every = every
         self.settings = settings
 

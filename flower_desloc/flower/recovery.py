@@ -2,7 +2,7 @@
 
 from logging import INFO, WARNING
 
-from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.engine import RoundEngine
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
@@ -13,7 +13,8 @@ from flower_desloc.flower.server_state import ServerState
 class Recovery(Observer):
     """Observer that writes checkpoints, if there are to be any, and resumes from ``resume``.
 
-    Later checkpoints than ``resume`` are deleted at once: the run that follows is another.
+    Later checkpoints than ``resume`` are deleted at once: the run that follows is another. Raises
+    ``CheckpointError`` for a run from the start in a folder that has checkpoints.
     """
 
     def __init__(
@@ -27,9 +28,16 @@ class Recovery(Observer):
         self._checkpoints, self._resume = checkpoints, resume
         self._engine, self._state, self._paces = engine, state, paces
         self._num_steps = 0
-        if resume is not None and checkpoints is not None:
+        if checkpoints is None:
+            return
+        if resume is not None:
             # Before any client goes back: should this start fail, the next one resumes here too.
             checkpoints.delete_after(resume.step)
+        elif checkpoints.all():
+            raise CheckpointError(
+                f"{checkpoints.folder} has the checkpoints of another run; resume from the last of "
+                "them, or write to another folder"
+            )
 
     def started(self, plan: Plan) -> None:
         """Note which clients of a run that resumes have lost their state."""
