@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
-    from flower_desloc.core.formats import Format
+    from flower_desloc.core.lr_schedule import constant, cosine, wsd
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
     from flower_desloc.core.streams import (
@@ -22,9 +22,18 @@ if TYPE_CHECKING:
         take,
     )
     from flower_desloc.core.worker import Clipping, SeedsStates, StepMetrics, Worker
-    from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+    from flower_desloc.flower.baselines.data_parallel import DataParallel
+    from flower_desloc.flower.checkpoint import (
+        Checkpoint,
+        CheckpointError,
+        Checkpoints,
+        last_checkpoint,
+    )
     from flower_desloc.flower.client import client_app
-    from flower_desloc.flower.policy import Policy
+    from flower_desloc.flower.inprocess import InProcessGrid
+    from flower_desloc.flower.log_lines import LogLines
+    from flower_desloc.flower.observer import Observer, Plan, WindowRecord
+    from flower_desloc.flower.policy import FederationError, Policy
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
@@ -38,42 +47,57 @@ __all__ = [
     "RESET",
     "SGDM",
     "Checkpoint",
+    "CheckpointError",
     "Checkpoints",
     "Clipping",
+    "DataParallel",
     "DesLoc",
     "Drift",
-    "Format",
+    "FederationError",
+    "InProcessGrid",
+    "LogLines",
     "Mean",
+    "Observer",
     "OuterOptimizer",
     "PaperAdam",
+    "Plan",
     "Policy",
     "QHAdam",
     "SeedsStates",
     "StepMetrics",
     "SyncSchedule",
     "Window",
+    "WindowRecord",
     "Worker",
     "check_optimizer",
     "client_app",
+    "constant",
+    "cosine",
     "from_record",
+    "last_checkpoint",
     "prime",
     "put",
     "set_step",
     "stream_names",
     "take",
     "to_record",
+    "wsd",
 ]
 
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
-    "core.formats": ["Format"],
+    "core.lr_schedule": ["constant", "cosine", "wsd"],
     "core.worker": ["Clipping", "SeedsStates", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
     "core.streams": ["check_optimizer", "prime", "put", "set_step", "stream_names", "take"],
-    "flower.checkpoint": ["Checkpoint", "Checkpoints"],
+    "flower.baselines.data_parallel": ["DataParallel"],
+    "flower.checkpoint": ["Checkpoint", "CheckpointError", "Checkpoints", "last_checkpoint"],
     "flower.client": ["client_app"],
-    "flower.policy": ["Policy"],
+    "flower.inprocess": ["InProcessGrid"],
+    "flower.log_lines": ["LogLines"],
+    "flower.observer": ["Observer", "Plan", "WindowRecord"],
+    "flower.policy": ["FederationError", "Policy"],
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
@@ -85,3 +109,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

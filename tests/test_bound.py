@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, load
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.bounds import moment_ratio
 from flower_desloc.setup.build import check_streams
@@ -115,6 +116,13 @@ def test_nothing_changes_where_moments_are_averaged_together(tmp_path):
 def test_where_there_is_no_ratio_it_says_so(optimizer, what):
     with pytest.raises(ValueError, match=what):
         moment_ratio(optimizer)
+
+
+@pytest.mark.parametrize("name", ["sgdm", "adopt"])
+def test_an_optimizer_without_a_ratio_is_refused_before_its_first_step(name, tmp_path):
+    bounding = Run(name, (2, 4, 9)[: 2 if name == "sgdm" else 3], tmp_path, sync_bound=True)
+    with pytest.raises(FederationError, match=r"steps 1 to 2: .* does not divide"):
+        bounding.start()
 
 
 NO_MOMENT = "neither exp_avg nor exp_avg_sq"

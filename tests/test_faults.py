@@ -266,10 +266,12 @@ def test_a_request_that_flower_does_not_accept_fails_at_once():
          "lower optimizer.lr"),
         ("ClientApp stopped responding.", "ClientApp stopped responding."),
         ("\x1b[2Jno disk", "\N{REPLACEMENT CHARACTER}[2Jno disk"),
+        ("\x1b[36mray::train()\x1b[39m died", "ray::train() died"),
         ("", "no reason given"),
         (None, "no reason given"),
     ],
-    ids=["a client process", "Ray's actor", "Flower's own", "an escape", "empty", "none"],
+    ids=["a client process", "Ray's actor", "Flower's own", "an escape", "Ray's colours", "empty",
+         "none"],
 )  # fmt: skip
 def test_a_clients_message_is_shown_without_flowers_wrapping(reason, said):
     grid = InProcessGrid(lambda m, _: Message(Error(1, reason), reply_to=m), [{}])

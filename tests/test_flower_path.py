@@ -12,6 +12,8 @@ from flower_path import RUN, Run, oracle
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.messages import WindowReply
+from flower_desloc.flower.metrics import check_evaluation
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import FederationError, Policy
 
@@ -277,7 +279,32 @@ def test_a_policy_names_the_field_that_is_invalid(key, value):
         Policy(**{key: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("streams", "x"), ("mine", [1, 2])])
+@pytest.mark.parametrize("options", [{"num_steps": 0}, {"eval_every": -1}, {"sync_delay": -1}])
+def test_a_strategy_names_the_option_that_is_invalid(options, tmp_path):
+    with pytest.raises(ValueError, match=str(*options)):
+        Run("adam", (2, 4, 8), tmp_path, **options)
+
+
+def test_an_observer_that_is_none_is_refused_before_the_run(tmp_path):
+    run = quadratic(tmp_path)
+    with pytest.raises(TypeError, match=r"observer=.*must be a flower_desloc\.Observer"):
+        run.strategy.start(run.grid, run.initial, observer=print)
+
+
+def test_metrics_that_are_averaged_may_be_negative_and_totals_not():
+    def check(value: float, metrics: Any = None) -> None:
+        reply = WindowReply(metrics={"num-examples": 1, "x": value, "totals/x": value})
+        check_evaluation(reply, metrics)
+
+    check(-2.0)
+    check(2.0, dict)
+    with pytest.raises(ValueError, match="at least 0"):
+        check(-2.0, dict)
+    with pytest.raises(ValueError, match="finite"):
+        check(float("nan"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("streams", "x"), ("code", "x"), ("mine", [1, 2])])
 def test_settings_that_cannot_be_sent_are_refused(name, value, tmp_path):
     run = quadratic(tmp_path)
     with pytest.raises(ValueError, match=name):

@@ -144,6 +144,11 @@ def test_a_model_with_buffers_is_refused():
         FlowerStrategy(FedAvg, favg_opt(ADAM), 14, states={"buffers": {"b": torch.zeros(1)}})
 
 
+def test_a_policy_that_averages_in_another_way_is_refused():
+    with pytest.raises(ValueError, match="average=median: the strategy averages"):
+        FlowerStrategy(FedAvg, favg_opt(ADAM), 14, policy=Policy(average="median"))
+
+
 # --------------------------------------------------------------------------------------- As an app
 
 SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "federation.num_clients=3")]

@@ -209,6 +209,8 @@ def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
             "average=trimmed_mean federation.trim=2 federation.min_clients=4",
             "least 5",
         ),
+        ("quickstart", "average=median federation.min_steps=0.5", r"set federation\.min_steps=1"),
+        ("quickstart", "trim=2", r"federation\.average=trimmed_mean"),
         ("fedavg", "average=median", r"federation\.average=median: .*strategy=fedavg"),
     ],
 )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +17,11 @@ from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
+from flower_desloc.flower.policy import Policy
 
 _EXTENDS = "extends"
 _SYNC = "sync"
+_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(Policy))})(?==)")
 _TYPES = {
     "Integer": "an integer",
     "Float": "a number",
@@ -197,7 +200,7 @@ def _typed(values: Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
     except ValueError as error:  # of Policy, the only section that checks itself
-        raise ConfigError(f"federation.{error}") from error
+        raise ConfigError(_FIELD.sub(r"federation.\g<0>", str(error))) from error
     assert isinstance(config, Config)
     check(config)
     return config

@@ -58,22 +58,27 @@ class Worker:
     """
 
     module: nn.Module
+    """On the device where it computes."""
     optimizer: Optimizer
-    """Primed (``flower_desloc.prime``)."""
+    """Of the module's parameters; the client writes the federation's states into it."""
     loss_at: Callable[[int], Tensor]
-    """The loss of the batch after so many completed steps; a pure function of the step, so that a
-    window can be repeated."""
+    """The loss of the batch after so many completed steps, from 0; a pure function of the step, so
+    that a window can be repeated."""
     num_examples: int
-    """The weight of this client under weighting by examples."""
+    """The weight of this client's evaluation, and of its streams under weighting by examples."""
     lr_schedule: LRSchedule = field(default_factory=constant)
     """Factor of each parameter group's own learning rate."""
     clipping: Clipping = field(default_factory=Clipping)
+    """Of the gradients, before each step."""
     evaluate: Callable[[], Mapping[str, float]] | None = None
-    """Totals over the client's held-out data, such as nats and tokens."""
+    """Metrics of the module on the client's held-out data, which the server averages by
+    ``num_examples``; or with ``metrics`` totals, such as nats and tokens, which it adds."""
     metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
-    """Metrics from totals."""
-    noise_from: int = 1
-    """Completed steps from which evaluations measure the gradient noise."""
+    """Metrics from totals that are at least 0, such as nats per token; ``DesLoc`` needs the same
+    function."""
+    noise_from: float = math.inf
+    """Completed steps from which evaluations also measure the gradient noise scale, by the
+    gradients of the next two batches: ``loss_at`` is then called with steps beyond the last."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
 

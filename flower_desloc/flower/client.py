@@ -115,6 +115,8 @@ def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> W
 
 def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
+    if request.bound:
+        moment_ratio(worker.optimizer)  # raises before any step if there is none
     mine = ClientStreams(worker, request, files, files.held_at(request.start))
     begin, late = mine.at_start(), mine.late_averages()
     if begin is None or late is None:
@@ -267,8 +269,8 @@ class ClientStreams:
         request = self._request
         if set(self._names) != set(request.versions):
             raise ValueError(
-                f"the server averages the streams {sorted(request.versions)}, but this client's "
-                f"{type(self._worker.optimizer).__name__} has {sorted(self._names)}"
+                f"the server averages the streams {sorted(request.versions)}, but this client, "
+                f"with {type(self._worker.optimizer).__name__}, has {sorted(self._names)}"
             )
         streams = self.here(self._names)
         for name in self._names:
@@ -457,8 +459,7 @@ def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
 
 
 def _require_same_code(request: WindowRequest) -> None:
-    theirs = request.config.get("code", "")
-    if theirs and theirs != fingerprint():
+    if request.code != fingerprint():
         raise RuntimeError(
             f"this client runs other code ({Path(__file__).parents[1]}) than the server: another "
             "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "

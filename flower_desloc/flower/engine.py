@@ -244,7 +244,8 @@ class RoundEngine:
             attempts=self.attempts,
             checkpoint=self.checkpoint,
             start=step,
-            config={**self._settings, "code": fingerprint()},
+            code=fingerprint(),
+            config=self._settings,
         )
         nodes = self.members.new_nodes()
         asked = (self.exchange.request(node_id, HELLO, hello) for node_id in nodes)

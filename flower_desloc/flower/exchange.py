@@ -20,6 +20,7 @@ from flower_desloc.flower.records import records_of
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
 
@@ -253,7 +254,7 @@ def _wrong(reply: Message, node: int) -> Error | None:
 
 def _unwrapped(reason: str | None) -> str:
     """Return a client's own message, without the exceptions that Flower has wrapped it in."""
-    text = " ".join((reason or "").split())
+    text = " ".join(_COLOUR.sub("", reason or "").split())
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped[1]
     return printable(text.rpartition("occurred. Message: ")[2]) or "no reason given"

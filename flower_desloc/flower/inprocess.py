@@ -14,7 +14,11 @@ _RAISED = 2  # Flower's code for an exception in a ClientApp
 
 
 class InProcessGrid(Grid):
-    """A Grid that calls the ClientApp when a reply is pulled, one node after the other."""
+    """A Grid that calls the ClientApp when a reply is pulled, one node after the other.
+
+    For tests and debugging. Each of ``nodes`` is what a client finds in ``context.node_config``,
+    such as ``{"partition-id": 0, "num-partitions": 2}``.
+    """
 
     def __init__(self, client_app: ClientApp, nodes: Iterable[Mapping[str, Any]]) -> None:
         self.client_app = client_app

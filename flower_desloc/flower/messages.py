@@ -1,4 +1,4 @@
-"""Requests and replies. The only file that knows record keys.
+"""Requests and replies as Flower's records.
 
 Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it.
 Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
@@ -46,6 +46,8 @@ class WindowRequest:
     attempts: Mapping[str, int] = field(default_factory=dict)
     """In a greeting: the starts of the server that led to this one, in order and with this one,
     each with the step from which it resumed; -1 for a start without a checkpoint."""
+    code: str = ""
+    """In a greeting: the fingerprint of the server's code; the client must run the same."""
     checkpoint: int = -1
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
@@ -86,6 +88,7 @@ class WindowRequest:
                 "attempt": self.attempt,
                 "attempts": list(self.attempts),
                 "attempt-starts": list(self.attempts.values()),
+                "code": self.code,
                 "checkpoint-step": self.checkpoint,
                 "start-step": self.start,
                 "stop-step": self.stop,
@@ -121,6 +124,7 @@ class WindowRequest:
             run_key=_value(config, "run-key", str),
             attempt=_value(config, "attempt", str),
             attempts=dict(zip(attempts, starts, strict=True)),
+            code=_value(config, "code", str),
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),

@@ -65,9 +65,11 @@ def check_evaluation(reply: WindowReply, metrics: FromTotals | None) -> None:
     if not 0 <= examples < 2**63:
         raise ValueError(f"its num-examples is {examples}; it must be a number at least 0")
     totals = {k.removeprefix(TOTALS): v for k, v in figures.items() if k.startswith(TOTALS)}
+    least = 0.0 if metrics else -math.inf
     for name, total in totals.items():
-        if not 0 <= total < math.inf:
-            raise ValueError(f"its total of {name} is {total}; it must be a number at least 0")
+        if not (least <= total < math.inf and math.isfinite(total)):
+            wanted = "a number at least 0" if metrics else "finite"
+            raise ValueError(f"its total of {name} is {total}; it must be {wanted}")
     if metrics is None or not figures.keys() - {"num-examples", "start-step", "stop-step"}:
         return
     try:

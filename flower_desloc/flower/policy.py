@@ -90,6 +90,8 @@ class Policy:
             raise ValueError(
                 f"average={self.average}: it counts every client once; set weighting=uniform"
             )
+        if self.average != "trimmed_mean" and self.trim != 1:
+            raise ValueError(f"trim={self.trim}: it needs average=trimmed_mean")
         if self.average == "trimmed_mean" and self.min_clients <= 2 * self.trim:
             raise ValueError(
                 f"trim={self.trim}: it leaves out {2 * self.trim} replies, so "

@@ -50,7 +50,7 @@ class DesLoc(Strategy):
     Parameters
     ----------
     schedule : SyncSchedule
-        Period of every stream.
+        Period of every stream of the clients' optimizers (``flower_desloc.stream_names``).
     num_steps : int
         Local steps of every client, the paper's T.
     policy : Policy, optional
@@ -61,16 +61,21 @@ class DesLoc(Strategy):
     outer : OuterOptimizer, optional
         The server's own optimizer of the averaged parameters (DiLoCo).
     states : Mapping[str, Stream], optional
-        The optimizer's streams, as meta tensors, to validate replies against; ``buffers`` with
-        their initial values. Without it the first usable reply sets names and shapes.
+        What a new worker's streams are, to validate replies against:
+        ``take(model, optimizer, names)`` after ``prime(optimizer)``; only names, shapes and types
+        matter, so ``.to("meta")`` saves memory. ``buffers``, which a schedule with BatchNorm needs,
+        with their initial values. Without it the first usable reply sets names and shapes.
     metrics : Callable, optional
         Returns metrics from totals added over clients, for federated evaluation. Without it the
         clients' metrics are averaged by their number of examples.
     evaluate_clients : bool (default: True)
-        Whether the clients evaluate the averaged parameters on their own held-out data.
+        Whether the clients evaluate the averaged parameters on their own held-out data
+        (``Worker.evaluate``).
     formats : Mapping[str, str], optional
         Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``
-        (``flower_desloc.core.compression``). Optimizer states in it must be in ``states``.
+        (``flower_desloc.core.compression``). Optimizer states in it must be in ``states``. Second
+        moments are coded as such under the names ``exp_avg_sq`` and ``max_exp_avg_sq`` only; send
+        those of other names in ``bf16`` or as they are.
     sync_delay : int (default: 0)
         Local steps that clients take before they merge an average
         (``flower_desloc.core.late``); a shorter window merges at its end. Clients that outlive a
@@ -86,8 +91,15 @@ class DesLoc(Strategy):
     checkpoints : Checkpoints, optional
         Where to write checkpoints.
     resume : Checkpoint, optional
-        Resume from this checkpoint, under its ``run_key``. The clients go back to what they held
-        then; the parameters given to ``start`` only set names and shapes.
+        Resume from this checkpoint (``Checkpoint.read(last_checkpoint(folder))``), under its
+        ``run_key``. The clients go back to what they held then; the parameters given to ``start``
+        only set names and shapes.
+
+    Raises
+    ------
+    ValueError
+        For options that cannot be used together, and for a checkpoint that is not of the end of
+        one of this schedule's windows.
 
     """
 
@@ -110,6 +122,10 @@ class DesLoc(Strategy):
         checkpoints: Checkpoints | None = None,
         resume: Checkpoint | None = None,
     ) -> None:
+        if num_steps < 1 or eval_every < 0:
+            raise ValueError(
+                f"num_steps={num_steps}, eval_every={eval_every}: must be at least 1 and 0"
+            )
         if sync_delay < 0 or (sync_delay and schedule.resets):
             raise ValueError(
                 f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset"
@@ -132,6 +148,8 @@ class DesLoc(Strategy):
         self._paces = Paces(self.policy, resume.paces if resume else {})
         self._asked: list[str] = []  # for the window's local steps
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
+        if resume is not None:
+            self._require_window(resume)
 
     def summary(self) -> None:
         """Log what this strategy will do."""
@@ -157,7 +175,8 @@ class DesLoc(Strategy):
         grid : Grid
             Flower's connection to the clients.
         initial_arrays : ArrayRecord
-            The initial parameters, under the names of ``named_parameters()``.
+            The initial parameters, under the names of ``named_parameters()``: those that are
+            trained, without frozen ones and buffers.
         train_config : ConfigRecord, optional
             The app's own settings, sent with every request.
         evaluate_config : ConfigRecord, optional
@@ -166,7 +185,13 @@ class DesLoc(Strategy):
             Central evaluation: called with the window's number and the averaged parameters. A
             metric named ``part/metric`` is that of a part of the data.
         observer : Observer, optional
-            Called with the record of every window; by default each is a line in Flower's log.
+            Told of the start, the clients that join and every window; by default ``LogLines``,
+            which writes a line of each into Flower's log.
+
+        Returns
+        -------
+        Result
+            The averaged parameters, and the metrics of the windows of this start.
 
         Raises
         ------
@@ -178,10 +203,12 @@ class DesLoc(Strategy):
         evaluate_config = evaluate_config or train_config
         result = Result()
         self.summary()
+        if observer is not None and not isinstance(observer, Observer):
+            raise TypeError(f"observer={observer!r}: must be a flower_desloc.Observer")
         self._begin(grid, initial_arrays, train_config, observer)
         del initial_arrays  # it would be kept for the whole run
         first = self.resume.round + 1 if self.resume else 0
-        for server_round, window in list(enumerate(self._windows))[first:]:
+        for server_round, window in enumerate(self._windows[first:], first):
             self.engine.begin(server_round, window)
             if server_round > 0:
                 metrics = self._train(server_round, train_config, grid)
@@ -439,6 +466,16 @@ class DesLoc(Strategy):
 
     def _model_streams(self) -> list[str]:
         return [name for name in (PARAMS, BUFFERS) if name in self.state.versions]
+
+    def _require_window(self, resume: Checkpoint) -> None:
+        """Raise ``ValueError`` unless the checkpoint is of the end of one of the windows."""
+        ends = [window.stop for window in self._windows]
+        if resume.step not in ends or ends.index(resume.step) != resume.round:
+            raise ValueError(
+                f"the checkpoint was written after window {resume.round} and step {resume.step}; "
+                f"no window of {self.schedule.periods} over {self.num_steps} steps ends like this; "
+                "resume with the periods and steps of its run"
+            )
 
     def _begin(
         self,

@@ -23,7 +23,7 @@ def moment_ratio(optimizer: Optimizer) -> float:
     Raises ``ValueError`` for an optimizer that does not divide u by sqrt(v), for beta1^2 >= beta2,
     where the ratio has no bound, and for parameter groups that differ in their betas.
     """
-    if type(optimizer) not in _ADAMS:
+    if not isinstance(optimizer, _ADAMS):
         raise ValueError(
             f"{type(optimizer).__name__} does not divide {FIRST} by a root of {SECOND}"
         )

@@ -60,6 +60,8 @@ class FlowerStrategy(DesLoc):
                 "strategy=fedavg and fedadam do not carry; set strategy=desloc"
             )
         super().__init__(schedule, num_steps, states=states, **options)
+        if self.policy.average != "mean":
+            raise ValueError(f"average={self.policy.average}: the strategy averages by itself")
         self.strategy = make(
             min_train_nodes=1,
             min_available_nodes=1,
