@@ -211,7 +211,7 @@ def test_what_flower_has_moved_is_an_error_that_says_so(monkeypatch):
 def test_what_an_import_brings_along():
     """The core PyTorch and nothing of the edge; the root no Flower; the recorder no drawing."""
     core = ", ".join(module for module, path in FILES.items() if path in CORE)
-    root = "ADOPT, SGDM, Clipping, Format, OuterOptimizer, SyncSchedule, check_optimizer, take"
+    root = "ADOPT, SGDM, Clipping, OuterOptimizer, SyncSchedule, check_optimizer, take"
     code = (
         f"import json, sys, {core}; inner = [*sys.modules]; from flower_desloc import {root}; "
         "outer = [*sys.modules]; import flower_desloc.runs; "
