@@ -25,7 +25,7 @@ from reference import E, Tree, each
 from tiny import TINY, summary, train
 from torch import nn
 
-from flower_desloc import SyncSchedule
+from flower_desloc import DataParallel, OuterOptimizer, SyncSchedule
 from flower_desloc.config import ConfigError, load
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
@@ -142,6 +142,14 @@ def test_a_divergence_on_the_server_names_the_setting_to_change(tmp_path):
 def test_a_model_with_buffers_is_refused():
     with pytest.raises(ValueError, match=r"has buffers .*strategy=desloc"):
         FlowerStrategy(FedAvg, favg_opt(ADAM), 14, states={"buffers": {"b": torch.zeros(1)}})
+
+
+def test_the_log_names_the_method(caplog):
+    caplog.set_level("INFO", "flwr")
+    FlowerStrategy(FedAvg, favg_opt(ADAM), 14).summary()
+    DataParallel(7, OuterOptimizer(partial(torch.optim.SGD, lr=1.0))).summary()
+    assert "FedAvg, 14 local steps" in caplog.text
+    assert "data parallelism, 7 local steps" in caplog.text
 
 
 def test_a_policy_that_averages_in_another_way_is_refused():

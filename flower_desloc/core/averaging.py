@@ -24,7 +24,8 @@ _SMALLEST_NORM = 1e-14
 class Mean:
     """Running weighted mean of streams that arrive one client at a time.
 
-    Holds one mean per tensor, whatever the number of clients. Floating-point addition is not
+    Holds one mean per tensor and no reply, whatever the number of clients, so that a client can
+    be compared with the means before it only. Floating-point addition is not
     associative, so the mean depends on the order of the calls to ``add``: call it in an order
     that does not depend on which client finished first. It does not depend on the number of
     threads.

@@ -103,6 +103,8 @@ class DesLoc(Strategy):
 
     """
 
+    title = "DES-LOC"
+
     def __init__(
         self,
         schedule: SyncSchedule,
@@ -155,7 +157,7 @@ class DesLoc(Strategy):
         """Log what this strategy will do."""
         periods = ", ".join(f"{name} {period}" for name, period in self.schedule.periods.items())
         mode = "periods" if self.schedule.coin_seed is None else "mean periods, drawn by coins"
-        log(INFO, "DES-LOC, %d local steps; %s: %s", self.num_steps, mode, periods)
+        log(INFO, "%s, %d local steps; %s: %s", self.title, self.num_steps, mode, periods)
         log(INFO, "the clients keep their state of this run under %s", self.run_key)
 
     def start(  # type: ignore[override]  # Flower's carries one set of arrays, averaged every round

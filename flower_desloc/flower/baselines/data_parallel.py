@@ -32,6 +32,8 @@ class DataParallel(DesLoc):
 
     """
 
+    title = "data parallelism"
+
     def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
         super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
         if self.sync_delay:

@@ -69,6 +69,7 @@ class FlowerStrategy(DesLoc):
             arrayrecord_key=PARAMS,
             configrecord_key=CONFIG,
         )
+        self.title = type(self.strategy).__name__
         self.arrays = ArrayRecord()
         """What the strategy returned last: FedAdam's arrays are float64, the model's need not."""
 
