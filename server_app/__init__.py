@@ -69,15 +69,15 @@ def main(grid: Grid, context: Context) -> None:
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
-            evaluate_fn=_evaluate_fn(task, model, strategy) if config.evaluation.central else None,
+            evaluate_fn=_evaluate_fn(task, model) if config.evaluation.central else None,
             # In one process everything is on this machine, which `desloc run` has checked.
             observer=recorder
             if isinstance(grid, InProcessGrid)
             else Preflight(config, folder.path, recorder),
         )
-        _install(model, strategy)
+        _install(model, result.arrays)
         folder.write_final(lambda path: task.save(model, path))
-        recorder.finish("completed", digest(from_record(result.arrays)))
+        recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
 
 
 @contextmanager
@@ -163,10 +163,10 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
+def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        del server_round, arrays  # a model also has buffers
-        _install(model, strategy)
+        del server_round
+        _install(model, arrays)
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
         for domain, batches in task.heldout().items():
@@ -179,8 +179,7 @@ def _evaluate_fn(task: Task, model: nn.Module, strategy: DesLoc) -> EvaluateFn:
 
 
 @torch.no_grad()
-def _install(model: nn.Module, strategy: DesLoc) -> None:
+def _install(model: nn.Module, arrays: ArrayRecord) -> None:
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name in {PARAMS, BUFFERS} & strategy.state.averages.keys():
-        for key, tensor in from_record(strategy.state.averages[name]).items():
-            own[key].copy_(tensor)
+    for key, tensor in from_record(arrays).items():
+        own[key].copy_(tensor)

@@ -10,8 +10,18 @@ import torch
 from federation import OPTIMIZERS, Regression, assert_close, assert_same, size_of
 from flower_path import RUN, Run, oracle
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch.nn import BatchNorm1d
 
-from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc import (
+    DesLoc,
+    InProcessGrid,
+    SyncSchedule,
+    Worker,
+    client_app,
+    from_record,
+    to_record,
+)
+from flower_desloc.core.streams import digest
 from flower_desloc.flower.messages import WindowReply
 from flower_desloc.flower.metrics import check_evaluation
 from flower_desloc.flower.observer import WindowRecord
@@ -231,6 +241,39 @@ def test_the_model_is_evaluated_at_the_first_average_after_each_multiple(every, 
 
     run.strategy.start(run.grid, run.initial, evaluate_fn=evaluate)
     assert at == expected
+
+
+def test_the_averaged_model_has_the_buffers_that_are_averaged(tmp_path):
+    rows = [torch.randn(8, 2, generator=torch.Generator().manual_seed(m)) + m for m in range(3)]
+
+    def build(config: Any, context: Context) -> Worker:
+        x, module = rows[context.node_config["partition-id"]], BatchNorm1d(2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return Worker(module=module, optimizer=optimizer, num_examples=8,
+                      loss_at=lambda step: module(x).square().sum())  # fmt: skip
+
+    new, alone = BatchNorm1d(2), [BatchNorm1d(2) for _ in rows]
+    for module, x in zip(alone, rows, strict=True):
+        module(x), module(x)  # its statistics do not depend on the weights
+    means = {
+        name: torch.stack([dict(module.named_buffers())[name] for module in alone]).mean(0)
+        for name in ("running_mean", "running_var")
+    }
+    states = {"buffers": {name: dict(new.named_buffers())[name] for name in means}}
+    strategy = DesLoc(SyncSchedule({"params": 2, "buffers": 2}), 2, states=states)
+    seen: list[ArrayRecord] = []
+    nodes = [{"partition-id": m, "state-dir": str(tmp_path)} for m in range(3)]
+    start = to_record(dict(new.named_parameters()))
+    result = strategy.start(
+        InProcessGrid(client_app(build), nodes),
+        start,
+        evaluate_fn=lambda _, model: seen.append(model),
+    )
+    last = from_record(result.arrays)
+    assert [set(model) for model in seen] == [{"weight", "bias", *means}] * 2
+    assert digest(last) == digest(from_record(seen[-1]))
+    for name, mean in means.items():
+        assert torch.allclose(last[name], mean)
 
 
 def test_a_client_whose_app_does_not_evaluate_keeps_its_state(tmp_path, caplog):

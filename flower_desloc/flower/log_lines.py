@@ -27,7 +27,8 @@ class LogLines(Observer):
             parts.append(f"train loss {record.train_loss:.4g}")
         parts += _metrics("on the clients", record.federated)
         parts += _metrics("on the server", record.central)
-        log(INFO, "step %d of %d: %s", record.step, self._steps, "; ".join(parts))
+        if parts:
+            log(INFO, "step %d of %d: %s", record.step, self._steps, "; ".join(parts))
 
 
 def _metrics(where: str, record: EvaluationRecord | None) -> list[str]:

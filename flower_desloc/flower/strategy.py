@@ -170,7 +170,7 @@ class DesLoc(Strategy):
         *,
         observer: Observer | None = None,
     ) -> Result:
-        """Train to the end; return the averaged parameters and the metrics of every window.
+        """Train to the end; return the averaged model and the metrics of every window.
 
         Parameters
         ----------
@@ -184,8 +184,8 @@ class DesLoc(Strategy):
         evaluate_config : ConfigRecord, optional
             The same for evaluation; ``train_config`` by default.
         evaluate_fn : Callable, optional
-            Central evaluation: called with the window's number and the averaged parameters. A
-            metric named ``part/metric`` is that of a part of the data.
+            Central evaluation: called with the window's number and the averaged model. A metric
+            named ``part/metric`` is that of a part of the data.
         observer : Observer, optional
             Told of the start, the clients that join and every window; by default ``LogLines``,
             which writes a line of each into Flower's log.
@@ -193,7 +193,8 @@ class DesLoc(Strategy):
         Returns
         -------
         Result
-            The averaged parameters, and the metrics of the windows of this start.
+            The averaged model, which is params and, if the schedule has them, buffers; and the
+            metrics of the windows of this start.
 
         Raises
         ------
@@ -218,8 +219,7 @@ class DesLoc(Strategy):
             if server_round == 0 or self._evaluation_is_due(window):
                 self._evaluate(server_round, evaluate_config, grid, evaluate_fn, result)
             self.engine.end([n for n in self.schedule.periods if n in window.due], result)
-        # A copy: the caller may do with it what it likes.
-        result.arrays = to_record(from_record(self.state.averages[PARAMS]))
+        result.arrays = self._model()
         self.engine.farewell()
         return result
 
@@ -396,8 +396,7 @@ class DesLoc(Strategy):
             if federated is not None:
                 result.evaluate_metrics_clientapp[server_round] = federated
             if evaluate_fn is not None:
-                # A copy: the app may do with it what it likes.
-                central = evaluate_fn(server_round, to_record(from_record(params)))
+                central = evaluate_fn(server_round, self._model())
                 if central is not None:
                     result.evaluate_metrics_serverapp[server_round] = central
 
@@ -465,6 +464,12 @@ class DesLoc(Strategy):
         if PARAMS not in schedule.periods:
             raise ValueError("a schedule without params is for baselines.DataParallel")
         return schedule.periods
+
+    def _model(self) -> ArrayRecord:
+        """Return a copy of the averaged model, with which the app may do what it likes."""
+        averages = self.state.averages
+        streams = [from_record(averages[n]) for n in self._model_streams() if n in averages]
+        return to_record({key: tensor for stream in streams for key, tensor in stream.items()})
 
     def _model_streams(self) -> list[str]:
         return [name for name in (PARAMS, BUFFERS) if name in self.state.versions]
