@@ -48,7 +48,12 @@ _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LO
 
 
 def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
-    """Return the ClientApp whose clients are built by ``build`` from the server's settings."""
+    """Return a ClientApp whose clients are what ``build`` returns.
+
+    ``build`` is called for every message, with the ``train_config`` given to ``DesLoc.start``
+    (single values: strings, numbers, booleans) and Flower's context. All that outlives the message
+    is in the client's state file: in ``~/.flwr/desloc``, or ``state-dir`` of the node's config.
+    """
     app = ClientApp()
 
     @app.query(HELLO.partition(".")[2])
