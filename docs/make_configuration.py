@@ -42,8 +42,9 @@ file.** A value for every run is set in `pyproject.toml`, which
 Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
 `overrides` and `output-dir`. Any other setting is an override.
 
-A file may build on a preset with `extends: quickstart`; it then states what differs. Its `sync`
-section, if it has one, replaces the preset's as a whole.
+A file may build on a preset with `extends: quickstart`, or on another file with
+`extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,
+if it has one, replaces the other's as a whole.
 
 After the last step `params` are averaged, whatever their period.
 
