@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,28 @@ def task_of(settings: str) -> Task:
 
 @lru_cache(maxsize=1024)  # of hundreds of simulated clients, each has a part of one data set
 def _data(settings: str, site: Site) -> ClientData:
-    return task_of(settings).client_data(site)
+    task = task_of(settings)
+    if site.data_path is None:
+        return task.client_data(site)
+    watched = _WatchedSite(**vars(site))
+    vars(watched)["was_read"] = False  # it was, by its own checks
+    data = task.client_data(watched)
+    if not vars(watched)["was_read"]:
+        raise ValueError(
+            f"data-path={site.data_path}: client_data of task={config_of(settings).task} does not "
+            "read site.data_path, and would train on other data; let it read that path, or leave "
+            "data-path out of the node config"
+        )
+    return data
+
+
+class _WatchedSite(Site):
+    """A site that notes whether its ``data_path`` is read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "data_path":
+            vars(self)["was_read"] = True
+        return super().__getattribute__(name)
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny import TINY, failing_at, summary
 from torch import nn
 
-from client_app.worker import model_of
+from client_app.worker import build_single_worker, model_of
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import OuterOptimizer
@@ -317,6 +317,16 @@ def test_a_class_that_is_no_task_is_refused_before_anything_is_trained():
     config = load("cnn.yaml", ["task=flower_desloc.config:dump"])
     with pytest.raises(ConfigError, match=r"is not a task, it lacks build_model, client_data, "):
         build_task(config)
+
+
+def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_path):
+    """Where it is ignored, a client would train on the wrong data and nobody would know."""
+    settings = dump(load("cnn.yaml"))
+    with pytest.raises(
+        ValueError, match=r"^data-path=.*: client_data of task=cnn:CNN does not rea"
+    ):
+        build_single_worker(settings, "", {"data-path": str(tmp_path)})
+    assert build_single_worker(settings, "", {"partition-id": 0, "num-partitions": 2})
 
 
 def test_options_keep_their_types_on_the_way_to_the_clients():
