@@ -1,5 +1,6 @@
 """Models, data and optimizers of one's own: the examples run, and only what is trained travels."""
 
+import csv
 import importlib
 import re
 import shutil
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from tiny import TINY, failing_at, summary
 from torch import nn
 
+from client_app import app as client_app
 from client_app.worker import build_single_worker, model_of
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
@@ -29,6 +31,7 @@ from flower_desloc.setup.build import build_optimizer, check_streams
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
 from flower_desloc.tools.engines.in_process import run_in_process
+from server_app import app as server_app
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -103,7 +106,8 @@ def test_the_commands_of_the_page_train_and_send_what_the_formula_says(name, who
 
 
 def test_the_page_names_every_example():
-    assert sorted(COMMANDS) == sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    federated = re.findall(r"^desloc federate (\S+)\.yaml", PAGE, re.MULTILINE)
+    assert sorted(COMMANDS + federated) == sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", ["lion", "ademamix", "lora"])
@@ -118,6 +122,63 @@ def test_a_run_cut_off_ends_as_one_that_was_not(name, whole, run, tmp_path):
     resumed = run(name, tmp_path, "run.resume=auto")
     assert resumed["resumed"][0]["step"] == 3
     assert resumed["weights_sha256"] == summary(whole(name))["weights_sha256"]
+
+
+def printed(mark: str, language: str) -> str:
+    """The block of the page between two comments."""
+    (block,) = re.findall(rf"<!-- {mark} -->\n```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(block)
+
+
+# ------------------------------------------------------------------------------------ Private data
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two CSV files, of one kind of text in the main each."""
+    folder = tmp_path_factory.mktemp("private")
+    lines = {"code": (EXAMPLES / "cnn.py").read_text(), "prose": (ROOT / "LICENSE").read_text()}
+    texts = {label: [t for t in text.splitlines() if t][:100] for label, text in lines.items()}
+    for main, other in (("code", "prose"), ("prose", "code")):
+        with (folder / f"{main}.csv").open("w", newline="") as file:
+            rows = [*((t, main) for t in texts[main]), *((t, other) for t in texts[other][::3])]
+            csv.writer(file).writerows([("text", "label"), *rows])
+    return sorted(folder.iterdir())
+
+
+Sites = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def at_sites(files: list[Path]) -> Sites:
+    """A function that runs the example at sites that have a file each and no partition."""
+
+    def at_sites(output_dir: Path, *overrides: str) -> Path:
+        text = " ".join(["run.steps=48", *overrides])
+        config = {"config": "csv_classifier.yaml", "overrides": text}
+        state = str(output_dir / ".clients")
+        nodes = [{"name": f.stem, "data-path": str(f), "state-dir": state} for f in files]
+        context = Context(1, 0, {}, RecordDict(), {**config, "output-dir": str(output_dir)})
+        server_app(InProcessGrid(client_app, nodes), context)
+        return output_dir / "csv_classifier"
+
+    return at_sites
+
+
+@pytest.fixture(scope="module")
+def private(at_sites: Sites, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run at two sites."""
+    return at_sites(tmp_path_factory.mktemp("sites"))
+
+
+def test_sites_train_on_files_that_only_they_have(private):
+    found = summary(private)
+    held = found["client_data"]
+    assert held["code"]["code"] > held["prose"]["code"]
+    assert held["prose"]["prose"] > held["code"]["prose"]
+    loss = found["evaluation"]["federated"]["loss"]
+    assert loss["final"] < 0.8 * loss["first"]
+    assert "central" not in found["evaluation"]
 
 
 # -------------------------------------------------------------------------------------------- LoRA
@@ -410,8 +471,7 @@ load_centralized_dataset = None  # the test does not call global_evaluate
 
 def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp_path):
     """The client as printed, and the server's main as the diff leaves it, with other images."""
-    (client,) = re.findall(r"<!-- client -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    (server,) = re.findall(r"<!-- server -->\n```diff\n(.*?)```", PAGE, re.DOTALL)
+    client_code, server = printed("client", "python"), printed("server", "diff")
     head, main = re.split(r"^@@ .*\n", server, flags=re.MULTILINE)[1:]
     after = [line[1:] for line in (head + main).splitlines() if not line.startswith("-")]
     body = after.index('    """Main entry point for the ServerApp."""')
@@ -420,11 +480,11 @@ def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp
     package = tmp_path / "pytorchexample"
     package.mkdir()
     (package / "task.py").write_text(QUICKSTART_TASK)
-    (package / "client_app.py").write_text(client)
+    (package / "client_app.py").write_text(client_code)
     (package / "server_app.py").write_text("\n".join([*after, "    return result"]))
     monkeypatch.syspath_prepend(tmp_path)
     server_app = importlib.import_module("pytorchexample.server_app")
-    client_app = importlib.import_module("pytorchexample.client_app")
+    client = importlib.import_module("pytorchexample.client_app")
     evaluations = []
     monkeypatch.setattr(
         server_app, "global_evaluate", lambda *at: evaluations.append(at[0]), raising=False
@@ -435,7 +495,7 @@ def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp
     monkeypatch.setattr(
         "flower_desloc.flower.log_lines.log", lambda _, text, *values: lines.append(text % values)
     )
-    grid = InProcessGrid(client_app.app, nodes)
+    grid = InProcessGrid(client.app, nodes)
     for context in grid.contexts.values():
         context.run_config.update(config)
     result = server_app.main(grid, Context(1, 0, {}, RecordDict(), config))
