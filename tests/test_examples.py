@@ -181,6 +181,27 @@ def test_sites_train_on_files_that_only_they_have(private):
     assert "central" not in found["evaluation"]
 
 
+def test_buffers_are_averaged_if_they_have_a_period_and_integers_are_not_sent(
+    private, at_sites, tmp_path
+):
+    def buffers(folder: Path) -> dict[str, torch.Tensor]:
+        saved = load_file(folder / "final" / "model.safetensors")
+        return {key: saved[f"1.{key}"] for key in ("running_mean", "num_batches_tracked")}
+
+    assert buffers(private)["running_mean"].any()
+    assert buffers(private)["num_batches_tracked"] == 0
+    assert not buffers(at_sites(tmp_path, "sync.buffers=never"))["running_mean"].any()
+
+
+def test_dropout_is_the_same_in_a_run_that_resumes(private, at_sites, tmp_path):
+    with failing_at(3):
+        at_sites(tmp_path)
+    torch.rand(7)
+    resumed = summary(at_sites(tmp_path, "run.resume=auto"))
+    assert resumed["resumed"]
+    assert resumed["weights_sha256"] == summary(private)["weights_sha256"]
+
+
 # -------------------------------------------------------------------------------------------- LoRA
 
 
