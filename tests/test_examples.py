@@ -25,9 +25,15 @@ from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import frozen
+from flower_desloc.core.worker import Clipping
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import FederationError
-from flower_desloc.setup.build import build_optimizer, check_streams
+from flower_desloc.setup.build import (
+    build_clipping,
+    build_lr_schedule,
+    build_optimizer,
+    check_streams,
+)
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm import CausalLM
 from flower_desloc.tools.engines.in_process import run_in_process
@@ -128,6 +134,17 @@ def printed(mark: str, language: str) -> str:
     """The block of the page between two comments."""
     (block,) = re.findall(rf"<!-- {mark} -->\n```{language}\n(.*?)```", PAGE, re.DOTALL)
     return str(block)
+
+
+def test_the_settings_on_the_page_are_pytorchs_adam(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: {EXAMPLES / 'cnn.yaml'}\n{printed('adam', 'yaml')}")
+    config, weights = load(str(file)), [nn.Parameter(torch.ones(2))]
+    theirs = torch.optim.Adam(weights).defaults
+    ours = build_optimizer(config, weights).defaults
+    assert {**ours, "fused": None} == {**theirs, "fused": None}
+    assert build_clipping(config) == Clipping()
+    assert {build_lr_schedule(config)(step) for step in range(config.run.steps)} == {1.0}
 
 
 # ------------------------------------------------------------------------------------ Private data
