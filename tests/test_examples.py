@@ -1,6 +1,7 @@
 """Models, data and optimizers of one's own: the examples run, and only what is trained travels."""
 
 import csv
+import filecmp
 import importlib
 import re
 import shutil
@@ -24,7 +25,7 @@ from client_app.worker import build_single_worker, model_of
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.streams import frozen
+from flower_desloc.core.streams import digest, frozen
 from flower_desloc.core.worker import Clipping
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import FederationError
@@ -134,6 +135,24 @@ def printed(mark: str, language: str) -> str:
     """The block of the page between two comments."""
     (block,) = re.findall(rf"<!-- {mark} -->\n```{language}\n(.*?)```", PAGE, re.DOTALL)
     return str(block)
+
+
+def test_the_page_loads_the_model_of_a_run(whole, tmp_path, monkeypatch):
+    (tmp_path / "runs").symlink_to(whole("cnn").parent)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(printed("load", "python"), names)
+    found, task = summary(whole("cnn")), build_task(load(str(EXAMPLES / "cnn.yaml"), SMALL))
+    loss = task.metrics(task.evaluate(names["model"], task.heldout()["digits"]))["loss"]
+    assert loss == pytest.approx(found["evaluation"]["central"]["loss"]["final"], abs=1e-6)
+    assert digest(dict(names["model"].named_parameters())) == found["weights_sha256"]
+
+
+def test_an_export_is_what_the_task_saves_and_a_card(whole, tmp_path):
+    accepted("export", whole("cnn"), tmp_path / "out")
+    saved, exported = (whole("cnn") / "final", tmp_path / "out")
+    assert {path.name for path in exported.iterdir()} == {"model.safetensors", "README.md"}
+    assert filecmp.cmp(saved / "model.safetensors", exported / "model.safetensors", shallow=False)
 
 
 def test_the_settings_on_the_page_are_pytorchs_adam(tmp_path):

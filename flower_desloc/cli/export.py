@@ -1,4 +1,4 @@
-"""`desloc export`: a run's model as a transformers folder."""
+"""`desloc export`: a run's model and its card as a folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +15,13 @@ def export(
         bool, typer.Option("--overwrite", help="Replace a model exported there before.")
     ] = False,
 ) -> None:
-    """Write a run's model into FOLDER: weights, config, tokenizer and model card.
+    """Write a run's model and a model card into FOLDER.
 
     FOLDER is by default `export` in the run's folder. RUN is a run's folder or one of its
-    checkpoints; for a run that is not complete, its last checkpoint is used. The weights are
-    safetensors in the run's dtype, for `AutoModelForCausalLM.from_pretrained`. The card describes
-    the training, and names no client, path or domain.
+    checkpoints; for a run that is not complete, its last checkpoint is used. A language model is
+    config, tokenizer, and safetensors in the run's dtype, for
+    `AutoModelForCausalLM.from_pretrained`; that of a task of your own is what its `save` writes.
+    The card describes the training, and names no client, path or domain.
     """
     # transformers takes seconds to import.
     from flower_desloc.tools.models.export import export as write

@@ -148,7 +148,7 @@ def _made_with(summary: Mapping[str, Any]) -> str:
     versions = summary.get("versions") or {"flower-desloc": __version__}
     text = ", ".join(f"{name} {number}" for name, number in versions.items())
     weights = summary["weights_sha256"]
-    return text + (f"\n\nSHA-256 of the weights: `{weights}`" if weights else "")
+    return text + (f"\n\nSHA-256 of the weights, not of a file: `{weights}`" if weights else "")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
