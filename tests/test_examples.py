@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ from safetensors.torch import load_file
 from tiny import TINY, failing_at, summary
 from torch import nn
 
+import flower_desloc
 from client_app import app as client_app
 from client_app.worker import build_single_worker, model_of
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
+from flower_desloc.core import lr_schedule
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import digest, frozen
-from flower_desloc.core.worker import Clipping
+from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.flower import log_lines
+from flower_desloc.flower.client import client_app as client_app_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import FederationError
 from flower_desloc.setup.build import (
@@ -496,6 +501,73 @@ def test_a_flower_app_of_forty_lines_learns(monkeypatch, tmp_path, capsys):
     stock_app.server(InProcessGrid(stock_app.client, nodes), context)
     slopes = re.findall(r"-?\d+\.\d+", capsys.readouterr().out.rpartition("slopes:")[2])
     assert [float(slope) for slope in slopes] == pytest.approx([1, -2, 3], abs=0.1)
+
+
+@pytest.fixture
+def printed_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """A function that runs the app on the page, in a folder, and returns what it saved."""
+    for name, module in (("LogLines", log_lines), ("wsd", lr_schedule)):
+        monkeypatch.setattr(flower_desloc, name, getattr(module, name), raising=False)
+
+    def app(folder: str, change: Callable[[dict[str, Any]], Any] = dict) -> dict[str, torch.Tensor]:
+        names: dict[str, Any] = {}
+        exec(printed("app", "python"), names)
+        change(names)
+        nodes = [{"partition-id": i, "state-dir": str(tmp_path / "state")} for i in range(3)]
+        config = {"lr": 0.02, "folder": str(tmp_path / folder)}
+        names["server"](
+            InProcessGrid(names["client"], nodes), Context(1, 0, {}, RecordDict(), config)
+        )
+        return torch.load(tmp_path / folder / "model.pt")
+
+    return app
+
+
+def test_the_app_on_the_page_learns_and_says_its_bytes(printed_app, capsys):
+    model = printed_app("run")
+    assert model["1.running_mean"].any()
+    printed_bytes = [int(n) for n in re.findall(r"(\d+) bytes up", capsys.readouterr().out)]
+    assert len(printed_bytes) == 1 + 12
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).eval()
+    net.load_state_dict(model)
+    assert (net(x) - x.sum(1, keepdim=True)).square().mean() < 0.3 < x.sum(1).square().mean()
+
+
+def test_the_app_on_the_page_resumes_and_ends_with_the_same_weights(printed_app):
+    def stops(names: dict[str, Any]) -> None:
+        window = names["Bytes"].window
+
+        def until(self: Any, record: Any) -> None:
+            window(self, record)
+            if record.step == 56:
+                raise KeyboardInterrupt
+
+        names["Bytes"].window = until
+
+    with pytest.raises(KeyboardInterrupt):
+        printed_app("stopped", stops)
+    resumed, whole = printed_app("stopped"), printed_app("whole")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_the_app_on_the_page_goes_on_without_a_client_that_fails(printed_app, capsys):
+    def fails(names: dict[str, Any]) -> None:
+        def build(config: Any, context: Context) -> Worker:
+            worker: Worker = names["build"](config, context)
+
+            def loss_at(step: int) -> torch.Tensor:
+                if step == 20 and context.node_config["partition-id"] == 2:
+                    raise RuntimeError("no more memory")
+                return worker.loss_at(step)
+
+            return replace(worker, loss_at=loss_at)
+
+        names["client"] = client_app_of(build)
+
+    printed_app("run", fails)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no more memory" in line]
+    assert [line.split(":")[0] for line in lines] == ["step 24"]
 
 
 QUICKSTART_TASK = """
