@@ -33,7 +33,8 @@ def federate(
     data_path: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A node's private data, in place of a partition of data.source; once per node.",
+            help="A node's private data, in place of a partition of data.source; once per node. "
+            "A task of your own that does not read site.data_path is refused.",
             exists=True,
         ),
     ] = None,

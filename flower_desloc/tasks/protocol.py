@@ -28,6 +28,7 @@ class Site:
     """
 
     partition: int
+    """With ``data_path`` and no ``partition-id`` in the node config, 0 of 1 at every site."""
     num_partitions: int
     data_path: Path | None = None
     """The site's private data, used instead of a partition of the common source."""
@@ -79,9 +80,10 @@ class Task(Protocol):
         """
 
     def client_data(self, site: Site) -> ClientData:
-        """Return the data of one client.
+        """Return the data of one client; if ``site.data_path`` is set, what is there.
 
-        Raises ``ValueError`` if it would be empty; the message names the setting to change.
+        Where that is set and not read, the client is refused. Raises ``ValueError`` if the data
+        would be empty; the message names the setting to change.
         """
 
     def heldout(self) -> Mapping[str, Iterable[Batch]]:
