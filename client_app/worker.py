@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,10 +105,9 @@ def _data(settings: str, site: Site) -> ClientData:
     task = task_of(settings)
     if site.data_path is None:
         return task.client_data(site)
-    watched = _WatchedSite(**vars(site))
-    vars(watched)["was_read"] = False  # it was, by its own checks
-    data = task.client_data(watched)
-    if not vars(watched)["was_read"]:
+    watched = _WatchedSite(site)
+    data = task.client_data(cast(Site, watched))
+    if not watched.was_read:
         raise ValueError(
             f"data-path={site.data_path}: client_data of task={config_of(settings).task} does not "
             "read site.data_path, and would train on other data; let it read that path, or leave "
@@ -117,13 +116,15 @@ def _data(settings: str, site: Site) -> ClientData:
     return data
 
 
-class _WatchedSite(Site):
-    """A site that notes whether its ``data_path`` is read."""
+class _WatchedSite:
+    """Stands in for a site and notes whether its ``data_path`` is read."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "data_path":
-            vars(self)["was_read"] = True
-        return super().__getattribute__(name)
+    def __init__(self, site: Site) -> None:
+        self._site, self.was_read = site, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.was_read |= name == "data_path"
+        return getattr(self._site, name)
 
 
 @lru_cache(maxsize=1)

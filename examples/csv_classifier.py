@@ -76,10 +76,8 @@ class Shard:
 
     def __init__(self, task, path):
         self.task, content = task, path.read_bytes()
-        self.seed = [
-            task.config.run.seed,
-            zlib.crc32(content),
-        ]  # site.partition may be 0 everywhere
+        # Not site.partition, which may be 0 at every site.
+        self.seed = [task.config.run.seed, zlib.crc32(content)]
         rows = list(csv.DictReader(content.decode().splitlines()))
         if unknown := {row["label"] for row in rows} - {*task.labels}:
             raise ValueError(f"data-path={path}: task_options.labels lacks {sorted(unknown)}")

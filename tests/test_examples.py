@@ -21,16 +21,13 @@ from safetensors.torch import load_file
 from tiny import TINY, failing_at, summary
 from torch import nn
 
-import flower_desloc
 from client_app import app as client_app
 from client_app.worker import build_single_worker, model_of
 from flower_desloc.config import Config, ConfigError, dump, load, parse
 from flower_desloc.config.imports import IMPORT_FROM
-from flower_desloc.core import lr_schedule
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import digest, frozen
 from flower_desloc.core.worker import Clipping, Worker
-from flower_desloc.flower import log_lines
 from flower_desloc.flower.client import client_app as client_app_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import FederationError
@@ -504,10 +501,8 @@ def test_a_flower_app_of_forty_lines_learns(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def printed_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+def printed_app(tmp_path: Path) -> Callable[..., Any]:
     """A function that runs the app on the page, in a folder, and returns what it saved."""
-    for name, module in (("LogLines", log_lines), ("wsd", lr_schedule)):
-        monkeypatch.setattr(flower_desloc, name, getattr(module, name), raising=False)
 
     def app(folder: str, change: Callable[[dict[str, Any]], Any] = dict) -> dict[str, torch.Tensor]:
         names: dict[str, Any] = {}
@@ -633,4 +628,4 @@ def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp
     assert measured[6]["eval_acc"] > 0.8 > 0.3 > measured[0]["eval_acc"]
     assert len(lines) == 1 + 7  # who takes part, round 0, and six windows
     last = r"step 96 of 96: averaged params, exp_avg, exp_avg_sq; train loss [\d.]+; "
-    assert re.fullmatch(last + r"eval_acc 0[.\d]+, eval_loss [.\d]+, .* on the clients", lines[-1])
+    assert re.fullmatch(last + r"eval_acc 0[.\d]+, eval_loss [.\d]+ on the clients", lines[-1])
