@@ -32,7 +32,7 @@ from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.record import load
 from flower_desloc.runs.recorder import to_line
 from flower_desloc.runs.tensorboard import TensorBoard
-from flower_desloc.runs.terminal import TerminalView
+from flower_desloc.runs.terminal import TerminalView, closing
 
 
 class Terminal(io.StringIO):
@@ -387,6 +387,19 @@ def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     progress.window(to_line(window))
     assert "\njoined: client-9: device cuda:0\n" in stream.getvalue()
     assert "\nstep  48/192  left out: client-2: its [params] hold NaN\n" in stream.getvalue()
+
+
+def test_a_schedule_is_told_in_the_same_words_everywhere(finished):
+    run = load(finished.path)
+    run.summary["config"] |= {"once_at": [20], "phases": {"exp_avg": 16}}
+    told = {"params": "every 16 and after 20", "exp_avg": "every 48 from 16 and after 20"}
+    _, (panel, _) = figure(1, 2, 4)
+    fill_averages(panel, run)
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    for stream, words in told.items():
+        assert f"{stream} {words}" in run.averaged
+        assert re.search(rf"^{stream} +{words} ", closing(run), re.MULTILINE)
+        assert f"{stream}, {words}" in labels
 
 
 def test_a_terminal_shows_a_progress_bar_and_gets_its_cursor_back(tmp_path):

@@ -174,6 +174,12 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
     assert (data.base_model, data.datasets) == ("org/base", ["org/text"])
 
 
+def test_the_card_tells_averages_besides_the_periods(run):
+    config = parse((run / "config.yaml").read_text())
+    config.sync_once_at = [3]
+    assert "| `params` | every 2 and after 3 |" in card(config, summary(run))
+
+
 # -------------------------------------------------------------------------------------- generation
 
 

@@ -129,26 +129,36 @@ def size_text(size: int, task: str) -> str:
     return bytes_text(size) if task == TEXT else str(size)
 
 
-def period_text(period: object) -> str:
-    """Return a sync period: ``every 16``, or ``never``."""
-    return f"every {period}" if isinstance(period, int) else str(period)
+def period_text(schedule: SyncSchedule, stream: str) -> str:
+    """Return after which local steps a stream is averaged.
+
+    >>> schedule = SyncSchedule({"params": 8, "exp_avg": "never"}, once_at=frozenset({3, 5}))
+    >>> period_text(schedule, "params"), period_text(schedule, "exp_avg")
+    ('every 8 and after 3 and 5', 'after 3 and 5')
+    >>> period_text(SyncSchedule({"params": 8}, coin_seed=0), "params")
+    'every 8 by coin'
+    """
+    period = schedule.periods[stream]
+    regular = str(period)
+    if isinstance(period, int):
+        phase = schedule.phases.get(stream, 0)
+        coin = "" if schedule.coin_seed is None else " by coin"
+        regular = f"every {period}{f' from {phase}' if phase else ''}{coin}"
+    once = "" if stream in schedule.resets else " and ".join(map(str, sorted(schedule.once_at)))
+    if not once:
+        return regular
+    return f"{regular} and after {once}" if isinstance(period, int) else f"after {once}"
 
 
 def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
-    """Return the sync period of each stream; where coins are thrown they are means.
+    """Return after which local steps each stream is averaged.
 
-    >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": "never"}, coin_seed=0))
-    'params every 16, exp_avg never steps on average'
     >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}), delay=2)
     'params every 16, exp_avg every 48 from 16 steps, merged 2 steps later'
     """
-    listed = []
-    for stream, period in schedule.periods.items():
-        phase = schedule.phases.get(stream, 0)
-        listed.append(f"{stream} {period_text(period)}{f' from {phase}' if phase else ''}")
+    listed = ", ".join(f"{stream} {period_text(schedule, stream)}" for stream in schedule.periods)
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
-    mean = "" if schedule.coin_seed is None else " on average"
-    return f"{', '.join(listed)} steps{mean}{late}"
+    return f"{listed} steps{late}"
 
 
 def count_text(number: int, noun: str) -> str:

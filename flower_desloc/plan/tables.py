@@ -110,7 +110,9 @@ def _moments(run: PlannedRun, share: float) -> Table:
     tau = f"tau_{share:g}"
     table = _table("stream", "averaged", tau, "K / tau", "left", "ceiling", "drift bound")
     for stream in run.streams:
-        table.add_row(stream.name, units.period_text(stream.period), *_moment(stream, run, share))
+        table.add_row(
+            stream.name, units.period_text(run.schedule, stream.name), *_moment(stream, run, share)
+        )
     return table
 
 

@@ -102,7 +102,7 @@ class TerminalView:
         if self._bar:
             self._bar.stop()
             self._bar = None
-        self._print("\n" + closing(record.summary, self._folder))
+        self._print("\n" + closing(record))
 
     def _opening(self) -> Iterator[str]:
         plan, run = self._plan, self._config.run
@@ -112,8 +112,7 @@ class TerminalView:
             f"{len(plan.clients)} clients, {self._config.optimizer.name}"
         )
         averaged = units.schedule_text(self._schedule, self._config.sync_delay)
-        by = "" if self._schedule.coin_seed is None else ", by coin"
-        yield f"averaged: {averaged}{by}"
+        yield f"averaged: {averaged}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(
@@ -159,9 +158,9 @@ def number_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int 
     return table
 
 
-def closing(summary: Mapping[str, Any], folder: Path) -> str:
+def closing(run: RunRecord) -> str:
     """Return what is printed at the end of a run: bytes by stream, results, and the folder."""
-    counts = summary["bytes"]
+    summary, counts = run.summary, run.summary["bytes"]
     columns = {
         "sent up": counts["measured"]["up"],
         "by formula": counts["analytic"]["up"],
@@ -170,8 +169,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
         del columns["Local Adam"]
     about = {
-        stream: (units.period_text(period), str(summary["syncs"][stream]))
-        for stream, period in summary["config"]["periods"].items()
+        stream: (units.period_text(run.schedule, stream), str(summary["syncs"][stream]))
+        for stream in run.periods
     }
     rows = [
         [stream, *cells, *(units.bytes_text(column.get(stream, 0)) for column in columns.values())]
@@ -180,7 +179,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> str:
     page = StringIO()
     table = number_table(["stream", "averaged", "times", *columns], rows)
     Console(file=page, width=100, color_system=None, force_terminal=False).print(table)
-    return "\n".join([page.getvalue().rstrip(), *_results(summary), f"folder: {folder}"])
+    return "\n".join([page.getvalue().rstrip(), *_results(summary), f"folder: {run.path}"])
 
 
 def _results(summary: Mapping[str, Any]) -> Iterator[str]:

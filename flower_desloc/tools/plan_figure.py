@@ -107,7 +107,7 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
     periods = np.geomspace(1, longest, _POINTS)
     for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
         bounds = [drift_bound(beta, steps, 1) for steps in periods]
-        label = f"{stream.name}, {units.period_text(stream.period)}"
+        label = f"{stream.name}, {units.period_text(run.schedule, stream.name)}"
         panel.plot(periods, bounds, color=colour, lw=2, label=label)
         tau = half_life(beta)
         panel.plot(tau, drift_bound(beta, tau, 1), "|", color=colour, ms=16, mew=2)

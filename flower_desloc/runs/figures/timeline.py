@@ -39,8 +39,8 @@ def fill_averages(panel: Axes, run: RunRecord) -> None:
         marks = _joined((step - half, step + half) for step in steps)
         panel.broken_barh(marks, (row - 0.3, 0.6), color=colours[stream], lw=0)
         style.aside(panel, row, _times(len(steps)), colours[stream])
-        period = run.periods.get(stream)
-        names.append(stream if period is None else f"{stream}, {period_text(period)}")
+        known = stream in run.periods
+        names.append(f"{stream}, {period_text(run.schedule, stream)}" if known else stream)
     if evaluated := [line["step"] for line in run.lines if "evaluation" in line]:
         row, size = len(names), max(1.5, 4.5 - len(evaluated) / 25)
         panel.plot(evaluated, [row] * len(evaluated), "D", color=style.GREY, ms=size, clip_on=False)

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from flower_desloc import __version__
 from flower_desloc.config import Config
 from flower_desloc.config.units import TEXT, bytes_text, figures, loss_text, period_text
+from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.initial import is_pretrained
 
 _TAG = "des-loc"
@@ -113,10 +114,11 @@ def _unless_a_path(value: str) -> str:
 
 def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     sent = summary["bytes"]["measured"]["up"]
-    for stream, period in summary["config"]["periods"].items():
+    schedule = build_schedule(config)
+    for stream in schedule.periods:
         times = str(summary["syncs"][stream])
         form = f" as {config.wire[stream]}" if stream in config.wire else ""
-        yield f"`{stream}`", period_text(period), times, bytes_text(sent[stream]) + form
+        yield f"`{stream}`", period_text(schedule, stream), times, bytes_text(sent[stream]) + form
 
 
 def _traffic(summary: Mapping[str, Any]) -> str:
