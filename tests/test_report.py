@@ -167,6 +167,16 @@ def test_the_headline_says_what_rare_averages_cost_near_the_run(real, is_safe, c
     assert case == "far" or f"{gap.params:,} parameters" in tile.note
 
 
+def test_the_headline_of_a_custom_task_counts_examples(real):
+    run = load(real / "desloc")
+    run.summary["config"]["task"], run.summary["noise_scale"] = "my:Task", 2.0
+    run.config["data"]["batch_size"] = 8
+    (tile,) = (tile for tile in tiles(run) if tile.name == "gradient noise scale")
+    assert tile.value == "16 examples"
+    (settings,) = (s for s in sections([run], DEFAULT_LINK) if s.key == "settings")
+    assert "my:Task reads what it likes" in settings.caption
+
+
 def test_the_same_run_gives_the_same_bytes(real, tmp_path):
     again = write_report([real / "desloc"], tmp_path / "again.html", pngs=False)
     assert again.read_bytes() == (real / "desloc" / "report.html").read_bytes()

@@ -174,6 +174,16 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
     assert (data.base_model, data.datasets) == ("org/base", ["org/text"])
 
 
+def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_read(run):
+    config = parse((run / "config.yaml").read_text())
+    config.task, config.data.source = "cnn:CNN", "org/text"
+    page = ModelCard(card(config, summary(run)))
+    assert page.data.datasets is None
+    assert "| model and data | those of a custom task |" in page.text
+    for setting in ("org/text", "partition", "a step", "precision"):
+        assert setting not in page.text
+
+
 def test_the_card_tells_averages_besides_the_periods(run):
     config = parse((run / "config.yaml").read_text())
     config.sync_once_at = [3]

@@ -125,8 +125,13 @@ def times_text(factor: float) -> str:
 
 
 def size_text(size: int, task: str) -> str:
-    """Return the size of data: bytes of text, or a number of images."""
+    """Return the size of data: bytes of text, or a number of examples."""
     return bytes_text(size) if task == TEXT else str(size)
+
+
+def examples_noun(task: str) -> str:
+    """Return what the examples of a task are called that is not ``TEXT``."""
+    return "images" if task == "image_classification" else "examples"
 
 
 def period_text(schedule: SyncSchedule, stream: str) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flower_desloc.config import Config
 from flower_desloc.config.imports import is_path
-from flower_desloc.config.units import TEXT, percent_text, size_text
+from flower_desloc.config.units import TEXT, examples_noun, percent_text, size_text
 from flower_desloc.runs.figures import style
 from flower_desloc.runs.record import natural
 
@@ -100,7 +100,7 @@ def unlikeness_text(data: Holdings, task: str) -> str:
     """Return a line about the sizes of the clients' data and how much their mixtures differ."""
     totals = table(data).sum(axis=1)
     least, most = (size_text(int(end), task) for end in (totals.min(), totals.max()))
-    what = {TEXT: "", "image_classification": " images"}.get(task, " examples")
+    what = "" if task == TEXT else f" {examples_noun(task)}"
     return (
         f"{len(data)} clients of {least} to {most}{what}; to have the mixture of all, "
         f"{percent_text(unlikeness(data))} of a client's data would have to change"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from flower_desloc.config.imports import is_path
 from flower_desloc.config.units import bytes_text, figures, percent_text
 from flower_desloc.plan.wall_clock import MBIT, Link
 from flower_desloc.runs import figures as draw
@@ -123,7 +124,8 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
         yield Section(
             "settings",
             "Settings",
-            "The complete configuration; settings that differ from the defaults are marked.",
+            "The complete configuration; settings that differ from the defaults are marked."
+            + (f" Of data and model, {run.task} reads what it likes." if is_path(run.task) else ""),
             small=tables.settings(run),
         )
     else:

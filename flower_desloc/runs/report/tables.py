@@ -88,7 +88,7 @@ def _noise(run: RunRecord) -> Tile | None:
     batches, data = run.summary.get("noise_scale"), run.config["data"]
     if batches is None:
         return None
-    size, unit = data["batch_size"], "images"
+    size, unit = data["batch_size"], units.examples_noun(run.task)
     if run.task == units.TEXT:
         size, unit = size * data["seq_len"], "tokens"
     rounded = f"{float(f'{batches * size:.2g}'):,.0f} {unit}"

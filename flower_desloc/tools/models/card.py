@@ -11,7 +11,15 @@ from huggingface_hub import ModelCardData
 
 from flower_desloc import __version__
 from flower_desloc.config import Config
-from flower_desloc.config.units import TEXT, bytes_text, figures, loss_text, period_text
+from flower_desloc.config.imports import is_path
+from flower_desloc.config.units import (
+    TEXT,
+    bytes_text,
+    examples_noun,
+    figures,
+    loss_text,
+    period_text,
+)
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.setup.initial import is_pretrained
 
@@ -52,14 +60,14 @@ def is_card(file: Path) -> bool:
 
 
 def _front_matter(config: Config) -> str:
-    is_text = config.task == TEXT
+    is_text, is_known = config.task == TEXT, not is_path(config.task)
     base, data = config.run.init_from, config.data.source.partition(":")[0]
     metadata = ModelCardData(
         library_name="transformers" if is_text else None,
         pipeline_tag="text-generation" if is_text else None,
         tags=["federated-learning", "flower", _TAG],
         base_model=base if config.model.config and _on_the_hub(base) else None,
-        datasets=[data] if data != "builtin" and _on_the_hub(data) else None,
+        datasets=[data] if is_known and data != "builtin" and _on_the_hub(data) else None,
     )
     return str(metadata.to_yaml())
 
@@ -88,21 +96,24 @@ def _training(config: Config, summary: Mapping[str, Any]) -> Iterable[tuple[str,
     )
     if config.outer.name != "none":
         yield "outer optimizer", f"{config.outer.name}, learning rate {config.outer.lr:g}"
-    if config.task == TEXT:
-        yield "a step", f"{data.batch_size} sequences of {data.seq_len} tokens, every client"
-        yield "tokenizer", _unless_a_path(data.tokenizer)
+    if is_path(config.task):  # it reads of the settings in model and data what it likes
+        yield "model and data", "those of a custom task"
     else:
-        yield "a step", f"{data.batch_size} examples, every client"
-    yield "data", f"{_unless_a_path(data.source)}; partition {data.partition}"
+        if config.task == TEXT:
+            yield "a step", f"{data.batch_size} sequences of {data.seq_len} tokens, every client"
+            yield "tokenizer", _unless_a_path(data.tokenizer)
+        else:
+            yield "a step", f"{data.batch_size} {examples_noun(config.task)}, every client"
+        yield "data", f"{_unless_a_path(data.source)}; partition {data.partition}"
+        yield "precision", f"{config.model.dtype}, {config.model.precision}"
     yield "initial weights", _beginning(config)
-    yield "precision", f"{config.model.dtype}, {config.model.precision}"
     yield "seed", str(config.run.seed)
 
 
 def _beginning(config: Config) -> str:
     base = config.run.init_from
     if not base:
-        return "the task's initial weights" if ":" in config.task else "random weights"
+        return "the task's initial weights" if is_path(config.task) else "random weights"
     return _unless_a_path(base) if config.model.config else "the model of another run"
 
 
