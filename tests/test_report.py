@@ -177,6 +177,15 @@ def test_the_headline_of_a_custom_task_counts_examples(real):
     assert "my:Task reads what it likes" in settings.caption
 
 
+def test_the_parts_of_the_wall_clock_add_up_to_it(real):
+    run = load(real / "desloc")
+    parts = {"clients": 5.0, "averaging": 30.0, "evaluation": 16.0, "exchange": 87.0}
+    run.summary["seconds"] = {"total": 138.0, **parts}
+    (tile,) = (tile for tile in tiles(run) if tile.name == "wall-clock")
+    split = "clients 0:05, averaging 0:30, evaluation 0:16, exchange 1:27"
+    assert (tile.value, tile.note) == ("2:18", split)
+
+
 def test_the_same_run_gives_the_same_bytes(real, tmp_path):
     again = write_report([real / "desloc"], tmp_path / "again.html", pngs=False)
     assert again.read_bytes() == (real / "desloc" / "report.html").read_bytes()

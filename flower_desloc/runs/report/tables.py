@@ -78,7 +78,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     found += [tile for tile in (_noise(run), _expected(run), _slowest(run)) if tile is not None]
     seconds = summary["seconds"]
     if "total" in seconds:
-        parts = ("clients", "evaluation", "exchange")
+        parts = ("clients", "averaging", "evaluation", "exchange")
         split = ", ".join(f"{part} {units.duration_text(seconds.get(part, 0.0))}" for part in parts)
         found.append(Tile("wall-clock", units.duration_text(seconds["total"]), split))
     return found
