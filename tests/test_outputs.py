@@ -370,7 +370,9 @@ def test_a_run_prints_the_streams_loss_bytes_and_time_of_windows_and_their_total
         r"\nstep  48/192  held-out loss 2\.\d{3} \(ppl 16\.\d\), on clients 2\.\d{3} \(ppl .*\)\n",
         text,
     )
+    assert "  0:52, 0:00 left\nstep 192/192  held-out" in text
     closing = text.split("\n\n")[-1]
+    assert "\ncompleted after 192 steps in 0:52\n" in closing
     assert re.search(r"exp_avg +every 48 +4 +4\.4 MB +4\.4 MB +13\.2 MB", closing)
     assert re.search(r"total +19\.8 MB +19\.8 MB +39\.6 MB", closing)
     assert "Local Adam 39.6 MB, 2.00 times as much; DDP 211 MB, 10.7 times as much" in closing

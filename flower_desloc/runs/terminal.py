@@ -4,7 +4,6 @@ Most users see the lines: under Flower the output of the server app goes to a lo
 """
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -45,7 +44,7 @@ class TerminalView:
         wire = plan.wire_bytes or plan.stream_bytes
         self._uploads = Uploads(self._schedule, plan.stream_bytes, wire, plan.num_steps)
         self._sent_up = 0
-        self._begin = time.monotonic()
+        self._elapsed = 0.0  # of all lines so far, as in the summary
         self._steps, self._seconds = 0, 0.0  # of the windows so far
         for text in self._opening():
             self._print(text)
@@ -70,6 +69,7 @@ class TerminalView:
     def replay(self, line: Line) -> None:
         """Count a window that was printed before the run was resumed."""
         self._sent_up += sum(line["bytes_up"].values())
+        self._elapsed += line["seconds"]
         if line["round"] > 0:
             self._uploads.add(line["start"], line["step"], len(line["clients"]))
             self._steps += line["step"] - line["start"]
@@ -133,7 +133,7 @@ class TerminalView:
         return f"{units.bytes_text(self._sent_up):>7} ({listed})"
 
     def _times(self, step: int) -> str:
-        elapsed = units.duration_text(time.monotonic() - self._begin)
+        elapsed = units.duration_text(self._elapsed)
         if not self._steps:
             return elapsed
         left = self._seconds / self._steps * (self._plan.num_steps - step)
