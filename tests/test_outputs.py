@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flower_desloc.config import ConfigError, parse
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import download_bytes
-from flower_desloc.flower.observer import EvaluationRecord
+from flower_desloc.flower.observer import EvaluationRecord, Event
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.figures.curves import drift, heldout
 from flower_desloc.runs.figures.losses import fill_heldout_loss
@@ -389,6 +389,29 @@ def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     progress.window(to_line(window))
     assert "\njoined: client-9: device cuda:0\n" in stream.getvalue()
     assert "\nstep  48/192  left out: client-2: its [params] hold NaN\n" in stream.getvalue()
+
+
+def test_clients_that_leave_and_return_are_printed(tmp_path):
+    told = {
+        32: Event(kind="left", client="client-1", what="node 7 is not online"),
+        64: Event(kind="returned", client="client-1", what="node 7 is online again"),
+        96: Event(kind="repeated", client="", what="1 usable replies"),
+        112: Event(kind="joined", client="client-4", what="at node 9"),
+    }
+
+    def change(window):
+        return replace(window, events=[told[window.step]] if window.step in told else [])
+
+    stream = io.StringIO()
+    record(tmp_path, change=change, stream=stream)
+    for line in (
+        "step  32/192  left: client-1: node 7 is not online",
+        "step  64/192  returned: client-1: node 7 is online again",
+        "step  96/192  repeated: 1 usable replies",
+        "events: left 1, returned 1, repeated 1, joined 1; each is in report.html",
+    ):
+        assert f"\n{line}\n" in stream.getvalue()
+    assert "joined: " not in stream.getvalue()  # printed when it joined
 
 
 def test_a_schedule_is_told_in_the_same_words_everywhere(finished):

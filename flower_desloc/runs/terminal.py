@@ -4,6 +4,7 @@ Most users see the lines: under Flower the output of the server app goes to a lo
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -76,12 +77,17 @@ class TerminalView:
             self._seconds += line["seconds"]
 
     def window(self, line: Line) -> None:
-        """Print the window, the clients left out of it, and its evaluation."""
+        """Print the window, what was not planned in it, and its evaluation."""
         self.replay(line)
         step = f"step {line['step']:{len(str(self._plan.num_steps))}}/{self._plan.num_steps}"
         for client, reason in line["left_out"].items():
             # A client's error may contain its traceback.
             self._print(f"{step}  left out: {client}: {one_line(reason)}")
+        for event in line["events"]:
+            told = line["left_out"].get(event["client"]) == event["what"]
+            if not told and event["kind"] != "joined":
+                who = f"{event['client']}: " if event["client"] else ""
+                self._print(f"{step}  {event['kind']}: {who}{one_line(event['what'])}")
         loss, left = units.loss_text(line["train_loss"]), self._times(line["step"])
         if self._bar:
             state = f"loss {loss}  up {self._traffic()}  {left}"
@@ -179,7 +185,15 @@ def closing(run: RunRecord) -> str:
     page = StringIO()
     table = number_table(["stream", "averaged", "times", *columns], rows)
     Console(file=page, width=100, color_system=None, force_terminal=False).print(table)
-    return "\n".join([page.getvalue().rstrip(), *_results(summary), f"folder: {run.path}"])
+    lines = [page.getvalue().rstrip(), *_events(run), *_results(summary), f"folder: {run.path}"]
+    return "\n".join(lines)
+
+
+def _events(run: RunRecord) -> Iterator[str]:
+    events = Counter(event["kind"] for line in run.lines for event in line["events"])
+    if events:
+        counts = ", ".join(f"{kind} {number}" for kind, number in events.items())
+        yield f"events: {counts}; each is in report.html"
 
 
 def _results(summary: Mapping[str, Any]) -> Iterator[str]:
