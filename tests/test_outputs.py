@@ -364,6 +364,7 @@ def test_a_run_prints_the_streams_loss_bytes_and_time_of_windows_and_their_total
     finished, printed
 ):
     text = printed.getvalue()
+    assert text.startswith("run desloc: waiting for its clients")  # before any has come
     assert re.search(
         r"\nstep  48/192  window  3/12  synced params exp_avg +loss  2\.\d{3}"
         r"  up  4\.4 MB \(Local Adam 9\.9 MB, DDP 52\.8 MB\)  \d:\d\d, 0:36 left"

@@ -38,6 +38,7 @@ class TerminalView:
         self._folder = folder
         self._stream = stream or sys.stdout
         self._bar: Progress | None = None
+        self._print(f"run {config.run.name}: waiting for its clients to start and load their data")
 
     def started(self, plan: Plan) -> None:
         """Print what will run, and show the progress bar if there can be one."""
