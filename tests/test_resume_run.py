@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from command import refused
 from processes import output_of, wait_until
 from test_simulation import BIN, SMALL
 from tiny import failing_at, summary, train
@@ -92,6 +93,15 @@ def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(c
     # What only says how the run is carried out may change.
     unlike = ("federation.timeout=77", "run.name=quickstart")
     assert run(cut_off.parent, "run.resume=auto", *unlike) == cut_off
+
+
+@pytest.mark.parametrize("command", ["run", "federate"])
+def test_the_command_refuses_to_resume_with_other_settings_before_it_starts_a_run(cut_off, command):
+    words = [word for word in SMALL if "num_clients" not in word]
+    other = [*words, "optimizer.lr=0.5", "run.resume=auto", "--output-dir", cut_off.parent]
+    said = refused(command, "quickstart", *other)
+    assert "optimizer.lr=0.0042 (now 0.5)" in said
+    assert "resume from" not in said
 
 
 def test_auto_starts_a_new_run_if_there_is_none_to_resume(whole):

@@ -21,7 +21,7 @@ from flower_desloc.cli.run_arguments import (
     require_writable,
 )
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
-from flower_desloc.config import Config, dump
+from flower_desloc.config import Config, ConfigError, dump
 from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client_state import STATE_DIR
@@ -104,6 +104,8 @@ def run(
     arguments = RunArguments.parse(preset, overrides or [])
     config = arguments.config
     output_dir = begun_in(config, output_dir.expanduser().resolve())
+    with failing(USAGE, ConfigError):
+        to_resume(config, output_dir)
     run_config = arguments.run_config(output_dir)
     federation = federation_config(config, workers=workers, cores=None if ray_address else cores())
     command = flwr_run(APP_FOLDER, run_config, federation)
@@ -111,7 +113,6 @@ def run(
         typer.echo(dump(config))
         typer.echo(shlex.join(command))
         with failing(USAGE, ValueError):
-            to_resume(config, output_dir)
             _preflight(config, engine, workers, output_dir, dry=True)
         return
     require_writable(output_dir)

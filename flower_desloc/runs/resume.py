@@ -10,6 +10,7 @@ from yaml import YAMLError
 
 from flower_desloc.config import Config, ConfigError, dump, parse
 from flower_desloc.config.schema import AUTO
+from flower_desloc.core.schedule import BUFFERS, NEVER
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -149,7 +150,9 @@ def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
             f"{file} was written under settings that this version does not have: {error}; start a "
             "new run with run.init_from"
         ) from error
-    ours, theirs = flat(yaml_mapping(dump(config))), flat(yaml_mapping(written))
+    # The server adds it for a model with buffers.
+    added = {f"sync.{BUFFERS}": NEVER}
+    ours, theirs = (added | flat(yaml_mapping(text)) for text in (dump(config), written))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
     if other:
