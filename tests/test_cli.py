@@ -168,7 +168,8 @@ def test_a_command_that_ends_early_prints_how_to_resume_its_own_run(tmp_path, ca
     assert ended() == ""
     what, _, command = ended("desloc").strip().partition(": ")
     assert what == "resume from its last checkpoint"
-    _, resume, _, folder = shlex.split(command)
+    go, where, then, _, resume, _, folder = shlex.split(command)
+    assert (go, Path(where), then) == ("cd", Path.cwd(), "&&")  # what is imported from there
     assert load("quickstart", resume).run.resume == str(here / "desloc")
     assert folder == str(here)
     assert ended() == ""  # that one was another command's

@@ -163,6 +163,8 @@ def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Ite
             words = [word for word in command if not word.startswith("run.resume=")]
             resume = override("run.resume", str(folder))
             again = shlex.join([*words, resume, "--output-dir", str(output_dir)])
+            # A task's or an optimizer's own module is imported from the current folder.
+            again = f"{shlex.join(['cd', str(Path.cwd())])} && {again}"
             typer.secho(f"resume from its last checkpoint: {again}", err=True, fg=typer.colors.RED)
         raise
 
