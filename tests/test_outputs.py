@@ -454,7 +454,7 @@ def test_the_panels_of_the_overview_show_the_numbers_of_the_record(finished):
     fill_bytes(sent, [run])
     widths = [bar.get_width() for bar in sent.patches[:3]]
     assert widths == [run.summary["bytes"]["measured"]["up"][stream] for stream in PERIODS]
-    factors = {"39.6 MB, 2.00 times", "211 MB, 10.7 times →"}
+    factors = {"39.6 MB, 2.00 times this run", "211 MB, 10.7 times this run →"}
     assert {text.get_text() for text in sent.texts} >= factors
     fill_averages(averages, run)
     assert [len(bars.get_paths()) for bars in averages.collections] == [12, 4, 2]

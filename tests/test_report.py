@@ -10,6 +10,8 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from command import accepted, desloc
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from recorded import PERIODS, SIZE, record
 from tiny import TINY, summary, train
 
@@ -17,7 +19,7 @@ from flower_desloc.config.units import bytes_text, figures, loss_text
 from flower_desloc.flower.observer import Event
 from flower_desloc.plan.evidence import MEASURED
 from flower_desloc.plan.wall_clock import Link, star_seconds
-from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_timeline
+from flower_desloc.runs.figures import draw_heldout, draw_losses, draw_norms, draw_timeline
 from flower_desloc.runs.figures.curves import Curve, aligned
 from flower_desloc.runs.groups import Spread, grouped
 from flower_desloc.runs.report import find, load, write_report
@@ -307,6 +309,34 @@ def test_many_clients_are_drawn_as_bands(tmp_path):
     losses = [c["losses"][0] for c in loaded.windows[0]["clients"].values()]
     assert panel.lines[0].get_ydata()[0] == pytest.approx(np.mean(losses))
     assert len(draw_timeline(loaded).axes[1].get_yticklabels()) < 20
+
+
+def test_a_figure_alone_explains_its_lines_and_axes(real, tmp_path):
+    run = load(real / "desloc")
+    norms = draw_norms([run])
+    (legend,) = norms.legends
+    assert [text.get_text() for text in legend.texts] == ["mean", *run.clients]
+    drawn = norms.axes[1].lines  # update norms: the clients' and the mean
+    colours = [line.get_color() for line in legend.get_lines()]
+    assert [line.get_color() for line in drawn] == [*colours[1:], colours[0]]
+    heldout = draw_heldout([run])
+    assert "dashed: on the clients' data" in heldout.axes[0].texts[0].get_text()
+    assert heldout.axes[1].get_xlabel() == "bytes, logarithmic, without step 0"
+    assert not draw_norms([load(record(tmp_path, clients=13, finish=False).path)]).legends
+
+
+def test_the_legend_of_four_streams_fits_into_the_overview(tmp_path, monkeypatch):
+    skip_pages(monkeypatch)
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda made, *_, **__: saved.append(made))
+    record(tmp_path, {**PERIODS, "max_exp_avg_sq": 96}, clients=1)
+    made = saved[-1]
+    made.draw_without_rendering()
+    panel = made.axes[1]
+    legend = panel.get_legend().get_window_extent()
+    texts = panel.findobj(lambda each: isinstance(each, Text) and each.get_text() == "Bytes sent")
+    assert legend.x1 < made.bbox.x1
+    assert legend.y1 < texts[0].get_window_extent().y0
 
 
 # Participation and events

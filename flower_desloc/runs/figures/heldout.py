@@ -32,16 +32,18 @@ def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure
     times = {run.path: _time(run, link) for run in runs}
     longest = max(float(time.y[-1]) for time in times.values())
     seconds, unit = next((u for u in _UNITS if longest >= 2 * u[0]), _UNITS[-1])
+    both = len(runs) == 1 and runs[0].summary["evaluation"].keys() >= {"central", "federated"}
+    dashed = "; dashed: on the clients' data" if both else ""
     for row, metric in enumerate(metrics):
         steps, sent_up, time = panels[3 * row : 3 * row + 3]
         _draw(steps, groups, metric, lambda _, x: x)
         _draw(sent_up, groups, metric, _bytes_sent)
         _draw(time, groups, metric, lambda run, x: at(times[run.path], x) / seconds)
-        style.title(steps, METRICS[metric], "against local steps")
+        style.title(steps, METRICS[metric], f"against local steps{dashed}")
         style.title(sent_up, "", "against bytes sent by all clients")
         style.title(time, "", "against modelled wall-clock")
         style.steps_axis(steps, runs)
-        sent_up.set_xlabel("bytes")
+        sent_up.set_xlabel("bytes, logarithmic, without step 0")
         counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
         counts = counts[np.isfinite(counts)]
         if counts.size:

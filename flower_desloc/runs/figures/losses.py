@@ -80,7 +80,7 @@ def draw_parts(runs: Sequence[RunRecord]) -> Figure | None:
     alone = len(groups) == 1
     for panel, (kind, ranked) in zip(panels, ranks.items(), strict=True):
         few = len(ranked) <= style.MAX_NAMES
-        style.title(panel, f"By {KINDS[kind]}", f"final held-out {metric}")
+        style.title(panel, f"By {KINDS[kind]}", f"final held-out {metric}; dashed: of all data")
         for index, group in enumerate(groups):
             offset = 0.5 * ((index + 0.5) / len(groups) - 0.5)
             overall = [c.last[1] for run in group.runs if (c := heldout(run, metric, kind))]

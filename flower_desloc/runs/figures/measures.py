@@ -50,7 +50,10 @@ TRAINING_LOSS: Final = Measure(
     named=True,
 )
 DRIFT: Final = Measure(
-    "Drift between clients", "spread / |mean|, at each average", drift, of_streams=True
+    "Drift between clients",
+    "spread / |mean|; of M unrelated clients \N{SQUARE ROOT}(M - 1)",
+    drift,
+    of_streams=True,
 )
 RATE_OF_CHANGE: Final = Measure(
     "Rate of change", "|mean - last mean| / |last mean|", rate_of_change, of_streams=True
@@ -60,8 +63,8 @@ GRADIENT_NORM: Final = Measure(
 )
 NORMS: Final = (
     GRADIENT_NORM,
-    Measure("Update norm", "|x_stop - x_start|, each window", _update_norms),
-    Measure("Parameter norm", "|x_stop|, each window", partial(reported, what="param_norm")),
+    Measure("Update norm", "of the parameters' change in each window", _update_norms),
+    Measure("Parameter norm", "after each window", partial(reported, what="param_norm")),
     Measure("Activation norm", "of the averaged model, held out", _activation_norm),
     Measure("Learning rate", "each step", _learning_rate),
 )
@@ -80,7 +83,7 @@ def draw_drift(runs: Sequence[RunRecord]) -> Figure | None:
     panels = [_of_stream(measure, stream) for measure in measures for stream in streams]
     made = draw(runs, panels, columns=len(streams), height=5.6)
     for panel, measure in zip(made.axes[:: len(streams)], measures, strict=True):
-        panel.set_ylabel(f"{measure.title}\n{measure.meaning}")
+        panel.set_ylabel(f"{measure.title}\n{measure.meaning.partition(';')[0]}")
     return made
 
 
@@ -91,8 +94,13 @@ def draw_norms(runs: Sequence[RunRecord]) -> Figure | None:
         return None
     columns = 2 if len(measures) in (2, 4) else min(3, len(measures))
     rows = -(-len(measures) // columns)
-    height = 2.6 * rows + (0.3 if len(grouped(runs)) > 1 else 0)
+    clients = runs[0].clients if len(runs) == 1 else []
+    named = 1 < len(clients) <= style.MAX_LINES
+    height = 2.6 * rows + (0.3 if named or len(grouped(runs)) > 1 else 0)
     made = draw(runs, measures, columns=columns, height=height)
+    if named:
+        colours = {"mean": style.INK, **style.part_colours(clients)}
+        style.name_colours(made, [*colours.items()])
     clipped_to = {run.config.get("optimizer", {}).get("clip_norm") for run in runs}
     if GRADIENT_NORM in measures and len(clipped_to) == 1 and (limit := clipped_to.pop()):
         panel = made.axes[measures.index(GRADIENT_NORM)]
@@ -123,7 +131,8 @@ def fill(panel: Axes, runs: Sequence[RunRecord], measure: Measure) -> None:
             panel, [style.Label(line.last, s, colours[s]) for s, line in lines.items()]
         )
     elif len(lines := found[runs[0].path]) > 1:
-        style.by_client(panel, lines, named=measure.named)
+        colours = style.part_colours(runs[0].clients)
+        style.by_client(panel, lines, colours, named=measure.named)
     else:
         [line] = lines.values()
         style.plot(panel, line, style.INK, dots=True)

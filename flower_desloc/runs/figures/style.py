@@ -84,7 +84,7 @@ def figure(rows: int, columns: int, height: float, **grid: Any) -> tuple[Figure,
     """Return an empty figure ``height`` inches high, and its panels row by row."""
     made = Figure(figsize=(WIDTH, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(made)
-    made.get_layout_engine().set(w_pad=0.06, h_pad=0.09, wspace=0.03, hspace=0.06)  # type: ignore[union-attr, call-arg]
+    made.get_layout_engine().set(w_pad=0.12, h_pad=0.09, wspace=0.03, hspace=0.06)  # type: ignore[union-attr, call-arg]
     with mpl.rc_context(_RC):
         panels = list(made.subplots(rows, columns, squeeze=False, **grid).flat)
     for panel in panels:  # not in _RC, which is read again when the figure is drawn
@@ -199,7 +199,9 @@ def plot(panel: Axes, curve: Curve, colour: str, *, dots: bool = False, **style:
     panel.plot(curve.x, curve.y, color=colour, **style)
 
 
-def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool) -> None:
+def by_client(
+    panel: Axes, curves: Mapping[str, Curve], colours: Mapping[str, str], *, named: bool
+) -> None:
     """Draw a curve for each client, or bands for many clients, and their mean."""
     labels = []
     if len(curves) > MAX_LINES:
@@ -211,7 +213,6 @@ def by_client(panel: Axes, curves: Mapping[str, Curve], *, named: bool) -> None:
             colour = "#5B7C99" if name.endswith("%") else GREY
             labels.append(Label((table.index[-1], edge[-1]), name, colour))
     else:
-        colours = part_colours(list(curves))
         for name, curve in curves.items():
             plot(panel, curve.thinned(), colours[name], lw=0.9, alpha=0.85)
             labels.append(Label(curve.thinned().last, name, colours[name]))
@@ -247,14 +248,18 @@ def by_group(
 
 def legend(made: Figure, groups: Sequence[SeedGroup]) -> None:
     """Name the groups above the panels, if there are several."""
-    if len(groups) < 2:
-        return
-    widths = [len(group.label) + 7 for group in groups]
+    if len(groups) > 1:
+        name_colours(made, [(group.label, group.colour) for group in groups])
+
+
+def name_colours(made: Figure, named: Sequence[tuple[str, str]]) -> None:
+    """Write names above the panels, each with its colour."""
+    widths = [len(name) + 7 for name, _ in named]
     one_line = sum(widths) <= _LEGEND_CHARACTERS
     made.legend(
-        handles=[Line2D([], [], color=group.colour, lw=2.2, label=group.label) for group in groups],
+        handles=[Line2D([], [], color=colour, lw=2.2, label=name) for name, colour in named],
         loc="outside upper left",
-        ncols=len(groups) if one_line else max(1, _LEGEND_CHARACTERS // max(widths)),
+        ncols=len(named) if one_line else max(1, _LEGEND_CHARACTERS // max(widths)),
         fontsize=TEXT_SIZE,
         labelcolor=INK,
         frameon=False,

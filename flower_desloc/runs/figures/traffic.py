@@ -58,7 +58,9 @@ def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
             width = min(count, end - left)
             panel.barh(row, width, left=left, facecolor=colours[stream], **look)
             left += width
-        text = bytes_text(bar.total) + (f", {figures(bar.factor)} times" if bar.factor else "")
+        text = bytes_text(bar.total) + (
+            f", {figures(bar.factor)} times this run" if bar.factor else ""
+        )
         leaves = bar.total > end
         panel.annotate(
             f"{text} →" if leaves else text, (min(bar.total, end), row),
@@ -69,12 +71,14 @@ def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.locator_params(axis="x", nbins=5)
     panel.xaxis.set_major_formatter(style.bytes_tick)
     style.rows_axis(panel, [bar.name for bar in bars])
-    panel.set_xlabel("bytes of all clients together")
+    hatched = "; hatched: by formula" if any(bar.by_formula for bar in bars) else ""
+    panel.set_xlabel(f"bytes of all clients together{hatched}")
     sent = {stream for bar in bars for stream, count in bar.counts.items() if count}
     panel.legend(
         handles=[Patch(color=colours[s], label=s) for s in colours if s in sent],
         loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=style.TEXT_SIZE,
-        labelcolor=style.INK, handlelength=1, handleheight=1, borderaxespad=0.2,
+        labelcolor=style.INK, handlelength=1, handleheight=1, borderaxespad=0.2, borderpad=0,
+        columnspacing=1.2, handletextpad=0.4,
     )  # fmt: skip
 
 

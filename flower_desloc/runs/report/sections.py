@@ -99,7 +99,9 @@ def _sections(runs: Sequence[RunRecord], link: Link) -> Iterator[Section]:
         "Drift and rates of change",
         "At every average of a stream: the distance of the clients from their mean (root mean "
         "square over clients), and the distance of that mean from the last one, both relative to "
-        "its norm. A stream that changes slowly can be averaged rarely.",
+        "its norm. M clients whose tensors are unrelated (orthogonal and equally long) have a "
+        "drift of \N{SQUARE ROOT}(M - 1): a moment that is mostly noise comes near it, and "
+        "parameters must stay far below. A stream that changes slowly can be averaged rarely.",
         draw.draw_drift(shown),
     )
     yield Section(
