@@ -10,6 +10,7 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -215,6 +216,13 @@ def test_the_totals_are_sums_over_the_windows_and_half_of_local_adams(finished):
     assert summary["seconds"]["total"] == pytest.approx(sum(line["seconds"] for line in lines))
     assert (summary["windows"], summary["clients"]) == (12, 4)
     assert summary["weights_sha256"] == "5ha256"
+
+
+def test_the_page_of_the_report_lists_every_key_of_the_summary(finished):
+    page = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
+    table = page.partition("## summary.json")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(summary_of(finished))
 
 
 def test_the_summary_has_the_first_the_final_and_the_best_of_each_metric(tmp_path):
