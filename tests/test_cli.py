@@ -324,6 +324,13 @@ def test_the_apps_lines_are_shown_and_flowers_warnings():
     ]
 
 
+def test_the_log_of_a_run_is_without_the_words_of_the_command_that_reads_it(tmp_path):
+    (tmp_path / "cwd").mkdir()
+    says = ("sh", "-c", "echo of the run; echo check your network connection >&2")
+    link = superlink.SuperLink(tmp_path, os.environ, None, "127.0.0.1:1", None, enter=says)
+    assert [*link.log("1")] == ["of the run"]
+
+
 def test_a_log_that_breaks_off_is_continued_without_repetition():
     class BrokenOnce:
         logs = iter([["one", "two"], ["one", "two", "three"]])

@@ -94,7 +94,7 @@ class SuperLink:
         with subprocess.Popen(  # noqa: S603
             [*self.enter, "flwr", "log", run_id, CONNECTION, "--stream"],
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.DEVNULL,  # its own words; `status` says what is wrong
             **self._options,
         ) as process:
             assert process.stdout is not None
