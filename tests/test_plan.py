@@ -30,7 +30,7 @@ from flower_desloc.plan.wall_clock import (
     crossing,
     star_seconds,
 )
-from flower_desloc.setup.build import build_optimizer, build_streams, check_streams
+from flower_desloc.setup.build import build_optimizer, build_schedule, build_streams, check_streams
 from flower_desloc.tasks import build_task
 
 ROOT = Path(__file__).parents[1]
@@ -45,19 +45,17 @@ def by_stream(*values):
     return dict(zip(STREAMS, values, strict=True))
 
 
-def planned(*periods, betas=(0.95, 0.9999), ceiling=1, **changes):
-    moments = zip(("exp_avg", "exp_avg_sq"), periods[1:], betas, strict=True)
+def planned(*periods, betas=(0.95, 0.9999), ceiling=1, coins=False, phases=None, **changes):
+    moments = zip(("exp_avg", "exp_avg_sq"), betas, strict=True)
     run = PlannedRun(
         name="one",
         optimizer="adam",
         num_params=1e6,
         streams=(
-            PlannedStream(name=PARAMS, period=periods[0], num_bytes=4e6),
-            *(
-                PlannedStream(name=s, period=k, num_bytes=4e6, beta=b, ceiling=ceiling)
-                for s, k, b in moments
-            ),
+            PlannedStream(name=PARAMS, num_bytes=4e6),
+            *(PlannedStream(name=s, num_bytes=4e6, beta=b, ceiling=ceiling) for s, b in moments),
         ),
+        schedule=SyncSchedule(by_stream(*periods), 0 if coins else None, phases=phases or {}),
         steps=960,
         workers=4,
         tokens=1e5,
@@ -190,17 +188,18 @@ def test_the_step_size_at_the_extreme_probabilities():
     st.tuples(PERIOD, PERIOD, PERIOD),
     st.tuples(*[st.integers(0, 11)] * 3),
     st.tuples(*[st.integers(0, 99)] * 3),
+    st.frozensets(st.integers(1, 12)),
 )
 def test_rates_are_what_the_schedule_counts_over_a_common_multiple_of_all_periods(
-    periods, shifts, sizes
+    periods, shifts, sizes, once_at
 ):
     clocks = [(s, K, p) for s, K, p in zip(STREAMS, periods, shifts, strict=True) if K != NEVER]
     phases = {stream: shift % period for stream, period, shift in clocks}
     periods, sizes = by_stream(*periods), by_stream(*sizes)
-    schedule = SyncSchedule(periods, phases=phases)
-    T = math.lcm(*(K for _, K, _ in clocks))
+    T = math.lcm(12, *(K for _, K, _ in clocks))
+    schedule = SyncSchedule(periods, once_at=once_at, phases=phases)
     due = [schedule.due(step) for step in range(1, T + 1)]
-    ddp, local_adam, desloc, _ = method_rates(sizes, periods, phases=phases)
+    ddp, local_adam, desloc, _ = method_rates(schedule, sizes, T)
     assert desloc.windows * T == pytest.approx(sum(map(bool, due)))
     assert desloc.exchanges * T == pytest.approx(sum(map(len, due)))
     counted = uploads(schedule, sizes, T)
@@ -211,11 +210,20 @@ def test_rates_are_what_the_schedule_counts_over_a_common_multiple_of_all_period
     assert ddp.num_bytes * T == pytest.approx(counted.ddp)
 
 
+def test_averages_that_a_configuration_adds_once_are_planned_as_a_run_counts_them():
+    config = load("quickstart", "sync_once_at=[1,2,3,4,5,6,7,8]")
+    run = run_of(config)
+    counted = uploads(build_schedule(config), run.sizes, run.steps)
+    sent = [run.steps * method.num_bytes for method in run.methods[:3]]
+    totals = (counted.ddp, sum(counted.local_adam.values()), sum(counted.desloc.values()))
+    assert sent == pytest.approx(totals)
+
+
 def test_with_coins_a_window_is_a_step_at_which_any_coin_falls():
     periods, steps = by_stream(3, 5, 10), 3000
     coins = SyncSchedule(periods, coin_seed=1)
     seen = sum(bool(coins.due(step)) for step in range(1, steps + 1)) / steps
-    _, _, desloc, _ = method_rates(dict.fromkeys(STREAMS, 1), periods, coins=True)
+    _, _, desloc, _ = method_rates(coins, dict.fromkeys(STREAMS, 1), steps)
     exact = 1 - (2 / 3) * (4 / 5) * (9 / 10)
     assert desloc.windows == pytest.approx(exact)
     assert seen == pytest.approx(exact, rel=0.05)
@@ -244,7 +252,8 @@ def test_the_papers_totals_of_each_method_on_a_ring():
         "Local Adam": 3 * T / 256,
         "DES-LOC": T / 256 + T / 768 + T / 1536,
     }
-    for method in method_rates(dict.fromkeys(STREAMS, 4 * d), by_stream(256, 768, 1536)):
+    schedule = SyncSchedule(by_stream(256, 768, 1536))
+    for method in method_rates(schedule, dict.fromkeys(STREAMS, 4 * d), T):
         total = compute_seconds(d, D, workers=M, flops=S, mfu=MFU)
         total += T * communication_seconds(method, M, LINK, Topology.RING)
         assert total == pytest.approx(compute + exchanges[method.name] * exchange)
@@ -384,7 +393,7 @@ def test_a_bound_is_recommended_exactly_where_a_run_accepts_it(name, betas):
     [
         ((16, 96, 96), {}, "sync.exp_avg=96: 7.1 half-lives, after which 1% of an average is left"),
         ((16, 48, NEVER), {}, "sync.exp_avg_sq=never: every worker keeps its own"),
-        ((16, "reset", 96), {}, "sync.exp_avg=reset: it starts from zero"),
+        ((16, "reset", "reset"), {}, "sync.exp_avg=reset: it starts from zero"),
         ((NEVER, 48, 96), {}, "sync.params=never: the parameters are averaged once"),
         ((16, 48, 1920), {}, "sync.exp_avg_sq=1920: longer than the run of 960 steps"),
         ((961, 2883, 5766), {}, "sync.params=961: longer than the run of 960 steps"),
@@ -661,11 +670,12 @@ def test_a_plan_shows_what_the_nearest_runs_lost_and_says_if_none_is_near():
         longer = plan("desloc_adam", *small, f"sync.{name}=1600")
         assert "unknown: no measurement is near" in longer, name
     for other in (
-        *("sync_delay=8", "sync_mode=probabilistic", "sync_phase.exp_avg=16"),
-        *("optimizer.mix=0.7", "federation.min_steps=0.5"),
+        *("sync_delay=8", "sync_mode=probabilistic", "sync_phase={exp_avg: 16}"),
+        *("sync_once_at=[8]", "optimizer.mix=0.7", "federation.min_steps=0.5"),
     ):
+        key = other.partition("=")[0]
         said = plan("desloc_adam", *small, other)
-        assert "unknown: measurements differ in" in said, other
+        assert f"unknown: no measurement has such a setting of {key}" in said, other
     assert "above Local" not in plan("local_adam") + plan("desloc_sgdm")
     assert "16/16/96 lossy" in plan("lean")
 

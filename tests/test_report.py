@@ -154,7 +154,7 @@ def test_the_page_has_the_numbers_of_the_runs_files(real):
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
-@pytest.mark.parametrize("case", ["near", "far", "noisy"])
+@pytest.mark.parametrize("case", ["near", "far", "noisy", "once"])
 def test_the_headline_says_what_rare_averages_cost_near_the_run(real, is_safe, case):
     gap = next(g for g in MEASURED if g.is_safe == is_safe and not g.formats and not g.bound)
     run = load(real / "desloc")
@@ -163,9 +163,11 @@ def test_the_headline_says_what_rare_averages_cost_near_the_run(real, is_safe, c
     periods = dict(zip(("params", "exp_avg", "exp_avg_sq"), gap.periods, strict=True))
     run.summary["config"] |= {"optimizer": gap.optimizer, "periods": periods}
     run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens, "partition": gap.partition}
+    run.config["sync_once_at"] = [1] if case == "once" else []
     (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages")
     verdict = "safe" if is_safe else f"up to {gap.high:+.1f}%"
     assert tile.value == (verdict if case == "near" else "unknown")
+    assert ("such a setting of sync_once_at" in tile.note) == (case == "once")
     assert case == "far" or f"{gap.params:,} parameters" in tile.note
 
 

@@ -9,7 +9,7 @@ DES-LOC, 3/K_x for Local Adam.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -135,25 +135,34 @@ class MethodRates:
 
 
 def method_rates(
+    schedule: SyncSchedule,
     sizes: Mapping[str, float],
-    periods: Mapping[str, Period],
+    num_steps: int,
     *,
     wire: Mapping[str, float] | None = None,
-    coins: bool = False,
-    phases: Mapping[str, int] | None = None,
 ) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
-    """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same period of params.
+    """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same averages of params.
 
     ``sizes`` are the bytes of each stream, ``wire`` those that DES-LOC sends if it compresses
-    them, ``periods`` and ``phases`` DES-LOC's. With ``coins`` each of its streams is averaged with
-    probability 1/K after every step, instead of every K steps.
+    them, ``schedule`` DES-LOC's. A stream is averaged 1/K times per step, also where K does not
+    divide ``num_steps``; ``once_at`` adds its averages.
     """
-    of_params = periods[PARAMS]
+    periods = schedule.periods
+
+    def with_params(streams: Iterable[str]) -> SyncSchedule:
+        """Return ``streams`` on the clock of params."""
+        names, phase = list(streams), schedule.phases.get(PARAMS)
+        return SyncSchedule(
+            dict.fromkeys(names, periods[PARAMS]),
+            once_at=schedule.once_at,
+            phases={} if phase is None else dict.fromkeys(names, phase),
+        )
+
     return (
-        _rates("DDP", sizes, {PARAMS: 1}),
-        _rates("Local Adam", sizes, dict.fromkeys(periods, of_params)),
-        _rates("DES-LOC", wire or sizes, periods, coins=coins, phases=phases or {}),
-        _rates("FedAvg", sizes, {PARAMS: of_params}),
+        _rates("DDP", sizes, SyncSchedule({PARAMS: 1}), num_steps),
+        _rates("Local Adam", sizes, with_params(periods), num_steps),
+        _rates("DES-LOC", wire or sizes, schedule, num_steps),
+        _rates("FedAvg", sizes, with_params([PARAMS]), num_steps),
     )
 
 
@@ -163,28 +172,31 @@ def rate(period: Period) -> float:
 
 
 def _rates(
-    name: str,
-    sizes: Mapping[str, float],
-    periods: Mapping[str, Period],
-    *,
-    coins: bool = False,
-    phases: Mapping[str, int] | None = None,
+    name: str, sizes: Mapping[str, float], schedule: SyncSchedule, num_steps: int
 ) -> MethodRates:
-    rates = {stream: rate(period) for stream, period in periods.items()}
+    clock = replace(schedule, once_at=frozenset())
+    rates = {stream: rate(period) for stream, period in clock.periods.items()}
+    windows = _any_period(clock) if clock.coin_seed is None else _any_coin(rates.values())
+    for step in (step for step in schedule.once_at if step <= num_steps):
+        due = clock.due(step)
+        windows += (not due) / num_steps
+        for stream in schedule.due(step) - due:
+            rates[stream] += 1 / num_steps
     return MethodRates(
         name=name,
         num_bytes=sum(sizes[stream] * share for stream, share in rates.items()),
         exchanges=sum(rates.values()),
-        windows=_any_coin(rates.values()) if coins else _any_period(periods, phases or {}),
+        windows=windows,
     )
 
 
-def _any_period(periods: Mapping[str, Period], phases: Mapping[str, int]) -> float:
+def _any_period(schedule: SyncSchedule) -> float:
     """Return the share of steps after which any stream is due, by inclusion and exclusion.
 
     Streams are due together once in the least common multiple of their periods, if at all: each two
     of their phases must agree modulo the greatest common divisor of the periods.
     """
+    periods, phases = schedule.periods, schedule.phases
     clocks = {(K, phases.get(s, 0)) for s, K in periods.items() if isinstance(K, int)}
     return sum(
         (1 if size % 2 else -1) / math.lcm(*(period for period, _ in some))

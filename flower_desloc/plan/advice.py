@@ -154,7 +154,7 @@ def _params_warnings(run: PlannedRun) -> Iterator[str]:
             "parameters are averaged once, at its end"
         )
     longest = period if isinstance(period, int) else math.inf if period == NEVER else 0
-    sooner = [s.name for s in run.streams if isinstance(s.period, int) and s.period < longest]
+    sooner = [s for s, K in run.periods.items() if isinstance(K, int) and longest > K]
     if sooner:
         yield (
             f"sync.{PARAMS}={period}: averaged less often than {' and '.join(sooner)}; the "
@@ -163,7 +163,7 @@ def _params_warnings(run: PlannedRun) -> Iterator[str]:
 
 
 def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
-    name, period = stream.name, stream.period
+    name, period = stream.name, run.periods[stream.name]
     of_params = run.periods[PARAMS]
     if period == NEVER:
         yield (

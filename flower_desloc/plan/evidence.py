@@ -1,9 +1,9 @@
 """Measured cost of DES-LOC's rare averages: loss above that of Local (docs/ladder.md)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
 from flower_desloc.plan.measured import GAPS
@@ -68,9 +68,28 @@ class MeasuredGap:
 MEASURED: Final = tuple(MeasuredGap(*each) for each in GAPS)
 
 
-def is_as_measured(*, delay: int, coins: bool, phases: bool, mix: float, min_steps: float) -> bool:
-    """Return whether a run differs from those of docs/ladder.md in nothing but what they vary."""
-    return not (delay or coins or phases or mix < 1 or min_steps < 1)
+_SAME: Final = {
+    "sync_mode": "periodic",
+    "sync_delay": 0,
+    "sync_phase": {},
+    "sync_once_at": [],
+    "optimizer.mix": 1.0,
+    "federation.min_steps": 1.0,
+}
+"""Settings that all measurements have in common."""
+
+
+def unmeasured(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the settings of a resolved configuration that no measurement has.
+
+    A setting that is missing, in the record of an earlier version, counts as measured.
+    """
+
+    def value(key: str) -> object:
+        *section, name = key.split(".")
+        return (config[section[0]] if section else config).get(name, _SAME[key])
+
+    return tuple(key for key in _SAME if value(key) != _SAME[key])
 
 
 def nearest(
@@ -82,7 +101,7 @@ def nearest(
     bound: bool,
     formats: Mapping[str, str],
     partition: str,
-    as_measured: bool = True,
+    unmeasured: Sequence[str] = (),
 ) -> list[tuple[float, MeasuredGap]]:
     """Return the measurements with this optimizer, each with its distance, the nearest first.
 
@@ -90,11 +109,10 @@ def nearest(
     K_v / K_x, of another partition, in fp32 for a run in lossy formats, or with a bound
     (``sync_bound``) for a run without, says of the run only that it is not safe; one without a
     bound for a run with it, only that it is. Otherwise its distance is infinite. So is that of
-    measurements in other lossy formats, and of all if the run differs from them in other things
-    (not ``as_measured``: late averages, a slow momentum, sites of unequal speed, coins). Of equally
-    near ones those that differ in none of these come first, and of those the one with the highest
-    loss. Empty for runs that average all streams together in fp32, as Local does, never average
-    the parameters, or reset a state.
+    measurements in other lossy formats, and of all if the run has ``unmeasured`` settings. Of
+    equally near ones those that differ in none of these come first, and of those the one with the
+    highest loss. Empty for runs that average all streams together in fp32, as Local does, never
+    average the parameters, or reset a state.
     """
     three = tuple(periods.get(name, NEVER) for name in _STREAMS)
     wanted = {name: form for name, form in formats.items() if form != "fp32"}
@@ -114,20 +132,22 @@ def nearest(
             or any(ours < theirs for ours, theirs in both)
         )
         harder = bound and not gap.bound
-        says = as_measured and gap.formats in (in_order, ())
+        says = not unmeasured and gap.formats in (in_order, ())
         says &= not (easier if gap.is_safe else harder)
         order = not says, round(near, 3), easier, harder, -gap.high
         found.append((order, near if says else math.inf, gap))
     return [(apart, gap) for _, apart, gap in sorted(found, key=lambda each: each[0])]
 
 
-def unknown(apart: float, noise_scale: float | None = None) -> str:
+def unknown(apart: float, unmeasured: Sequence[str] = (), noise_scale: float | None = None) -> str:
     """Return why the nearest measurement, at this distance, says nothing of a run; "" if it does.
 
     ``noise_scale`` is the run's, in batches of a worker.
     """
+    if unmeasured:
+        return f"no measurement has such a setting of {' and '.join(unmeasured)}"
     if math.isinf(apart):
-        return "measurements differ in periods, formats, text, bound or delay"
+        return "measurements differ in periods, formats, text or bound"
     if apart > NEAR:
         return "no measurement is near this run's model, batch and periods"
     if noise_scale is not None and noise_scale > NOISE:

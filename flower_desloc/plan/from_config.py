@@ -1,6 +1,6 @@
 """A planned run from a configuration."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ from flower_desloc.core.streams import BUFFERS
 from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.optim.decays import state_decays
+from flower_desloc.plan.evidence import unmeasured
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
 from flower_desloc.setup.build import build_optimizer, build_schedule, check_streams
@@ -82,13 +83,12 @@ def planned_run(
         tokens=tokens,
         compute=step_seconds,
         link=link,
-        coins=config.sync_mode == "probabilistic",
-        phases=config.sync_phase,
+        schedule=build_schedule(config),
         bound=config.sync_bound,
         formats=config.wire,
         mix=config.optimizer.mix,
         partition=config.data.partition,
-        min_steps=config.federation.min_steps,
+        unmeasured=unmeasured(asdict(config)),
         delay=config.sync_delay,
     )
 
@@ -115,12 +115,11 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     return tuple(
         PlannedStream(
             name=name,
-            period=period,
             num_bytes=0,
             beta=_beta(config, name),
             ceiling=_ceiling(config, name, rho),
         )
-        for name, period in build_schedule(config).periods.items()
+        for name in build_schedule(config).periods
     )
 
 

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from flower_desloc.core.schedule import Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
-from flower_desloc.plan.evidence import is_as_measured
 from flower_desloc.plan.wall_clock import (
     Link,
     Topology,
@@ -19,10 +18,9 @@ from flower_desloc.plan.wall_clock import (
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStream:
-    """Size and period of a stream, and how it decays if it is a moment."""
+    """Size of a stream, and how it decays if it is a moment."""
 
     name: str
-    period: Period
     num_bytes: float
     wire_bytes: float | None = None
     """Bytes in a message; None if the stream is not compressed."""
@@ -40,6 +38,7 @@ class PlannedRun:
     optimizer: str
     num_params: float
     streams: tuple[PlannedStream, ...]
+    schedule: SyncSchedule
     steps: int
     workers: int
     tokens: float | None
@@ -55,10 +54,6 @@ class PlannedRun:
     """Fixed time of an average through a server on any link: processes and polls of a deployment.
     It overlaps in part with the transfer: together they take the root of the sum of their squares,
     which fits the measurements (docs/thin-links.md)."""
-    coins: bool = False
-    """True if streams are averaged with probability 1/K instead of every K steps."""
-    phases: Mapping[str, int] = field(default_factory=dict)
-    """Steps by which the averages of streams are shifted."""
     bound: bool = False
     """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -67,26 +62,20 @@ class PlannedRun:
     """Share of the first moment in a step; below 1 it is a slow momentum (``optimizer.mix``)."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
-    min_steps: float = 1.0
-    """Least share of a window's steps that a worker may take (``federation.min_steps``)."""
+    unmeasured: tuple[str, ...] = ()
+    """Settings that no measurement of docs/ladder.md has."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 
     @property
-    def as_measured(self) -> bool:
-        """Whether the measurements of docs/ladder.md are of such runs."""
-        return is_as_measured(
-            delay=self.delay,
-            coins=self.coins,
-            phases=bool(self.phases),
-            mix=self.mix,
-            min_steps=self.min_steps,
-        )
+    def coins(self) -> bool:
+        """Whether streams are averaged with probability 1/K instead of every K steps."""
+        return self.schedule.coin_seed is not None
 
     @property
-    def periods(self) -> dict[str, Period]:
+    def periods(self) -> Mapping[str, Period]:
         """The period of every stream."""
-        return {stream.name: stream.period for stream in self.streams}
+        return self.schedule.periods
 
     @property
     def sizes(self) -> dict[str, float]:
@@ -110,9 +99,7 @@ class PlannedRun:
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
         """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
-        return method_rates(
-            self.sizes, self.periods, wire=self.wire, coins=self.coins, phases=self.phases
-        )
+        return method_rates(self.schedule, self.sizes, self.steps, wire=self.wire)
 
     @property
     def desloc(self) -> MethodRates:
@@ -120,14 +107,9 @@ class PlannedRun:
         return self.methods[2]
 
     def with_periods(self, periods: Mapping[str, Period]) -> "PlannedRun":
-        """Return the same run with other periods."""
-        streams = (replace(s, period=periods.get(s.name, s.period)) for s in self.streams)
-        return replace(self, streams=tuple(streams), phases={})
-
-    @cached_property
-    def schedule(self) -> SyncSchedule:
-        """The schedule; coins fall as with seed 0."""
-        return SyncSchedule(self.periods, 0 if self.coins else None, phases=self.phases)
+        """Return the same run with other periods, without phases."""
+        schedule = replace(self.schedule, periods={**self.periods, **periods}, phases={})
+        return replace(self, schedule=schedule)
 
     @cached_property
     def windows(self) -> list[tuple[int, float]]:

@@ -66,7 +66,7 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             bound=run.bound,
             formats=run.formats,
             partition=run.partition,
-            as_measured=run.as_measured,
+            unmeasured=run.unmeasured,
         )
     if gaps:
         _print(
@@ -75,7 +75,7 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
             _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
-        console.print(Text(_verdict(*gaps[0]), style="dim"))
+        console.print(Text(_verdict(run, *gaps[0]), style="dim"))
     for topology, how in (
         (Topology.STAR, "all workers' payloads, up and then down the server's link"),
         (Topology.RING, "one all-reduce per stream, as in the paper"),
@@ -117,14 +117,14 @@ def _moments(run: PlannedRun, share: float) -> Table:
 
 
 def _moment(stream: PlannedStream, run: PlannedRun, share: float) -> list[str]:
-    cells = ["-"] * 5
+    cells, period = ["-"] * 5, run.periods[stream.name]
     if stream.beta is None:
         return cells
     tau = theory.half_life(stream.beta, share)
     cells[0] = f"{tau:,.1f}"
-    if stream.period == RESET:
+    if period == RESET:
         return cells  # it is zero after every average of params
-    steps = stream.period if isinstance(stream.period, int) else run.steps
+    steps = period if isinstance(period, int) else run.steps
     cells[1] = units.number_text(steps / tau) if tau else "-"
     cells[2] = f"{theory.kept(stream.beta, steps):.3g}"
     if stream.ceiling is not None:
@@ -152,9 +152,9 @@ def _bytes(run: PlannedRun) -> Table:
     return table
 
 
-def _verdict(apart: float, gap: MeasuredGap) -> str:
+def _verdict(run: PlannedRun, apart: float, gap: MeasuredGap) -> str:
     """Return in words what the nearest measurement says of this run."""
-    if why := unknown(apart):
+    if why := unknown(apart, run.unmeasured):
         return f"unknown: {why}"
     if gap.is_safe:
         return f"safe: the nearest measurement is within {SAFE:g}% of Local"
@@ -200,10 +200,10 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
 
 def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
     moment = next(iter(run.moments), None)
-    if moment is None or moment.beta is None or moment.period == RESET:
+    if moment is None or moment.beta is None or run.periods[moment.name] == RESET:
         return None  # the theorem does not cover a moment that is reset
     beta = moment.beta
-    p_x, p_u = rate(run.periods[PARAMS]), rate(moment.period)
+    p_x, p_u = rate(run.periods[PARAMS]), rate(run.periods[moment.name])
     table = _table("momentum averaged", "p_x", "p_u", "psi", "eta_0", "limited by")
     # The stated period comes last and replaces an equal row.
     for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():

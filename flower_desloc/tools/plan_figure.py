@@ -99,9 +99,9 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
         "share of its ceiling, by period; dot: stated; bar: half-life",
     )
     stated = [
-        (stream, stream.beta, stream.period if isinstance(stream.period, int) else run.steps)
+        (stream, stream.beta, period if isinstance(period, int) else run.steps)
         for stream in run.moments
-        if stream.beta
+        if stream.beta and (period := run.periods[stream.name])
     ]
     longest = _MARGIN * max([10, *(max(half_life(beta), period) for _, beta, period in stated)])
     periods = np.geomspace(1, longest, _POINTS)

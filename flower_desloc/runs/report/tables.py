@@ -12,7 +12,7 @@ import torch
 from flower_desloc.config import Config, dump, units
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.plan.evidence import is_as_measured, nearest, unknown
+from flower_desloc.plan.evidence import nearest, unknown, unmeasured
 from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures.curves import common_metric
 from flower_desloc.runs.figures.losses import worst_first
@@ -115,20 +115,14 @@ def _expected(run: RunRecord) -> Tile | None:
         bound=config.get("sync_bound", False),
         formats=config.get("wire", {}),
         partition=config["data"]["partition"],
-        as_measured=is_as_measured(
-            delay=config.get("sync_delay", 0),
-            coins=config.get("sync_mode") == "probabilistic",
-            phases=bool(config.get("sync_phase")),
-            mix=config["optimizer"].get("mix", 1.0),
-            min_steps=config["federation"].get("min_steps", 1.0),
-        ),
+        unmeasured=(settings := unmeasured(config)),
     )
     if not gaps:
         return None
     apart, gap = gaps[0]
     where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
     measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
-    if why := unknown(apart, run.summary.get("noise_scale")):
+    if why := unknown(apart, settings, run.summary.get("noise_scale")):
         return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
     verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
     return Tile("rare averages", verdict, f"loss above Local, {measured}")
