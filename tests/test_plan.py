@@ -523,6 +523,14 @@ def test_the_model_of_a_preset_is_measured_without_its_weights():
     assert f"quickstart: {size:,} parameters" in plan("quickstart")
 
 
+def test_a_plan_counts_buffers_as_a_run_sends_them():
+    config = load("digits", ["model.type=resnet", "sync.buffers=8"])
+    streams = build_streams(config, build_task(config).build_model())
+    run = run_of(config)
+    assert run.sizes == stream_bytes(streams)
+    assert recommended(run, Topology.STAR)["buffers"] == recommended(run, Topology.STAR)[PARAMS]
+
+
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
     sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire)
@@ -586,7 +594,9 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
         (["1.8b"], "no preset of that name"),
         (["1.7b", "sync.parms=3"], "sync.parms"),
         (["1.7b", "sync.params=0"], "the period of 'params'"),
-        (["1.7b", "sync.buffers=3"], "sync.buffers: "),
+        (["1.7b", "sync.buffers=3"], "sync.buffers: the model has none"),
+        (["digits"], "`seconds` of a client divided by its `steps`"),
+        (["digits", "--tokens-per-step", "9"], "--tokens-per-step: task=image_classification"),
         (["1.7b", *SMALL, "--plot", "plan.xyz"], "--plot plan.xyz: "),
         (["1.7b", *SMALL, "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),
     ],

@@ -28,7 +28,7 @@ def plan(
     steps: Annotated[int | None, at_least_one("Local steps, in place of run.steps.")] = None,
     tokens_per_step: Annotated[
         float | None,
-        at_least_one("Of all workers; by default workers x data.batch_size x data.seq_len."),
+        at_least_one("Of all workers, for text; by default workers x batch_size x seq_len."),
     ] = None,
     value_bytes: Annotated[
         float | None, positive("Bytes per value sent; by default those of model.dtype.")

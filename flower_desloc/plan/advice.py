@@ -7,6 +7,7 @@ from typing import Final
 
 from flower_desloc.config.units import number_text
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
+from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.theory import half_life, kept
 from flower_desloc.plan.wall_clock import Topology
@@ -120,7 +121,7 @@ def warnings(run: PlannedRun) -> Iterator[str]:
     """Yield one sentence per risk, each with the key or option to change."""
     yield from _params_warnings(run)
     for stream in run.streams:
-        if stream.name != PARAMS:
+        if starts_at_zero(stream.name):
             yield from _state_warnings(run, stream)
     first, second = run.beta("exp_avg"), run.beta("exp_avg_sq")
     if first is not None and second is not None and first > math.sqrt(second):

@@ -13,7 +13,7 @@ from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS
+from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
 from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.optim.decays import state_decays
@@ -58,16 +58,23 @@ def planned_run(
         clients = config.federation
         drawn = max(clients.min_clients, round(clients.fraction_train * clients.num_clients))
         workers = min(drawn, clients.num_clients)
-    if tokens is None and config.task == TEXT:
-        tokens = workers * config.data.batch_size * config.data.seq_len
+    if config.task == TEXT:
+        tokens = tokens or workers * config.data.batch_size * config.data.seq_len
+    elif tokens is not None:
+        raise ConfigError(f"--tokens-per-step: task={config.task} is not text; leave it out")
     if step_seconds is None:
         if tokens is None:
             raise ConfigError(
-                f"task={config.task}: the compute of a step is known for text only; give "
-                "--step-seconds, or --tokens-per-step"
+                f"task={config.task}: the compute of a step is estimated for text only; give "
+                "--step-seconds: in metrics.jsonl of a run, `seconds` of a client divided by its "
+                "`steps`"
             )
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
+    streams = planned_streams(config, rho)
     num_bytes = num_params * (value_bytes or dtype_bytes(config))
+    sizes = dict.fromkeys([stream.name for stream in streams], num_bytes)
+    if BUFFERS in sizes:
+        sizes[BUFFERS] = _buffer_bytes(config)
     values = {"": torch.empty(round(num_params), device="meta")}
     wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire)
     return PlannedRun(
@@ -75,8 +82,8 @@ def planned_run(
         optimizer=config.optimizer.name,
         num_params=num_params,
         streams=tuple(
-            replace(stream, num_bytes=num_bytes, wire_bytes=wire.get(stream.name))
-            for stream in planned_streams(config, rho)
+            replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))
+            for stream in streams
         ),
         steps=config.run.steps,
         workers=workers,
@@ -98,8 +105,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
 
     ``rho`` bounds every coordinate of a gradient; by default it follows from the clipping.
 
-    Raises ``ConfigError`` unless ``config.sync`` states a period for each stream, and for
-    buffers, whose size is not known.
+    Raises ``ConfigError`` unless ``config.sync`` states a period for each stream.
     """
     check_streams(config)
     if PARAMS not in config.sync:
@@ -107,8 +113,6 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
             f"sync.{PARAMS} is not set; choose a preset that has it. A plan always compares with "
             "data parallelism"
         )
-    if BUFFERS in config.sync:
-        raise ConfigError(f"sync.{BUFFERS}: a plan does not know their size; leave it out")
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
@@ -128,9 +132,19 @@ def model_size(config: Config) -> int:
 
     Raises ``ValueError`` when the model cannot be built.
     """
+    return sum(p.numel() for p in _model(config).parameters() if p.requires_grad)
+
+
+def _buffer_bytes(config: Config) -> int:
+    found = buffers(_model(config))
+    if not found:
+        raise ConfigError(f"sync.{BUFFERS}: the model has none; leave it out")
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def _model(config: Config) -> nn.Module:
     with torch.device("meta"):
-        model = offline_task(with_init_from(config)).build_model()
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return offline_task(with_init_from(config)).build_model()
 
 
 def dtype_bytes(config: Config) -> int:
@@ -140,7 +154,7 @@ def dtype_bytes(config: Config) -> int:
 
 
 def _beta(config: Config, name: str) -> float | None:
-    if name == PARAMS:
+    if not starts_at_zero(name):
         return None
     if name == "max_exp_avg_sq":  # a maximum changes at most as fast as what it is taken of
         name = "exp_avg_sq"
@@ -153,7 +167,7 @@ def _beta(config: Config, name: str) -> float | None:
 
 def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
     optimizer = config.optimizer
-    if name == PARAMS or is_path(optimizer.name):
+    if not starts_at_zero(name) or is_path(optimizer.name):
         return None
     if optimizer.name == "adopt" and name == "exp_avg":
         # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) for any g.
