@@ -476,7 +476,7 @@ def test_the_page_shows_what_its_commands_print(monkeypatch):
 
 
 def test_the_authors_clock_on_the_page_is_what_its_command_prints():
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "paper.md").read_text()
     _, *command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1].split()
     table = page[page.index("| share of time computing, ring |") :].split("\n\n")[0]
     heads, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines())
