@@ -61,6 +61,7 @@ def planned(*periods, betas=(0.95, 0.9999), ceiling=1, coins=False, phases=None,
         tokens=1e5,
         compute=1.0,
         link=Link(bandwidth=125e6, latency=0.01),
+        topologies=tuple(Topology),
     )
     return replace(run, **changes)
 
@@ -565,6 +566,42 @@ def test_a_plan_names_what_was_asked_for(arguments, said):
     output = plan(*arguments.split())
     assert [words for words in said if words not in output] == []
     assert ("late by" in output) == ("sync_delay" in arguments)
+
+
+def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():
+    said = plan("digits", "--step-seconds", 0.0025, "--bandwidth", 20)
+    shown = said.partition("Recommended")[2].partition("Warnings")[0]
+    run = run_of(load("digits"), step_seconds=0.0025)
+    run = replace(run, link=Link(bandwidth=2.5e6, latency=0.05))
+    assert recommended(run, Topology.STAR) is None
+    found = re.findall(r"sync.params=(\d+) .*?takes ([\d.,]+) times as long as compute", shown)
+    assert [int(period) for period, _ in found] == [8, 16, 32, 64]
+    for period, times in found:
+        clocks = with_multiples(run, int(period))
+        waiting = clocks.waiting(clocks.desloc, Topology.STAR) / run.compute
+        assert float(times) == pytest.approx(waiting, rel=0.01)
+    assert "exp_avg_sq never averaged" in shown
+
+
+def test_a_recommended_period_beyond_the_run_is_said_to_average_nothing():
+    said = plan("desloc_adopt", *SMALL, "--steps", 900, "--share", 0.02)
+    period = int(re.search(r"star: .*?sync.exp_avg_sq=(\d+)", said)[1])
+    assert period > 900
+    assert (
+        f"exp_avg_sq every {period}: 6 K_x, the paper's default; longer than the run of 900 steps, "
+        "so on this link it is never averaged"
+    ) in said
+
+
+def test_a_plan_prints_only_what_applies_to_the_run():
+    quickstart, sgdm = plan("quickstart", *SMALL), plan("desloc_sgdm", *SMALL)
+    paper = plan("1.7b")
+    assert [name in paper for name in ("Time on a ring", "ring: ", "Theorem 1")] == [1, 1, 0]
+    assert [name in quickstart for name in ("on a ring", "ring: ", "Theorem 1")] == [0, 0, 0]
+    assert "limited by" in sgdm
+    assert "Theorem 1" in plan("quickstart", *SMALL, "--smoothness", 1)
+    assert "Loss unknown: measured for text only" in plan("digits", "--step-seconds", 1)
+    assert plan("quickstart", *SMALL, "--share", 1).count("1x at") == 1
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))

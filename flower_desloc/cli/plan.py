@@ -13,7 +13,7 @@ from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
 from flower_desloc.plan.tables import Assumptions, show
-from flower_desloc.plan.wall_clock import MBIT, Link
+from flower_desloc.plan.wall_clock import MBIT, Link, Topology
 
 
 def plan(
@@ -80,10 +80,13 @@ def plan(
             lambda value: 0 < value < 1,
         ),
     ] = 0.5,
-    smoothness: Annotated[float, positive("Theorem 1's L, which is seldom known.")] = 1.0,
+    smoothness: Annotated[
+        float | None, positive("Theorem 1's L, by default 1; the theorem is printed with it.")
+    ] = None,
     dissimilarity: Annotated[
-        float, at_least_one("Theorem 1's B; 1 if all workers have the same data.")
-    ] = 1.0,
+        float | None,
+        at_least_one("Theorem 1's B, by default 1, as if all workers had the same data."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Also draw it, into this .png, .pdf or .svg file."),
@@ -121,6 +124,8 @@ def plan(
         )
     name = run.name if preset else "plan"
     run = replace(run, name=name, alpha=1 - overlap, share=share, window_seconds=window_seconds)
+    if paper:
+        run = replace(run, topologies=tuple(Topology))
     show(run, Console(), Assumptions(psi, smoothness, dissimilarity))
     if plot is not None:
         # matplotlib takes a second to import.

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from flower_desloc.config.units import number_text
+from flower_desloc.config.units import number_text, seconds_text
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
@@ -96,6 +96,24 @@ def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
     return _at(run, periods[at]) if at < len(periods) else None
 
 
+def tradeoffs(run: PlannedRun) -> Iterator[dict[str, int]]:
+    """Yield periods at which the parameters are averaged 16, 8, 4 and 2 times in the run."""
+    for period in sorted({run.steps // times for times in (2, 4, 8, 16)} - {0}):
+        yield _at(run, period)
+
+
+def waiting_text(run: PlannedRun, periods: Mapping[str, int], topology: Topology) -> str:
+    """Return how long the run waits at ``periods``, and what it does not average there."""
+    run = run.with_periods(periods)
+    waiting = _waiting(run, topology)
+    never = [name for name, period in periods.items() if period > run.steps]
+    text = (
+        f"{_communication(run, topology)} takes {number_text(waiting / run.compute)} times as long "
+        f"as compute, the run {seconds_text(run.steps * (run.compute + waiting))}"
+    )
+    return f"{text}; {' and '.join(never)} never averaged" if never else text
+
+
 def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Iterator[str]:
     """Yield why ``periods`` are recommended, one sentence per stream."""
     period = periods[PARAMS]
@@ -111,10 +129,13 @@ def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Ite
         )
     for stream in run.moments:
         period = periods[stream.name]
-        yield (
-            f"{stream.name} every {period}: {_multiple(run, stream.name, periods[PARAMS])}; "
-            f"{_in_half_lives(stream, period)}"
-        )
+        left = _in_half_lives(stream, period)
+        if period > run.steps:
+            left = (
+                f"longer than the run of {run.steps:,} steps, so on this link it is never averaged"
+            )
+        multiple = _multiple(run, stream.name, periods[PARAMS])
+        yield f"{stream.name} every {period}: {multiple}; {left}"
 
 
 def warnings(run: PlannedRun) -> Iterator[str]:
@@ -232,7 +253,7 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
 
 def _link_warnings(run: PlannedRun) -> Iterator[str]:
     period = run.periods[PARAMS]
-    for topology in Topology:
+    for topology in run.topologies:
         waiting = _waiting(run, topology) / run.compute
         if waiting > run.share:
             yield (
@@ -248,7 +269,7 @@ def _link_warnings(run: PlannedRun) -> Iterator[str]:
     if needed and needed[PARAMS] > LONGEST_TRIED:
         yield (
             f"--bandwidth: on a star the link needs sync.{PARAMS}={needed[PARAMS]}; the paper "
-            f"tries {PARAMS} up to every {LONGEST_TRIED} steps, and longer periods cost perplexity"
+            f"tries {PARAMS} up to every {LONGEST_TRIED} steps, and longer periods raise the loss"
         )
     if run.compute < run.link.latency:
         yield (

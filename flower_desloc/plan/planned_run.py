@@ -46,6 +46,8 @@ class PlannedRun:
     compute: float
     """Seconds of compute per step."""
     link: Link
+    topologies: tuple[Topology, ...] = (Topology.STAR,)
+    """The star is what Flower runs on; the paper's ring is for comparison with the paper."""
     alpha: float = 1.0
     """Share of communication that is not hidden behind compute, as in the paper."""
     share: float = 0.1

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich import box
@@ -14,22 +14,36 @@ from flower_desloc.config import units
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
 from flower_desloc.core.traffic import rate
 from flower_desloc.plan import theory
-from flower_desloc.plan.advice import can_bound, reasons, recommended, warnings
+from flower_desloc.plan.advice import (
+    can_bound,
+    reasons,
+    recommended,
+    tradeoffs,
+    waiting_text,
+    warnings,
+)
 from flower_desloc.plan.evidence import SAFE, MeasuredGap, nearest, unknown
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Topology
 
 _DAY = 86400
 _SHOWN = 3  # measurements
+_HOW = {
+    Topology.STAR: "all workers' payloads, up and then down the server's link",
+    Topology.RING: "one all-reduce per stream, as in the paper",
+}
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Constants of the theory that no run measures: tau's psi, Theorem 1's L and B."""
+    """Constants of the theory that no run measures: tau's psi, Theorem 1's L and B.
+
+    L or B of None is 1; if both are None, the theorem is printed for SGDM only.
+    """
 
     psi: float
-    smoothness: float
-    dissimilarity: float
+    smoothness: float | None
+    dissimilarity: float | None
 
 
 def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
@@ -42,9 +56,15 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         f"left: beta^K; drift bound: 2 ceiling (1 - beta^K){never}",
         _moments(run, assumed.psi),
     )
+    _remark(
+        console,
+        f"After tau_{assumed.psi:g} steps {assumed.psi:.0%} of an average is left in a moment. "
+        "K: its period; left: the share left at the next average; if that is next to nothing, "
+        "averages help little. Drift bound: how far apart the workers can be by then; near twice "
+        "the ceiling it says nothing.",
+    )
     if run.optimizer == "adopt":
-        remark = "ADOPT clips g / sqrt(v) at T^(1/4): that, not rho, is exp_avg's ceiling"
-        console.print(Text(remark, style="dim"))
+        _remark(console, "ADOPT clips g / sqrt(v) at T^(1/4): that, not rho, is exp_avg's ceiling")
     _print(
         console,
         "Bytes",
@@ -53,11 +73,16 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
     )
     largest = max(num_bytes for _, num_bytes in run.windows)
     payloads = largest / run.sizes[PARAMS]
+    remark = f"a payload: the parameters, {units.bytes_text(run.sizes[PARAMS])}"
     if payloads > 1 and not run.coins:
-        remark = f"DES-LOC's largest window: {units.bytes_text(largest)}, {payloads:.3g} payloads"
-        console.print(Text(remark, style="dim"))
-    gaps = []
-    if run.tokens:
+        sent = f"{units.bytes_text(largest)}, {payloads:.3g} payloads"
+        remark += f"; DES-LOC's largest window: {sent}"
+    _remark(console, remark)
+    if run.tokens is None:
+        console.print()
+        console.print(Text.assemble(("Loss", "bold"), ("  unknown: measured for text only", "dim")))
+        gaps = []
+    else:
         gaps = nearest(
             run.optimizer,
             run.periods,
@@ -75,18 +100,23 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
             _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
-        console.print(Text(_verdict(run, *gaps[0]), style="dim"))
-    for topology, how in (
-        (Topology.STAR, "all workers' payloads, up and then down the server's link"),
-        (Topology.RING, "one all-reduce per stream, as in the paper"),
-    ):
-        _print(console, f"Time on a {topology}", how, _times(run, topology))
-    remark = "right: the bandwidth at which waiting takes that many times as long as compute"
-    console.print(Text(remark, style="dim"))
-    if table := _theorem(run, assumed):
-        constants = f"L = {assumed.smoothness:g}, B = {assumed.dissimilarity:g}"
+        _remark(console, _verdict(run, *gaps[0]))
+    for topology in run.topologies:
+        _print(console, f"Time on a {topology}", _HOW[topology], _times(run, topology))
+    _remark(
+        console, "right: the bandwidth at which waiting takes that many times as long as compute"
+    )
+    known = assumed.smoothness, assumed.dissimilarity
+    L, B = (value or 1.0 for value in known)
+    if (run.optimizer == "sgdm" or any(known)) and (table := _theorem(run, L, B)):
         root = f"1/sqrt(T) = {1 / math.sqrt(run.steps):.3g}"
-        _print(console, "Theorem 1", f"for SGDM, p = 1/K; {constants}, {root}", table)
+        what = f"for SGDM, p = 1/K; L = {L:g}, B = {B:g}, {root}"
+        _print(console, "Theorem 1", what, table)
+        _remark(
+            console,
+            "eta_0: the largest learning rate for which it proves convergence; limited by psi, "
+            "more frequent averages allow a larger one; by 1 - beta, a smaller beta does",
+        )
     _print_list(console, "Recommended", _recommended(run))
     _print_list(console, "Warnings", warnings(run), style="yellow")
 
@@ -177,8 +207,9 @@ def _gaps(gaps: Iterable[MeasuredGap]) -> Table:
 
 
 def _times(run: PlannedRun, topology: Topology) -> Table:
-    share = f"{run.share:.3g}x at"
-    table = _table("method", "waiting a step", "the run", "computing", share, "1x at")
+    shares = dict.fromkeys((run.share, 1.0))
+    at = (f"{share:.3g}x at" for share in shares)
+    table = _table("method", "waiting a step", "the run", "computing", *at)
 
     def cells(waiting: float) -> list[str]:
         step = run.compute + waiting
@@ -186,7 +217,7 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
         return [units.seconds_text(waiting), total, f"{100 * run.compute / step:.3g}%"]
 
     for method in run.methods:
-        enough = (run.bandwidth_for(method, topology, s) for s in (run.share, 1))
+        enough = (run.bandwidth_for(method, topology, s) for s in shares)
         table.add_row(
             method.name,
             *cells(run.waiting(method, topology)),
@@ -198,7 +229,7 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
     return table
 
 
-def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
+def _theorem(run: PlannedRun, smoothness: float, dissimilarity: float) -> Table | None:
     moment = next(iter(run.moments), None)
     if moment is None or moment.beta is None or run.periods[moment.name] == RESET:
         return None  # the theorem does not cover a moment that is reset
@@ -209,9 +240,9 @@ def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
     for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():
         value = theory.psi(p_x, p, beta)
         bound = theory.step_size_bound(
-            value, beta, smoothness=assumed.smoothness, dissimilarity=assumed.dissimilarity
+            value, beta, smoothness=smoothness, dissimilarity=dissimilarity
         )
-        by_averages = theory.averaging_limit(value, assumed.dissimilarity) < 1 - beta
+        by_averages = theory.averaging_limit(value, dissimilarity) < 1 - beta
         table.add_row(
             name,
             f"{p_x:.3g}",
@@ -225,17 +256,22 @@ def _theorem(run: PlannedRun, assumed: Assumptions) -> Table | None:
 
 
 def _recommended(run: PlannedRun) -> Iterator[str]:
-    for topology in Topology:
+    def settings(periods: Mapping[str, int]) -> str:
+        words = [f"sync.{stream}={period}" for stream, period in periods.items()]
+        return " ".join(words + ["sync_bound=true"] * can_bound(run))
+
+    for topology in run.topologies:
         periods = recommended(run, topology)
         if periods is None:
             yield (
                 f"{topology}: none; communication takes more than {run.share:.0%} of compute "
-                f"at any K_x up to the run's {run.steps:,} steps"
+                f"at any K_x up to the run's {run.steps:,} steps. Longer periods wait less and "
+                "raise the loss:"
             )
+            for tried in tradeoffs(run):
+                yield f"  {settings(tried)}: {waiting_text(run, tried, topology)}"
             continue
-        words = [f"sync.{stream}={period}" for stream, period in periods.items()]
-        words += ["sync_bound=true"] * can_bound(run)
-        yield f"{topology}: {' '.join(words)}"
+        yield f"{topology}: {settings(periods)}"
         for reason in reasons(run, periods, topology):
             yield f"  {reason}"
 
@@ -251,6 +287,10 @@ def _print(console: Console, title: str, what: str, table: Table) -> None:
     console.print()
     console.print(Text.assemble((title, "bold"), (f"  {what}", "dim")))
     console.print(table)
+
+
+def _remark(console: Console, text: str) -> None:
+    console.print(Text(text, style="dim"))
 
 
 def _print_list(console: Console, title: str, items: Iterable[str], style: str = "") -> None:
