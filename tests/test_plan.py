@@ -30,8 +30,10 @@ from flower_desloc.plan.wall_clock import (
     crossing,
     star_seconds,
 )
+from flower_desloc.runs.figures.style import figure
 from flower_desloc.setup.build import build_optimizer, build_schedule, build_streams, check_streams
 from flower_desloc.tasks import build_task
+from flower_desloc.tools import plan_figure
 
 ROOT = Path(__file__).parents[1]
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
@@ -622,6 +624,27 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
     said = plan("quickstart", "sync.exp_avg_sq=never", *SMALL, "--plot", "plan.png")
     assert said.endswith("drawn into plan.png")
     assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize("compute", [1e-4, 0.0025, 10, 9000])
+def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, monkeypatch):
+    made = []
+
+    def keep(*arguments):
+        made.append(figure(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(plan_figure, "figure", keep)
+    run = planned(8, 24, 48, compute=compute, link=Link(bandwidth=2.5e6, latency=0.05))
+    for topologies in ((Topology.STAR,), tuple(Topology)):
+        plan_figure.draw(replace(run, topologies=topologies), tmp_path / "plan.png")
+        _, panels = made.pop()
+        assert len(panels) == len(topologies) + 1
+        for panel in panels[:-1]:
+            labels = [tick.get_text() for tick in panel.get_yticklabels()]
+            assert 2 <= len(labels) <= 8
+            assert all(re.fullmatch(r"[\d,]+ (µs|ms|s|min|h|days?)", label) for label in labels)
+            assert not any("000 ms" in label for label in labels)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def seconds_text(seconds: float) -> str:
     return _in_units(seconds, _DURATIONS)
 
 
-def duration_unit(seconds: float) -> tuple[float, str]:
-    """Return the largest unit that a duration fills: its seconds and its name."""
-    return next((unit for unit in _DURATIONS if seconds >= unit[0]), _DURATIONS[-1])
-
-
 def bandwidth_text(bytes_per_second: float) -> str:
     """Return a bandwidth in bits per second.
 

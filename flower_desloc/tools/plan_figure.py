@@ -26,6 +26,12 @@ _METHODS: Final = {
 }
 _MOMENTS: Final = ("#E69F00", "#009E73", "#CC79A7")
 _POINTS: Final = 240
+_TICKS: Final = [
+    *(10.0**power for power in range(-6, 2)),
+    *(60, 600, 3600, 36_000),
+    *(86_400 * 10.0**power for power in range(8)),
+]
+"""Seconds at which an axis of time has ticks."""
 _MARGIN: Final = 30
 """Factor between the outermost marks of a panel and its limits."""
 
@@ -35,15 +41,16 @@ def draw(run: PlannedRun, path: Path) -> None:
 
     Raises ``ValueError`` for a format that matplotlib does not know.
     """
-    made, (star, ring, drift) = figure(1, 3, 5.2)
-    made.set_figwidth(15)
+    made, (*times, drift) = figure(1, len(run.topologies) + 1, 5.2)
+    made.set_figwidth(5 * len(made.axes))
     made.get_layout_engine().set(rect=(0.008, 0.01, 0.984, 0.84))  # type: ignore[union-attr, call-arg]
-    for panel in (star, ring, drift):
+    for panel in made.axes:
         panel.set_xscale("log")
         panel.set_yscale("log")
-    _draw_times(star, run, Topology.STAR)
-    _draw_times(ring, run, Topology.RING)
-    ring.set_ylim(star.get_ylim())
+    for panel, topology in zip(times, run.topologies, strict=True):
+        _draw_times(panel, run, topology)
+        panel.set_ylim(times[0].get_ylim())
+        _set_time_ticks(panel)
     _draw_drift(drift, run)
     made.text(0.012, 0.97, run.name, fontsize=16, fontweight="bold", color=INK, va="top")
     made.text(0.012, 0.905, _subtitle(run), fontsize=10.5, color=INK, va="top")
@@ -52,16 +59,15 @@ def draw(run: PlannedRun, path: Path) -> None:
 
 def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
     compute = run.steps * run.compute
-    size, unit = units.duration_unit(compute)
     title(
         panel,
         f"Time of the run on a {topology}",
-        f"{unit}, by bandwidth; dot: half is waiting; cross: equal times",
+        "by bandwidth; dot: half is waiting; cross: equal times",
     )
 
     def time(method: MethodRates, bandwidth: float) -> float:
         link = Link(bandwidth=bandwidth, latency=run.link.latency)
-        return run.steps * (run.compute + run.waiting(method, topology, link)) / size
+        return run.steps * (run.compute + run.waiting(method, topology, link))
 
     bandwidths = _bandwidths(run)
     for method in run.methods:
@@ -74,22 +80,31 @@ def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
         where = crossing(one, other, run.workers, run.link.latency, topology)
         if where and bandwidths[0] <= where <= bandwidths[-1]:
             panel.plot(where, time(one, where), "x", color=INK, ms=8, mew=1.8, zorder=3)
-    panel.axhline(compute / size, color=GREY, lw=1, ls=":")
+    panel.axhline(compute, color=GREY, lw=1, ls=":")
     panel.annotate(
-        f"compute alone, {units.seconds_text(compute)}", (bandwidths[0], compute / size),
+        f"compute alone, {units.seconds_text(compute)}", (bandwidths[0], compute),
         xytext=(4, -12), textcoords="offset points", color=GREY, fontsize=9,
     )  # fmt: skip
     panel.axvline(run.link.bandwidth, color=GREY, lw=1, ls="--")
     panel.set_xlim(bandwidths[0], bandwidths[-1])
-    panel.set_ylim(bottom=compute / size / 2)
+    panel.set_ylim(bottom=compute / 2)
     panel.xaxis.set_major_formatter(lambda value, _: units.bandwidth_text(value))
-    panel.yaxis.set_major_formatter("{x:,g}")
     # Powers of ten of bits, not of bytes.
     first, last = (math.ceil(math.log10(8 * end)) for end in (bandwidths[0], bandwidths[-1]))
     panel.set_xticks([10.0**power / 8 for power in range(first, last, 1 + (last - first) // 5)])
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.legend(frameon=False, fontsize=9)
+
+
+def _set_time_ticks(panel: Axes) -> None:
+    """Set ticks at whole units of time: a log scale of one unit has ticks such as 10,000,000 ms."""
+    first, last = panel.get_ylim()
+    within = [seconds for seconds in _TICKS if first <= seconds <= last]
+    panel.set_yticks(within[:: 1 + len(within) // 8])
+    panel.yaxis.set_major_formatter(
+        lambda value, _: "1 day" if value == 86_400 else units.seconds_text(value)
+    )
+    panel.yaxis.set_minor_locator(NullLocator())
 
 
 def _draw_drift(panel: Axes, run: PlannedRun) -> None:
