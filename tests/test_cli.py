@@ -100,6 +100,7 @@ def test_a_dry_run_prints_configuration_command_and_the_papers_ratios_and_starts
     assert f'config="quickstart" overrides="{words}" output-dir="/o"' in command
     assert "2.00 times as much" in rest
     assert "170.67 times as much" in rest
+    assert re.search(r"exp_avg +2 times 4.3 MB .*\n +exp_avg_sq +1 time 4.3 MB ", rest)
 
 
 # --- The command ------------------------------------------------------------------------------

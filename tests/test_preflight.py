@@ -277,6 +277,15 @@ def test_no_step_is_timed_that_does_not_fit():
         timed_step(config, CPU, Sketch(config).num_params)
 
 
+def test_a_short_batch_is_timed_whole_and_of_a_long_one_a_few_examples():
+    for words, said in (
+        ([], "measured here"),
+        (["data.batch_size=1000000"], "scaled from one of 8 examples, measured here"),
+    ):
+        config = load("digits", words)
+        assert timed_step(config, CPU, Sketch(config).num_params)[1] == said
+
+
 # --- What is printed --------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import torch
 
 from flower_desloc.config import Config
 from flower_desloc.config.schema import AUTO
-from flower_desloc.config.units import TEXT, bytes_text, seconds_text
+from flower_desloc.config.units import TEXT, bytes_text, count_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
@@ -20,7 +20,9 @@ from flower_desloc.setup.sketch import Sketch, sample
 _LINK = Link(bandwidth=1000 * MBIT, latency=0.05)  # as in `desloc plan`
 _PARAMS = 50_000_000  # only some blocks of a larger model are timed
 _WORK = 5e9  # parameters times tokens: a second on one core
-_EXAMPLES = 8  # if the data are not text
+_EXAMPLES = 8  # if the data are not text, and a batch takes long
+_LONG = 1.0  # second
+_TIMED = 0.5  # seconds of repeated steps
 
 
 def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:
@@ -106,7 +108,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
     sent = uploads.desloc
     yield f"each client will send, in {steps} steps:"
     for stream, count in sent.items():
-        times = f"{events[stream]} times {bytes_text(needs.wire[stream])}"
+        times = f"{count_text(events[stream], 'time')} {bytes_text(needs.wire[stream])}"
         yield f"  {stream:<16} {times:>24} {bytes_text(count):>10}"
     total = sum(sent.values())
     yield f"  {'total':<16} {'':>24} {bytes_text(total):>10}"
@@ -165,8 +167,18 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[f
     Raises ``ValueError`` if the model or a batch cannot be built or does not fit.
     """
     part = _part(config, num_params)
-    rows = part.data.batch_size
     _require_memory(part, device)
+    seconds = _scaled(config, part, device, num_params)
+    # A batch of examples has fixed costs, so it is not scaled if it is short, and fits as in a run.
+    if config.task != TEXT and seconds < _LONG and config.data.micro_batch_size is None:
+        part = config
+        seconds = _scaled(config, part, device, num_params)
+    return seconds, _description(config, part)
+
+
+def _scaled(config: Config, part: Config, device: torch.device, num_params: int) -> float:
+    """Return the seconds of a step of ``config``, from timing ``part``."""
+    rows = part.data.batch_size
     task, batch = sample(part, rows, rows)
     model = task.build_model().to(device).train()
     with num_threads(config.federation.client_cpus):
@@ -175,7 +187,7 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[f
     longer = config.data.batch_size / rows
     if config.task == TEXT:
         longer *= config.data.seq_len / part.data.seq_len
-    return larger * longer * seconds, _description(config, part)
+    return larger * longer * seconds
 
 
 def _part(config: Config, num_params: int) -> Config:
@@ -220,11 +232,16 @@ def _description(config: Config, part: Config) -> str:
 
 
 def _timed(act: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the faster of two calls, after one warm-up."""
+    """Return the seconds of the fastest of several calls, after one warm-up.
+
+    Other load on the machine only makes a call slower; of short calls there are more.
+    """
 
     def act_to_end() -> None:
         act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return min(timeit.repeat(act_to_end, number=1, repeat=3)[1:])
+    _, first = timeit.repeat(act_to_end, number=1, repeat=2)
+    more = max(1, min(50, int(_TIMED / first)))
+    return min(first, *timeit.repeat(act_to_end, number=1, repeat=more))
