@@ -251,7 +251,7 @@ WRONG = {
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
     "wire.exp_avg=int8 sync.exp_avg=never": ["wire.exp_avg", "sync.exp_avg=never"],
     "sync_phase.exp_avg=48": ["sync_phase", "'exp_avg'", "below its period 48", "got 48"],
-    "sync_phase.params=1 sync_mode=probabilistic": ["sync_phase", "'params'", "period"],
+    "sync_phase.params=1 sync_mode=probabilistic": ["sync_phase", "sync_mode=probabilistic"],
     "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset": ["sync_delay=1", "set sync_delay=0"],
     "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
     "federation.min_clients=9": ["federation.min_clients=9", "federation.num_clients=4"],

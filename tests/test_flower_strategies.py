@@ -209,6 +209,7 @@ def test_the_presets_take_any_optimizer(preset, optimizer):
         ("fedavg", "sync.exp_avg=never", ["strategy=fedavg", "holds exp_avg"]),
         ("fedadam", "sync.buffers=4", ["strategy=fedadam", "holds buffers"]),
         ("fedavg", "sync_once_at=[4]", ["sync_once_at=[4]", "strategy=desloc"]),
+        ("fedavg", "sync_phase.exp_avg=1", ["only strategy=desloc", "set sync_phase={}"]),
         ("fedavg", "outer.name=sgd", ["outer.name=sgd", "outer.name=none"]),
         ("fedavg", "strategy=fedprox", ["strategy=fedprox", "desloc, fedavg, fedadam"]),
         ("fedadam", "fedadam.lr=-1", ["fedadam.lr=-1.0", "at least 0"]),

@@ -39,8 +39,8 @@ _DESLOC_ONLY: Final = (
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
-        _single, _data, _options, _model, _federation, _outer, _lr_schedule, _sync,
-        _wire, _strategy, _gradients,
+        _single, _data, _options, _model, _federation, _outer, _lr_schedule, _strategy, _sync,
+        _wire, _gradients,
     )  # fmt: skip
     for problem in chain.from_iterable(problems(config) for problems in of_all):
         raise ConfigError(problem)
@@ -209,9 +209,10 @@ def _sync(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"sync: {error}"
         return
-    coins = 0 if config.sync_mode == "probabilistic" else None
+    if config.sync_mode == "probabilistic":
+        yield from _stated(config, ["sync_phase"], "coins (sync_mode=probabilistic) have no phase")
     try:
-        SyncSchedule(config.sync, coins, phases=config.sync_phase)
+        SyncSchedule(config.sync, phases=config.sync_phase)
     except ValueError as error:
         yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
@@ -220,7 +221,7 @@ def _sync(config: Config) -> Iterator[str]:
         yield from _stated(config, ["sync_delay"], "averages cannot be late where states are reset")
     moments = ("exp_avg", "exp_avg_sq")
     averaged = sync_once_at or any(isinstance(config.sync.get(name), int) for name in moments)
-    if config.sync_bound and config.strategy == "desloc" and not averaged:
+    if config.sync_bound and not averaged:
         yield (
             f"sync_bound=true: neither {' nor '.join(moments)} is averaged, so there is nothing to "
             "bound; leave it out"
