@@ -32,11 +32,11 @@ Times = dict[str, list[float]]
 DESLOC = str(Path(sys.executable).with_name("desloc"))
 
 
-def desloc_run(
+def desloc(
     code: Path, arguments: Iterable[str], python: str | Path = sys.executable
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `desloc run` with the code of a checkout, which asks no hub; return how it ended."""
-    command = [str(python), "-c", "from flower_desloc.cli import app; app()", "run", *arguments]
+    """Run `desloc` with the code of a checkout, which asks no hub; return how it ended."""
+    command = [str(python), "-c", "from flower_desloc.cli import app; app()", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True)
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import typer
-from common import desloc_run
+from common import desloc
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +59,9 @@ def run_presets(out: Path, code: Path = ROOT, data: Path | None = None) -> None:
 
 def run(code: Path, out: Path, name: str, *arguments: str) -> None:
     short = ["run.steps=32", "run.eval_every=16", f"run.name={name}"]
-    done = desloc_run(code, [*arguments, "--engine", "inprocess", "--output-dir", str(out), *short])
+    done = desloc(
+        code, ["run", *arguments, "--engine", "inprocess", "--output-dir", str(out), *short]
+    )
     print(name, "completed" if done.returncode == 0 else done.stdout + done.stderr, flush=True)
 
 
