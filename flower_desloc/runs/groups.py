@@ -24,7 +24,8 @@ COLOURS = {
     "fedavg": "#999933",
     "fedadam": "#8A8A8A",
 }
-"""Preset -> its colour in every report; the colours suit any colour vision."""
+"""Preset -> its colour in every report; another gets one that is free in its report. The colours
+suit any colour vision."""
 
 
 @dataclass(frozen=True)

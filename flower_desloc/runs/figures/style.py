@@ -128,7 +128,7 @@ def steps_axis(panel: Axes, runs: Sequence[RunRecord]) -> None:
     periods = [run.periods.get(PARAMS, run.periods.get(GRADIENTS)) for run in runs]
     period = max((period for period in periods if isinstance(period, int)), default=0)
     rounds, rest = divmod(steps, period) if period else (0, 1)
-    fits = [ticks for ticks in (6, 4, 5, 3) if not rest and rounds % ticks == 0]
+    fits = [ticks for ticks in (6, 4, 5, 3, 2) if not rest and rounds % ticks == 0]
     locator = MultipleLocator(steps // fits[0]) if fits else MaxNLocator(5, integer=True)
     panel.xaxis.set_major_locator(locator)
 

@@ -318,7 +318,7 @@ def _by_section(settings: Mapping[str, str], marked: Collection[str]) -> list[Te
             [[key.removeprefix(f"{section}."), settings[key]] for key in keys],
             {0, 1},
             {row for row, key in enumerate(keys) if key in marked},
-            title=section or "task and clock",
+            title=section or "whole run",
         )
         for section, keys in sorted(sections.items(), key=lambda item: item[0] == "")
     ]
