@@ -2,7 +2,7 @@
 
     git clone . ../earlier && git -C ../earlier checkout 7279700^
     (cd ../earlier && python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e .)
-    python benchmarks/quickstart_time.py ../earlier [--pairs 3] [--nodes 3] [--json F] [KEY=VALUE ...]
+    python benchmarks/quickstart_time.py ../earlier [--pairs 3] [--nodes 3] [--json F] [SETTINGS]
 
 Both versions are set up as the README says, in a clone with its own virtual environment, and run
 `desloc run quickstart` with the settings given, in turns: the order is reversed with each pair.
