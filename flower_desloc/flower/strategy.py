@@ -8,7 +8,6 @@ clients for their local steps, exchange messages, average what is due, record.
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from logging import INFO
 from typing import cast
@@ -23,7 +22,6 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import Average, Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
-from flower_desloc.core.threads import num_threads
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -44,9 +42,6 @@ from flower_desloc.flower.server_state import ServerState
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 _TRAIN, _EVALUATE = "train", "evaluate"
-_MANY = 1 << 24
-"""Values above which a second thread saves more than waiting for it costs, where the cores are also
-busy with clients."""
 
 
 class DesLoc(Strategy):
@@ -264,10 +259,10 @@ class DesLoc(Strategy):
         averager = self._averager(now.window)
         added: list[Member] = []
         for message in replies:
-            with self._averaging():
+            with self.engine.timed("averaging"):
                 added += self._add(averager, message)
             del message  # free its memory before the next one is received
-        with self._averaging():
+        with self.engine.timed("averaging"):
             self._leave_out_outliers(averager, added)
             if averager.count < self.policy.min_clients:
                 return None, None  # the clients will go back to what they held before
@@ -301,15 +296,6 @@ class DesLoc(Strategy):
                 member.held |= {name: self.state.versions[name] for name in self._model_streams()}
                 usable[member.name] = reply
         return pooled(usable, self.metrics)
-
-    @contextmanager
-    def _averaging(self) -> Iterator[None]:
-        """Time the block; compute in one thread where the due streams are small."""
-        due = (self.state.like.get(name, {}) for name in self.engine.round.window.due)
-        values = sum(tensor.numel() for stream in due for tensor in stream.values())
-        threads = 1 if values < _MANY else torch.get_num_threads()
-        with self.engine.timed("averaging"), num_threads(threads):
-            yield
 
     def _add(self, averager: Mean | Gathered, message: Message) -> list[Member]:
         """Add a reply to the average; return its client, or none if it is left out."""

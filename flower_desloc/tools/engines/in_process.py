@@ -10,8 +10,8 @@ from flwr.app import Context, RecordDict
 from flower_desloc.config import load_run_config
 from flower_desloc.config.app_folder import make_importable
 from flower_desloc.config.run_config import RunConfig
-from flower_desloc.core.threads import num_threads
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.setup.machine import num_threads
 
 
 def run_in_process(run_config: RunConfig, num_clients: int) -> None:
@@ -32,7 +32,7 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
         for i in range(num_clients)
     ]
     with (
-        num_threads(config.federation.client_cpus),  # sums as in a simulated client
+        num_threads(config.federation.client_cpus),
         torch.random.fork_rng(),
         removed_if_empty(state_dir),
     ):
