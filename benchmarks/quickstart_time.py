@@ -57,6 +57,7 @@ def main(
                 took[name][part].append(value)
     now, before = took["now"], took["earlier"]
     result = {
+        "commit": commit_of(ROOT),
         "earlier_commit": commit_of(earlier),
         "command": " ".join(command),
         "settings": settings,
