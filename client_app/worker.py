@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,26 +105,25 @@ def _data(settings: str, site: Site) -> ClientData:
     task = task_of(settings)
     if site.data_path is None:
         return task.client_data(site)
-    watched = _WatchedSite(site)
-    data = task.client_data(cast(Site, watched))
-    if not watched.was_read:
+    watched = _WatchedSite(**vars(site))
+    vars(watched)["was_read"] = False  # by the task
+    data = task.client_data(watched)
+    if not vars(watched)["was_read"]:
         raise ValueError(
-            f"data-path={site.data_path}: client_data of task={config_of(settings).task} does not "
+            f"data-path={site.data_path}: client_data of task={config_of(settings).task} did not "
             "read site.data_path, and would train on other data; let it read that path, or leave "
             "data-path out of the node config"
         )
     return data
 
 
-class _WatchedSite:
-    """Stands in for a site and notes whether its ``data_path`` is read."""
+class _WatchedSite(Site):
+    """A site that notes whether its ``data_path`` is read."""
 
-    def __init__(self, site: Site) -> None:
-        self._site, self.was_read = site, False
-
-    def __getattr__(self, name: str) -> Any:
-        self.was_read |= name == "data_path"
-        return getattr(self._site, name)
+    def __getattribute__(self, name: str) -> Any:
+        if name == "data_path":
+            vars(self)["was_read"] = True
+        return super().__getattribute__(name)
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ desloc federate csv_classifier.yaml --nodes 2 --data-path a.csv --data-path b.cs
 """
 
 import csv
+import io
 import zlib
 from collections import Counter
 
@@ -78,7 +79,8 @@ class Shard:
         self.task, content = task, path.read_bytes()
         # Not site.partition, which may be 0 at every site.
         self.seed = [task.config.run.seed, zlib.crc32(content)]
-        rows = list(csv.DictReader(content.decode().splitlines()))
+        text = io.StringIO(content.decode("utf-8-sig"), newline="")
+        rows = list(csv.DictReader(text))
         if unknown := {row["label"] for row in rows} - {*task.labels}:
             raise ValueError(f"data-path={path}: task_options.labels lacks {sorted(unknown)}")
         self.words = torch.zeros(len(rows), WORDS)

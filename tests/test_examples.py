@@ -178,8 +178,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     lines = {"code": (EXAMPLES / "cnn.py").read_text(), "prose": (ROOT / "LICENSE").read_text()}
     texts = {label: [t for t in text.splitlines() if t][:100] for label, text in lines.items()}
     for main, other in (("code", "prose"), ("prose", "code")):
-        with (folder / f"{main}.csv").open("w", newline="") as file:
+        with (folder / f"{main}.csv").open("w", encoding="utf-8-sig", newline="") as file:
             rows = [*((t, main) for t in texts[main]), *((t, other) for t in texts[other][::3])]
+            rows[1] = ("two\nlines\u2028of text", main)
             csv.writer(file).writerows([("text", "label"), *rows])
     return sorted(folder.iterdir())
 
@@ -443,7 +444,7 @@ def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_pat
     """Where it is ignored, a client would train on the wrong data and nobody would know."""
     settings = dump(load("cnn.yaml"))
     with pytest.raises(
-        ValueError, match=r"^data-path=.*: client_data of task=cnn:CNN does not rea"
+        ValueError, match=r"^data-path=.*: client_data of task=cnn:CNN did not read"
     ):
         build_single_worker(settings, "", {"data-path": str(tmp_path)})
     assert build_single_worker(settings, "", {"partition-id": 0, "num-partitions": 2})
@@ -529,7 +530,7 @@ def test_the_app_on_the_page_learns_and_says_its_bytes(printed_app, capsys):
     assert (net(x) - x.sum(1, keepdim=True)).square().mean() < 0.3 < x.sum(1).square().mean()
 
 
-def test_the_app_on_the_page_resumes_and_ends_with_the_same_weights(printed_app):
+def test_the_app_on_the_page_resumes_and_ends_with_the_same_weights(printed_app, capsys):
     def stops(names: dict[str, Any]) -> None:
         window = names["Bytes"].window
 
@@ -542,7 +543,10 @@ def test_the_app_on_the_page_resumes_and_ends_with_the_same_weights(printed_app)
 
     with pytest.raises(KeyboardInterrupt):
         printed_app("stopped", stops)
-    resumed, whole = printed_app("stopped"), printed_app("whole")
+    capsys.readouterr()
+    resumed = printed_app("stopped")
+    assert re.findall(r"step (\d+): \d+ bytes", capsys.readouterr().out)[:2] == ["56", "64"]
+    whole = printed_app("whole")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 

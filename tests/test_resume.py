@@ -22,7 +22,12 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from flower_desloc.flower.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    last_checkpoint,
+)
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.runs.record import yaml_mapping
@@ -346,6 +351,18 @@ def test_a_run_from_the_start_keeps_the_checkpoints_of_another(tmp_path):
     with pytest.raises(CheckpointError, match="another run; resume from the last"):
         Case().run(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_checkpoints_that_are_not_written_are_not_in_the_way(tmp_path):
+    Checkpoints(tmp_path).write(a_checkpoint())
+    Run("adam", (2, 3, 5), tmp_path, checkpoints=Checkpoints(tmp_path, every=0)).start()
+
+
+def test_the_last_checkpoint_is_that_of_the_folder_or_of_the_run(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (4, 8):
+        Checkpoints(str(folder)).write(a_checkpoint(step=step))
+    assert last_checkpoint(folder) == last_checkpoint(tmp_path) == Checkpoints(folder).all()[-1]
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

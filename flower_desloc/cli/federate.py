@@ -18,7 +18,7 @@ from flower_desloc.cli.run_arguments import (
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
 from flower_desloc.config.app_folder import APP_FOLDER
-from flower_desloc.runs.resume import begun_in, to_resume
+from flower_desloc.runs.resume import begun_in, file_to_resume
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines.deployment import NodeConfig, deploy
 from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty
@@ -55,7 +55,7 @@ def federate(
     arguments = RunArguments.parse(preset, overrides or [], nodes)
     output_dir = begun_in(arguments.config, output_dir.expanduser().resolve())
     with failing(USAGE, ConfigError):
-        to_resume(arguments.config, output_dir)
+        file_to_resume(arguments.config, output_dir)
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
     require_writable(output_dir)
     config = arguments.config

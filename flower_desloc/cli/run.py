@@ -25,7 +25,7 @@ from flower_desloc.config import Config, ConfigError, dump
 from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client_state import STATE_DIR
-from flower_desloc.runs.resume import begun_in, cut_off_since, to_resume
+from flower_desloc.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.setup.machine import cores
 from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
@@ -105,7 +105,7 @@ def run(
     config = arguments.config
     output_dir = begun_in(config, output_dir.expanduser().resolve())
     with failing(USAGE, ConfigError):
-        to_resume(config, output_dir)
+        file_to_resume(config, output_dir)
     run_config = arguments.run_config(output_dir)
     federation = federation_config(config, workers=workers, cores=None if ray_address else cores())
     command = flwr_run(APP_FOLDER, run_config, federation)

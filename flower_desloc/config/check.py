@@ -18,6 +18,7 @@ from flower_desloc.config.optimizers import OPTIMIZERS
 from flower_desloc.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
+from flower_desloc.flower.policy import Policy
 
 _IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 """``module:name``."""
@@ -133,6 +134,9 @@ def unused(optimizer: str) -> list[str]:
 
 
 def _unused(config: Config) -> Iterator[str]:
+    trim = config.federation.trim
+    if config.federation.average != "trimmed_mean" and trim != Policy.trim:
+        yield f"federation.{trim=}: it needs federation.average=trimmed_mean"
     optimizer, default = config.optimizer, Optimizer()
     for key in unused(optimizer.name):
         value = getattr(optimizer, key)

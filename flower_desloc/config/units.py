@@ -132,9 +132,12 @@ def examples_noun(task: str) -> str:
 def period_text(schedule: SyncSchedule, stream: str) -> str:
     """Return after which local steps a stream is averaged.
 
+    >>> from dataclasses import replace
     >>> schedule = SyncSchedule({"params": 8, "exp_avg": "never"}, once_at=frozenset({3, 5}))
     >>> period_text(schedule, "params"), period_text(schedule, "exp_avg")
     ('every 8 and after 3 and 5', 'after 3 and 5')
+    >>> period_text(replace(schedule, once_at=frozenset(range(10))), "params")
+    'every 8 and 10 more'
     >>> period_text(SyncSchedule({"params": 8}, coin_seed=0), "params")
     'every 8 by coin'
     """
@@ -144,10 +147,13 @@ def period_text(schedule: SyncSchedule, stream: str) -> str:
         phase = schedule.phases.get(stream, 0)
         coin = "" if schedule.coin_seed is None else " by coin"
         regular = f"every {period}{f' from {phase}' if phase else ''}{coin}"
-    once = "" if stream in schedule.resets else " and ".join(map(str, sorted(schedule.once_at)))
-    if not once:
+    steps = [] if stream in schedule.resets else [*map(str, sorted(schedule.once_at))]
+    if not steps:
         return regular
-    return f"{regular} and after {once}" if isinstance(period, int) else f"after {once}"
+    if len(steps) > 2:  # a figure and a table have room for two
+        return f"{regular} and {len(steps)} more" if isinstance(period, int) else f"at {len(steps)}"
+    once = f"after {' and '.join(steps)}"
+    return f"{regular} and {once}" if isinstance(period, int) else once
 
 
 def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:

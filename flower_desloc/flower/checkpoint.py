@@ -126,16 +126,15 @@ class Checkpoints:
 
 
 def last_checkpoint(path: Path) -> Path:
-    """Return the last checkpoint of a run's folder; ``path`` itself if it is a checkpoint.
+    """Return the last checkpoint in a folder, or in its folder ``checkpoints``, as a run's has.
 
-    The run's folder is the parent of the checkpoint's folder. Raises ``CheckpointError`` when
-    there is no checkpoint.
+    Returns ``path`` itself if it is a checkpoint. Raises ``CheckpointError`` when there is none.
     """
     path = path.resolve()
     if path.suffix == ".safetensors":
         files = [path] if path.is_file() else []
     else:
-        files = Checkpoints(path / "checkpoints").all()
+        files = Checkpoints(path / "checkpoints").all() or Checkpoints(path).all()
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     if not files:

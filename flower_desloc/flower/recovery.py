@@ -33,7 +33,7 @@ class Recovery(Observer):
         if resume is not None:
             # Before any client goes back: should this start fail, the next one resumes here too.
             checkpoints.delete_after(resume.step)
-        elif checkpoints.all():
+        elif checkpoints.every and checkpoints.all():
             raise CheckpointError(
                 f"{checkpoints.folder} has the checkpoints of another run; resume from the last of "
                 "them, or write to another folder"

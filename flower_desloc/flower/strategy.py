@@ -157,6 +157,10 @@ class DesLoc(Strategy):
         """Log what this strategy will do."""
         periods = ", ".join(f"{name} {period}" for name, period in self.schedule.periods.items())
         mode = "periods" if self.schedule.coin_seed is None else "mean periods, drawn by coins"
+        if phases := self.schedule.phases:
+            periods += "; phases: " + ", ".join(f"{name} {p}" for name, p in phases.items())
+        if once := self.schedule.once_at:
+            periods += f"; all once after {', '.join(map(str, sorted(once)))}"
         log(INFO, "%s, %d local steps; %s: %s", self.title, self.num_steps, mode, periods)
         log(INFO, "the clients keep their state of this run under %s", self.run_key)
 
@@ -480,8 +484,8 @@ class DesLoc(Strategy):
         if resume.step not in ends or ends.index(resume.step) != resume.round:
             raise ValueError(
                 f"the checkpoint was written after window {resume.round} and step {resume.step}; "
-                f"no window of {self.schedule.periods} over {self.num_steps} steps ends like this; "
-                "resume with the periods and steps of its run"
+                f"no window of {self.schedule} over {self.num_steps} steps ends like this; "
+                "resume with the schedule and steps of its run"
             )
 
     def _begin(

@@ -11,6 +11,7 @@ from yaml import YAMLError
 from flower_desloc.config import Config, ConfigError, dump, parse
 from flower_desloc.config.schema import AUTO
 from flower_desloc.core.schedule import BUFFERS, NEVER
+from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -33,9 +34,23 @@ _MAY_DIFFER = {
 def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] | None:
     """Return the folder of the run and the checkpoint to resume from; None for a new run.
 
+    Raises ``ConfigError`` as ``file_to_resume`` does, and for a damaged checkpoint.
+    """
+    if (found := file_to_resume(config, output_dir)) is None:
+        return None
+    folder, file = found
+    try:
+        return folder, _read(file)
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume={config.run.resume}: {error}") from error
+
+
+def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] | None:
+    """Return the folder of the run and the file to resume from; None for a new run.
+
     ``run.resume`` is a run's folder, one of its checkpoints, or ``auto``: the last run of that name
-    in ``output_dir``, if it was interrupted. Raises ``ConfigError`` for a run that cannot be
-    resumed under this configuration.
+    in ``output_dir``, if it was interrupted. Reads no tensors. Raises ``ConfigError`` for a run
+    that cannot be resumed under this configuration.
     """
     wanted = config.run.resume
     if not wanted:
@@ -55,11 +70,13 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
             raise CheckpointError(
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
             )
-        checkpoint = _read(file)
-        _require_same(config, checkpoint, file)
+        with suppress(OSError):  # reading the whole file reports it
+            about = tensor_file.about(file) or {}
+            if "settings" in about:
+                _require_same(config, about["settings"], file)
     except CheckpointError as error:
         raise ConfigError(f"run.resume={wanted}: {error}") from error
-    return folder, checkpoint
+    return folder, file
 
 
 def begun_in(config: Config, output_dir: Path) -> Path:
@@ -141,10 +158,10 @@ def _read(file: Path) -> Checkpoint:
         raise CheckpointError(f"{error}: {which}") from error
 
 
-def _require_same(config: Config, checkpoint: Checkpoint, file: Path) -> None:
+def _require_same(config: Config, settings: str, file: Path) -> None:
     try:
         # Parsed, so that settings which are newer than the checkpoint have their defaults.
-        written = dump(parse(checkpoint.settings))
+        written = dump(parse(settings))
     except ConfigError as error:
         raise CheckpointError(
             f"{file} was written under settings that this version does not have: {error}; start a "
