@@ -16,7 +16,7 @@ from scripts import load_benchmark
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.config import ConfigError, load
 from flower_desloc.config.optimizers import OPTIMIZERS
-from flower_desloc.core.traffic import method_rates, stream_bytes, uploads, wire_bytes
+from flower_desloc.core.traffic import method_rates, rate, stream_bytes, uploads, wire_bytes
 from flower_desloc.plan.advice import MULTIPLES, can_bound, multiples, recommended, warnings
 from flower_desloc.plan.evidence import MEASURED, nearest
 from flower_desloc.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
@@ -211,6 +211,33 @@ def test_rates_are_what_the_schedule_counts_over_a_common_multiple_of_all_period
     assert desloc.num_bytes * T == pytest.approx(sum(counted.desloc.values()) - extra)
     assert local_adam.num_bytes * T == pytest.approx(sum(counted.local_adam.values()) - extra)
     assert ddp.num_bytes * T == pytest.approx(counted.ddp)
+
+
+@given(
+    st.tuples(PERIOD, PERIOD, PERIOD),
+    st.tuples(*[st.integers(0, 99)] * 3),
+    st.frozensets(st.integers(1, 12)),
+)
+def test_with_coins_rates_are_the_mean_of_what_all_seeds_count(periods, sizes, once_at):
+    T = 12
+    periods, sizes = by_stream(*periods), by_stream(*sizes)
+    chances = [
+        {s: 1.0 if t in once_at else rate(K) for s, K in periods.items()} for t in range(1, T + 1)
+    ]
+    schedule = SyncSchedule(periods, coin_seed=0, once_at=once_at)
+    _, local_adam, desloc, fedavg = method_rates(schedule, sizes, T)
+    none = [math.prod(1 - chance for chance in step.values()) for step in chances]
+    assert desloc.windows * T == pytest.approx(T - sum(none))
+    assert desloc.exchanges * T == pytest.approx(sum(sum(step.values()) for step in chances))
+    sent = sum(sizes[s] * chance for step in chances for s, chance in step.items())
+    assert desloc.num_bytes * T == pytest.approx(sent)
+    of_params = sum(step[PARAMS] for step in chances)
+    assert [m.windows * T for m in (local_adam, fedavg)] == pytest.approx([of_params] * 2)
+    assert [m.exchanges * T for m in (local_adam, fedavg)] == pytest.approx(
+        [3 * of_params, of_params]
+    )
+    assert local_adam.num_bytes * T == pytest.approx(of_params * sum(sizes.values()))
+    assert fedavg.num_bytes * T == pytest.approx(of_params * sizes[PARAMS])
 
 
 def test_averages_that_a_configuration_adds_once_are_planned_as_a_run_counts_them():

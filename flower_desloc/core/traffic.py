@@ -145,24 +145,21 @@ def method_rates(
 
     ``sizes`` are the bytes of each stream, ``wire`` those that DES-LOC sends if it compresses
     them, ``schedule`` DES-LOC's. A stream is averaged 1/K times per step, also where K does not
-    divide ``num_steps``; ``once_at`` adds its averages.
+    divide ``num_steps``, and with coins in the mean of all seeds; ``once_at`` adds its averages.
     """
-    periods = schedule.periods
-
-    def with_params(streams: Iterable[str]) -> SyncSchedule:
-        """Return ``streams`` on the clock of params."""
-        names, phase = list(streams), schedule.phases.get(PARAMS)
-        return SyncSchedule(
-            dict.fromkeys(names, periods[PARAMS]),
-            once_at=schedule.once_at,
-            phases={} if phase is None else dict.fromkeys(names, phase),
-        )
-
+    periods, phases = schedule.periods, schedule.phases
+    alone = replace(
+        schedule,
+        periods={PARAMS: periods[PARAMS]},
+        phases={PARAMS: phases[PARAMS]} if PARAMS in phases else {},
+    )
+    # On one clock, or by one coin, all streams are averaged together.
+    _, with_params = _shares(alone, num_steps)
     return (
-        _rates("DDP", sizes, SyncSchedule({PARAMS: 1}), num_steps),
-        _rates("Local Adam", sizes, with_params(periods), num_steps),
-        _rates("DES-LOC", wire or sizes, schedule, num_steps),
-        _rates("FedAvg", sizes, with_params([PARAMS]), num_steps),
+        _rates("DDP", sizes, {PARAMS: 1.0}, 1.0),
+        _rates("Local Adam", sizes, dict.fromkeys(periods, with_params), with_params),
+        _rates("DES-LOC", wire or sizes, *_shares(schedule, num_steps)),
+        _rates("FedAvg", sizes, {PARAMS: with_params}, with_params),
     )
 
 
@@ -172,22 +169,30 @@ def rate(period: Period) -> float:
 
 
 def _rates(
-    name: str, sizes: Mapping[str, float], schedule: SyncSchedule, num_steps: int
+    name: str, sizes: Mapping[str, float], shares: Mapping[str, float], windows: float
 ) -> MethodRates:
-    clock = replace(schedule, once_at=frozenset())
-    rates = {stream: rate(period) for stream, period in clock.periods.items()}
-    windows = _any_period(clock) if clock.coin_seed is None else _any_coin(rates.values())
-    for step in (step for step in schedule.once_at if step <= num_steps):
-        due = clock.due(step)
-        windows += (not due) / num_steps
-        for stream in schedule.due(step) - due:
-            rates[stream] += 1 / num_steps
     return MethodRates(
         name=name,
-        num_bytes=sum(sizes[stream] * share for stream, share in rates.items()),
-        exchanges=sum(rates.values()),
+        num_bytes=sum(sizes[stream] * share for stream, share in shares.items()),
+        exchanges=sum(shares.values()),
         windows=windows,
     )
+
+
+def _shares(schedule: SyncSchedule, num_steps: int) -> tuple[dict[str, float], float]:
+    """Return the share of steps after which each stream is averaged, and any stream."""
+    clock = replace(schedule, once_at=frozenset())
+    regular = {stream: rate(period) for stream, period in clock.periods.items()}
+    coins = clock.coin_seed is not None
+    any_regular = _any_coin(regular.values()) if coins else _any_period(clock)
+    shares, windows = dict(regular), any_regular
+    for step in (step for step in schedule.once_at if step <= num_steps):
+        # How likely the regular averages fall on this step.
+        due = regular if coins else dict.fromkeys(clock.due(step), 1.0)
+        windows += (1 - (any_regular if coins else bool(due))) / num_steps
+        for stream in schedule.due(step):
+            shares[stream] += (1 - due.get(stream, 0.0)) / num_steps
+    return shares, windows
 
 
 def _any_period(schedule: SyncSchedule) -> float:
