@@ -597,6 +597,17 @@ def test_a_plan_names_what_was_asked_for(arguments, said):
     assert ("late by" in output) == ("sync_delay" in arguments)
 
 
+@pytest.mark.parametrize(("seconds", "number"), [(1, 1), (0.002, 4)])
+def test_a_run_accepts_the_recommended_settings_over_its_own_phases(seconds, number):
+    words = ["sync_phase.exp_avg=16", "sync_phase.exp_avg_sq=32"]
+    said = plan("quickstart", "--step-seconds", seconds, *words).partition("Recommended")[2]
+    found = re.findall(r"(?: sync\S+=\w+)+", said.partition("Warnings")[0])
+    assert len(found) == number
+    for settings in found:
+        config = load("quickstart", [*words, *settings.split()])
+        assert not any(build_schedule(config).phases.values())
+
+
 def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():
     said = plan("digits", "--step-seconds", 0.0025, "--bandwidth", 20)
     shown = said.partition("Recommended")[2].partition("Warnings")[0]

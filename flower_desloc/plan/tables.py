@@ -258,6 +258,8 @@ def _theorem(run: PlannedRun, smoothness: float, dissimilarity: float) -> Table 
 def _recommended(run: PlannedRun) -> Iterator[str]:
     def settings(periods: Mapping[str, int]) -> str:
         words = [f"sync.{stream}={period}" for stream, period in periods.items()]
+        # The recommended periods have no phases.
+        words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]
         return " ".join(words + ["sync_bound=true"] * can_bound(run))
 
     for topology in run.topologies:
