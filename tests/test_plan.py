@@ -47,7 +47,9 @@ def by_stream(*values):
     return dict(zip(STREAMS, values, strict=True))
 
 
-def planned(*periods, betas=(0.95, 0.9999), ceiling=1, coins=False, phases=None, **changes):
+def planned(
+    *periods, betas=(0.95, 0.9999), ceiling=1, coins=False, once_at=(), phases=None, **changes
+):
     moments = zip(("exp_avg", "exp_avg_sq"), betas, strict=True)
     run = PlannedRun(
         name="one",
@@ -57,7 +59,9 @@ def planned(*periods, betas=(0.95, 0.9999), ceiling=1, coins=False, phases=None,
             PlannedStream(name=PARAMS, num_bytes=4e6),
             *(PlannedStream(name=s, num_bytes=4e6, beta=b, ceiling=ceiling) for s, b in moments),
         ),
-        schedule=SyncSchedule(by_stream(*periods), 0 if coins else None, phases=phases or {}),
+        schedule=SyncSchedule(
+            by_stream(*periods), 0 if coins else None, frozenset(once_at), phases or {}
+        ),
         steps=960,
         workers=4,
         tokens=1e5,
@@ -455,6 +459,29 @@ def test_each_warning(periods, changes, said):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"once_at": [96]},
+        {"coins": True},
+        {"phases": dict.fromkeys(STREAMS, 96)},
+    ],
+    ids=["once", "coins", "phases"],
+)
+def test_a_stream_that_may_be_averaged_is_not_said_never_to_be(changes):
+    run = planned(961, 961, 961, **GOOD, **changes)
+    assert "averaged" not in " ".join(line for line in warnings(run) if "longer than" in line)
+    assert not [line for line in warnings(run) if "every worker keeps its own" in line]
+    alone = planned(961, 961, 961, **GOOD, once_at=[961])
+    assert sum("longer than the run of 960 steps" in line for line in warnings(alone)) == 3
+
+
+def test_averages_at_single_steps_are_counted_where_a_period_is_never():
+    run = planned(NEVER, NEVER, NEVER, **GOOD, once_at=[96])
+    (line,) = [line for line in warnings(run) if "never" in line]
+    assert line.startswith("sync.params=never: the parameters are averaged 2 times in the run")
+
+
+@pytest.mark.parametrize(
     ("period", "changes", "expected"),
     [
         (64, {}, (6, 1)),
@@ -621,6 +648,10 @@ def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():
         waiting = clocks.waiting(clocks.desloc, Topology.STAR) / run.compute
         assert float(times) == pytest.approx(waiting, rel=0.01)
     assert "exp_avg_sq never averaged" in shown
+    for word in ("sync_mode=probabilistic", "sync_once_at=[8]"):
+        assert "never averaged" not in plan(
+            "digits", "--step-seconds", 0.0025, "--bandwidth", 20, word
+        )
 
 
 def test_a_recommended_period_beyond_the_run_is_said_to_average_nothing():
@@ -631,6 +662,9 @@ def test_a_recommended_period_beyond_the_run_is_said_to_average_nothing():
         f"exp_avg_sq every {period}: 6 K_x, the paper's default; longer than the run of 900 steps, "
         "so on this link it is never averaged"
     ) in said
+    once = plan("desloc_adopt", *SMALL, "--steps", 900, "--share", 0.02, "sync_once_at=[8]")
+    assert int(re.search(r"star: .*?sync.exp_avg_sq=(\d+)", once)[1]) > 900
+    assert "never averaged" not in once
 
 
 def test_a_plan_prints_only_what_applies_to_the_run():

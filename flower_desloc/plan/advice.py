@@ -106,7 +106,7 @@ def waiting_text(run: PlannedRun, periods: Mapping[str, int], topology: Topology
     """Return how long the run waits at ``periods``, and what it does not average there."""
     run = run.with_periods(periods)
     waiting = _waiting(run, topology)
-    never = [name for name, period in periods.items() if period > run.steps]
+    never = [name for name in periods if run.leaves_out(name)]
     text = (
         f"{_communication(run, topology)} takes {number_text(waiting / run.compute)} times as long "
         f"as compute, the run {seconds_text(run.steps * (run.compute + waiting))}"
@@ -116,6 +116,7 @@ def waiting_text(run: PlannedRun, periods: Mapping[str, int], topology: Topology
 
 def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Iterator[str]:
     """Yield why ``periods`` are recommended, one sentence per stream."""
+    run = run.with_periods(periods)
     period = periods[PARAMS]
     if period == 1:
         yield (
@@ -130,7 +131,7 @@ def reasons(run: PlannedRun, periods: dict[str, int], topology: Topology) -> Ite
     for stream in run.moments:
         period = periods[stream.name]
         left = _in_half_lives(stream, period)
-        if period > run.steps:
+        if run.leaves_out(stream.name):
             left = (
                 f"longer than the run of {run.steps:,} steps, so on this link it is never averaged"
             )
@@ -166,11 +167,13 @@ def warnings(run: PlannedRun) -> Iterator[str]:
 def _params_warnings(run: PlannedRun) -> Iterator[str]:
     period = run.periods[PARAMS]
     if period == NEVER:
+        once = "once, at the end of training"
+        times = once if run.leaves_out(PARAMS) else f"{run.averages[PARAMS]} times in the run"
         yield (
-            f"sync.{PARAMS}=never: the parameters are averaged once, at the end of training, and "
-            "Theorem 1 gives no guarantee"
+            f"sync.{PARAMS}=never: the parameters are averaged {times}, and Theorem 1 gives no "
+            "guarantee"
         )
-    elif isinstance(period, int) and period > run.steps:
+    elif isinstance(period, int) and run.leaves_out(PARAMS):
         yield (
             f"sync.{PARAMS}={period}: longer than the run of {run.steps} steps, so the "
             "parameters are averaged once, at its end"
@@ -187,7 +190,7 @@ def _params_warnings(run: PlannedRun) -> Iterator[str]:
 def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
     name, period = stream.name, run.periods[stream.name]
     of_params = run.periods[PARAMS]
-    if period == NEVER:
+    if period == NEVER and run.leaves_out(name):
         yield (
             f"sync.{name}=never: every worker keeps its own, which stays noisy, and a worker that "
             "joins starts without one (the paper's FAVG+OPT, whose activations grew)"
@@ -197,7 +200,7 @@ def _state_warnings(run: PlannedRun, stream: PlannedStream) -> Iterator[str]:
             f"sync.{name}=reset: it starts from zero after every average of {PARAMS}, and the "
             "loss may spike there (the paper's FAVG-OPT)"
         )
-    elif period > run.steps:
+    elif run.leaves_out(name):
         yield (
             f"sync.{name}={period}: longer than the run of {run.steps} steps, so it is never "
             "averaged"

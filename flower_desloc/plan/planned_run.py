@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flower_desloc.core.schedule import Period, SyncSchedule
+from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
 from flower_desloc.plan.wall_clock import (
     Link,
@@ -112,6 +112,18 @@ class PlannedRun:
         """Return the same run with other periods, without phases."""
         schedule = replace(self.schedule, periods={**self.periods, **periods}, phases={})
         return replace(self, schedule=schedule)
+
+    @cached_property
+    def averages(self) -> dict[str, int]:
+        """How often each stream is averaged in the run; ``params`` are at its end."""
+        return self.schedule.num_events(self.steps)
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a stream is never averaged before the end; with coins it may be."""
+        period = self.periods[name]
+        if isinstance(period, int) and (self.coins or period <= self.steps):
+            return False
+        return self.averages[name] == (1 if name == PARAMS else 0)
 
     @cached_property
     def windows(self) -> list[tuple[int, float]]:
