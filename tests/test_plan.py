@@ -698,8 +698,9 @@ def test_it_draws_when_asked_to_and_writes_nothing_otherwise(tmp_path, monkeypat
     assert (tmp_path / "plan.png").exists()
 
 
-@pytest.mark.parametrize("compute", [1e-4, 0.0025, 10, 9000])
-def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, monkeypatch):
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that a plan draws."""
     made = []
 
     def keep(*arguments):
@@ -707,16 +708,33 @@ def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, monk
         return made[-1]
 
     monkeypatch.setattr(plan_figure, "figure", keep)
+    return made
+
+
+@pytest.mark.parametrize("compute", [1e-4, 0.0025, 10, 9000])
+def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, figures):
     run = planned(8, 24, 48, compute=compute, link=Link(bandwidth=2.5e6, latency=0.05))
     for topologies in ((Topology.STAR,), tuple(Topology)):
         plan_figure.draw(replace(run, topologies=topologies), tmp_path / "plan.png")
-        _, panels = made.pop()
+        _, panels = figures.pop()
         assert len(panels) == len(topologies) + 1
         for panel in panels[:-1]:
             labels = [tick.get_text() for tick in panel.get_yticklabels()]
             assert 2 <= len(labels) <= 8
             assert all(re.fullmatch(r"[\d,]+ (µs|ms|s|min|h|days?)", label) for label in labels)
             assert not any("000 ms" in label for label in labels)
+
+
+@pytest.mark.parametrize("topologies", [(Topology.STAR,), tuple(Topology)])
+@pytest.mark.parametrize("once_at", [(), range(16, 976, 16)])
+def test_the_heading_of_the_figure_fits_above_its_panels(topologies, once_at, tmp_path, figures):
+    run = planned(160, 480, 960, phases=by_stream(8, 128, 256), once_at=once_at)
+    plan_figure.draw(replace(run, topologies=topologies), tmp_path / "plan.png")
+    made, panels = figures.pop()
+    made.draw_without_rendering()  # at its own resolution
+    name, subtitle = (text.get_window_extent() for text in made.texts)
+    assert subtitle.x1 <= made.bbox.x1
+    assert max(panel.get_tightbbox().y1 for panel in panels) < subtitle.y0 < subtitle.y1 < name.y0
 
 
 @pytest.mark.parametrize(

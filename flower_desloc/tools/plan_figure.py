@@ -1,6 +1,7 @@
 """A plan as a figure: time by bandwidth for every method, and drift bound by period."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
@@ -34,6 +35,10 @@ _TICKS: Final = [
 """Seconds at which an axis of time has ticks."""
 _MARGIN: Final = 30
 """Factor between the outermost marks of a panel and its limits."""
+_CHARACTERS: Final = 10.5
+"""Characters of the subtitle per inch."""
+_LINE: Final = 0.2
+"""Height of a line of the subtitle in inches."""
 
 
 def draw(run: PlannedRun, path: Path) -> None:
@@ -41,9 +46,13 @@ def draw(run: PlannedRun, path: Path) -> None:
 
     Raises ``ValueError`` for a format that matplotlib does not know.
     """
-    made, (*times, drift) = figure(1, len(run.topologies) + 1, 5.2)
-    made.set_figwidth(5 * len(made.axes))
-    made.get_layout_engine().set(rect=(0.008, 0.01, 0.984, 0.84))  # type: ignore[union-attr, call-arg]
+    width = 5 * (len(run.topologies) + 1)
+    subtitle = textwrap.wrap(_subtitle(run), int(width * _CHARACTERS))
+    head = 0.58 + _LINE * len(subtitle)
+    height = 4.42 + head
+    made, (*times, drift) = figure(1, len(run.topologies) + 1, height)
+    made.set_figwidth(width)
+    made.get_layout_engine().set(rect=(0.008, 0.01, 0.984, 0.99 - head / height))  # type: ignore[union-attr, call-arg]
     for panel in made.axes:
         panel.set_xscale("log")
         panel.set_yscale("log")
@@ -52,8 +61,11 @@ def draw(run: PlannedRun, path: Path) -> None:
         panel.set_ylim(times[0].get_ylim())
         _set_time_ticks(panel)
     _draw_drift(drift, run)
-    made.text(0.012, 0.97, run.name, fontsize=16, fontweight="bold", color=INK, va="top")
-    made.text(0.012, 0.905, _subtitle(run), fontsize=10.5, color=INK, va="top")
+    made.text(
+        0.012, 1 - 0.16 / height, run.name,
+        fontsize=16, fontweight="bold", color=INK, va="top",
+    )  # fmt: skip
+    made.text(0.012, 1 - 0.49 / height, "\n".join(subtitle), fontsize=10.5, color=INK, va="top")
     made.savefig(path, dpi=130)
 
 
@@ -122,8 +134,7 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
     periods = np.geomspace(1, longest, _POINTS)
     for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
         bounds = [drift_bound(beta, steps, 1) for steps in periods]
-        label = f"{stream.name}, {units.period_text(run.schedule, stream.name)}"
-        panel.plot(periods, bounds, color=colour, lw=2, label=label)
+        panel.plot(periods, bounds, color=colour, lw=2, label=stream.name)
         tau = half_life(beta)
         panel.plot(tau, drift_bound(beta, tau, 1), "|", color=colour, ms=16, mew=2)
         panel.plot(period, drift_bound(beta, period, 1), "o", color=colour, ms=7)
@@ -138,7 +149,9 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
 def _bandwidths(run: PlannedRun) -> list[float]:
     """Return bandwidths around the link's and those at which a method waits half of the time."""
     halves: Iterable[float | None] = (
-        run.bandwidth_for(method, topology, 1) for method in run.methods for topology in Topology
+        run.bandwidth_for(method, topology, 1)
+        for method in run.methods
+        for topology in Topology
     )
     known = [run.link.bandwidth, *(half for half in halves if half)]
     return list(np.geomspace(min(known) / _MARGIN, max(known) * _MARGIN, _POINTS))
