@@ -737,6 +737,15 @@ def test_the_heading_of_the_figure_fits_above_its_panels(topologies, once_at, tm
     assert max(panel.get_tightbbox().y1 for panel in panels) < subtitle.y0 < subtitle.y1 < name.y0
 
 
+def test_a_ring_that_is_not_drawn_sets_no_bandwidth_of_the_star(tmp_path, figures):
+    run = planned(16, 48, 96, window_seconds=8, topologies=(Topology.STAR,))
+    plan_figure.draw(run, tmp_path / "plan.png")
+    _, (times, _) = figures.pop()
+    halves = [b for m in run.methods if (b := run.bandwidth_for(m, Topology.STAR, 1))]
+    ends = min(run.link.bandwidth, *halves) / 30, max(run.link.bandwidth, *halves) * 30
+    assert times.get_xlim() == pytest.approx(ends)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

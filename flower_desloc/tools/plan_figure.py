@@ -151,7 +151,7 @@ def _bandwidths(run: PlannedRun) -> list[float]:
     halves: Iterable[float | None] = (
         run.bandwidth_for(method, topology, 1)
         for method in run.methods
-        for topology in Topology
+        for topology in run.topologies
     )
     known = [run.link.bandwidth, *(half for half in halves if half)]
     return list(np.geomspace(min(known) / _MARGIN, max(known) * _MARGIN, _POINTS))
