@@ -1,4 +1,4 @@
-"""`desloc plan`: half-lives, drift bounds, step sizes, bytes and time before a run."""
+"""`desloc plan`: half-lives, drift bounds, bytes and time before a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +92,7 @@ def plan(
         typer.Option(dir_okay=False, help="Also draw it, into this .png, .pdf or .svg file."),
     ] = None,
 ) -> None:
-    """Show what the theory says of a run: half-lives, drift, step sizes, bytes, time, periods.
+    """Show what the theory says of a run: half-lives, drift, bytes, time, periods.
 
     PRESET is one of `desloc run`, the path of a .yaml file, or a model of the paper: `135m` or
     `1.7b`. KEY=VALUE changes single settings: `desloc plan 1.7b sync.params=64 --bandwidth 100`
