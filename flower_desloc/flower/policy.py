@@ -74,8 +74,8 @@ class Policy:
         self._require("step_seconds", all(0 < p < math.inf for p in paces), "above 0 and finite")
         if self.step_seconds and self.min_steps == 1:
             raise ValueError(
-                f"step_seconds={dict(self.step_seconds)}: it needs a share below min_steps=1, with "
-                "which all clients take all steps"
+                f"step_seconds={dict(self.step_seconds)}: it needs min_steps below 1; with "
+                "min_steps=1 all clients take all steps"
             )
         if self.average != "mean" and self.min_steps < 1:
             raise ValueError(
