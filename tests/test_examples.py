@@ -441,7 +441,7 @@ def test_a_class_that_is_no_task_is_refused_before_anything_is_trained():
 
 
 def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_path):
-    """Where it is ignored, a client would train on the wrong data and nobody would know."""
+    """Otherwise the client would train on other data without an error."""
     settings = dump(load("cnn.yaml"))
     with pytest.raises(
         ValueError, match=r"^data-path=.*: client_data of task=cnn:CNN did not read"

@@ -67,7 +67,7 @@ def check_evaluation(reply: WindowReply, metrics: FromTotals | None) -> None:
     totals = {k.removeprefix(TOTALS): v for k, v in figures.items() if k.startswith(TOTALS)}
     least = 0.0 if metrics else -math.inf
     for name, total in totals.items():
-        if not (least <= total < math.inf and math.isfinite(total)):
+        if not (total >= least and math.isfinite(total)):
             wanted = "a number at least 0" if metrics else "finite"
             raise ValueError(f"its total of {name} is {total}; it must be {wanted}")
     if metrics is None or not figures.keys() - {"num-examples", "start-step", "stop-step"}:
