@@ -60,8 +60,9 @@ class _Grid:
         }
         self.panels: dict[str, dict[str, CellState]] = {}
         for cell in cells:
-            others = [label for axis, label in cell.cell.labels.items() if axis != longest]
-            line = cell.cell.labels[longest] if longest else study.name
+            labels = cell.cell.labels
+            others = [f"{axis} {label}" for axis, label in labels.items() if axis != longest]
+            line = labels[longest] if longest else study.name
             self.panels.setdefault(", ".join(others), {})[line] = cell
 
     def figure(
@@ -107,10 +108,10 @@ def _sweep(grid: _Grid) -> Figure:
     """Draw the score by tuned value."""
     what = f"{grid.score.text} over the values tried; filled: the best; crosses on top: diverged"
     made, panels = grid.figure(what, 3.3)
-    low, high = _range([list(cell.tried.values()) for cell in grid.cells])
     handles = {}
     values = sorted({value for cell in grid.cells for value in cell.tried})
     for panel, cells in panels:
+        low, high = _range([list(cell.tried.values()) for cell in cells.values()], grid.score)
         panel.set_ylim(low, high)
         style.log_axis(panel.xaxis, values[0], values[-1])
         if len(values) <= _MOST_TICKS:
@@ -145,9 +146,11 @@ def _losses(grid: _Grid, against: str) -> Figure:
     made, panels = grid.figure(what, 3.3)
     bands = {cell.cell.slug: _band(cell, against) for cell in grid.cells}
     drawn = [band for band in bands.values() if band]
-    low, high = _range([list(middle[x >= _FROM * x[-1]]) for x, middle, _ in drawn])
     last = max(x[-1] for x, _, _ in drawn)
     for panel, cells in panels:
+        shown = [band for cell in cells.values() if (band := bands[cell.cell.slug])]
+        late = [list(middle[x >= _FROM * x[-1]]) for x, middle, _ in shown]
+        low, high = _range(late, grid.score)
         panel.set_ylim(low, high)
         panel.set_xlim(0, 1.02 * last)
         panel.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
@@ -161,10 +164,10 @@ def _losses(grid: _Grid, against: str) -> Figure:
             if band := bands[cell.cell.slug]:
                 x, middle, spread = band
                 look = grid.styles[line]
-                panel.plot(x, middle, lw=1.7, **look)
+                panel.plot(x, middle, lw=1.7, marker="o" if len(x) == 1 else "", **look)
                 panel.fill_between(x, middle - spread, middle + spread, color=look["color"],
                                    alpha=0.15, lw=0)  # fmt: skip
-                end = (x[-1], min(middle[-1], high))
+                end = (x[-1], middle[-1])
                 labels.append(style.Label(end, line, look["color"]))
         panel.set_xlabel(against)
         panel.set_ylabel(text)
@@ -192,16 +195,21 @@ def _loss(run: RunRecord, score: ScoreSpec) -> Curve:
     return Curve(curve.x[curve.x > 0], curve.y[curve.x > 0])
 
 
-def _range(courses: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return limits that show the best of each course, and the whole of half of them."""
-    finite = [[y for y in course if math.isfinite(y)] for course in courses]
+def _range(courses: Sequence[Sequence[float]], score: ScoreSpec) -> tuple[float, float]:
+    """Return limits that show the best and the last of each course, and the whole of half of them.
+
+    >>> _range([[9.0, 1.0, 2.0], [3.0, 2.0, 2.0]], ScoreSpec())
+    (0.7, 6.3)
+    """
+    finite = [[score.sign * y for y in course if math.isfinite(y)] for course in courses]
     finite = [course for course in finite if course]
     if not finite:
         return 0.0, 1.0
-    low = min(map(min, finite))
-    high = max(*map(min, finite), float(np.median([max(course) for course in finite])))
-    margin = 0.06 * (high - low or 1)
-    return low - margin, high + margin
+    best = min(map(min, finite))
+    worst = max(*(c[-1] for c in finite), *map(min, finite), float(np.median([*map(max, finite)])))
+    margin = 0.06 * (worst - best or 1)
+    first, last = score.sign * (best - margin), score.sign * (worst + margin)
+    return min(first, last), max(first, last)
 
 
 def _text(cell: CellState) -> str:
