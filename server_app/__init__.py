@@ -23,7 +23,8 @@ from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.metrics import part_of
+from flower_desloc.flower.records import from_record, plain_numbers, to_record
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
@@ -69,7 +70,9 @@ def main(grid: Grid, context: Context) -> None:
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
-            evaluate_fn=_evaluate_fn(task, model) if config.evaluation.central else None,
+            evaluate_fn=_evaluate_fn(task, model, config.task)
+            if config.evaluation.central
+            else None,
             # In one process everything is on this machine, which `desloc run` has checked.
             observer=recorder
             if isinstance(grid, InProcessGrid)
@@ -163,7 +166,7 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
+def _evaluate_fn(task: Task, model: nn.Module, task_name: str) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         del server_round
         _install(model, arrays)
@@ -171,9 +174,17 @@ def _evaluate_fn(task: Task, model: nn.Module) -> EvaluateFn:
         together: dict[str, float] = {}
         for domain, batches in task.heldout().items():
             totals = task.evaluate(model, batches)
-            metrics |= {f"{domain}/{name}": value for name, value in task.metrics(totals).items()}
+            of_domain = plain_numbers(task.metrics(totals))
+            metrics |= {f"{domain}/{name}": value for name, value in of_domain.items()}
             together = {name: together.get(name, 0.0) + v for name, v in totals.items()}
-        return MetricRecord({**task.metrics(together), **metrics})
+        overall = plain_numbers(task.metrics(together))
+        for name in overall:
+            if part_of(name, overall)[0]:
+                raise ConfigError(
+                    f"task={task_name}: its metric {name!r} reads as {part_of(name, overall)[1]!r} "
+                    "of a part; give it a name whose end is not another metric's name"
+                )
+        return MetricRecord({**overall, **metrics})
 
     return evaluate
 

@@ -17,7 +17,7 @@ from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.streams import check_like, finite_ends
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.records import from_record, records_of, to_record
+from flower_desloc.flower.records import from_record, plain_numbers, records_of, to_record
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class WindowReply:
         records = {name: to_record(stream) for name, stream in self.streams.items()}
         if bundles:
             records = {name: bundled(record) for name, record in records.items()}
-        return RecordDict({METRICS: MetricRecord({**self.metrics}), **records})
+        return RecordDict({METRICS: MetricRecord(plain_numbers(self.metrics)), **records})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "WindowReply":

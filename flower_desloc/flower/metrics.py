@@ -10,6 +10,7 @@ from flower_desloc.core.noise import noise_scale
 from flower_desloc.flower.messages import TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.records import plain_numbers
 
 NOISE_SCALE = "noise_scale"
 """Metric of an evaluation on clients: the gradient noise scale in batches of one client."""
@@ -98,7 +99,7 @@ def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> Me
         parts[client] = figures
     if not any(parts.values()):
         return None
-    overall = dict(metrics(totals)) if metrics else _weighted(parts, weights)
+    overall = plain_numbers(metrics(totals)) if metrics else _weighted(parts, weights)
     if (noise := noise_scale(totals)) is not None:
         overall[NOISE_SCALE] = noise
     named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
@@ -113,18 +114,31 @@ def _weighted(
     for name in sorted({name for part in parts.values() for name in part}):
         having = {client: part[name] for client, part in parts.items() if name in part}
         total = sum(weights[client] for client in having)
-        if total > 0:
-            means[name] = sum(weights[c] * value for c, value in having.items()) / total
+        mean = sum(weights[c] * value for c, value in having.items())
+        means[name] = mean / total if total > 0 else math.nan
     return means
 
 
 def evaluation_record(metrics: MetricRecord | None) -> EvaluationRecord | None:
-    """Split metrics into the overall ones and those of a part, named ``part/metric``."""
+    """Split metrics into the overall ones and those of a part, named ``part/metric``.
+
+    A part has a metric of the whole: where there is ``top/1`` but no ``1``, the whole name is an
+    overall metric, and ``wiki/top/1`` is that metric of the part ``wiki``.
+    """
     if metrics is None:
         return None
     overall: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     for full, value in metrics.items():
-        part, _, name = full.rpartition("/")
+        part, name = part_of(full, metrics)
         (parts.setdefault(part, {}) if part else overall)[name] = number(value)
     return EvaluationRecord(overall=overall, parts=parts)
+
+
+def part_of(full: str, names: Collection[str]) -> tuple[str, str]:
+    """Return the part and the metric of a name among ``names``; an overall metric has no part."""
+    pieces = full.split("/")
+    for i in reversed(range(1, len(pieces))):  # the shortest metric: a part's name has no rule
+        if (metric := "/".join(pieces[i:])) in names:
+            return "/".join(pieces[:i]), metric
+    return "", full

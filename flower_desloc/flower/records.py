@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -126,6 +126,27 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], torch.dtype | None]:
         return (), None
     shape, fortran_order, dtype = npy.read_array_header_1_0(file)
     return shape, None if fortran_order else _DTYPES.get(dtype)
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with Python's numbers for those of NumPy and PyTorch; lists are kept.
+
+    Raises ``TypeError``, naming the metric, for a value that is not one number or a list.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if type(value) in (int, float, list):
+            plain[name] = value
+            continue
+        try:
+            if isinstance(value, str):
+                raise TypeError
+            plain[name] = value.item() if hasattr(value, "item") else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"the metric {name!r} is {value!r} ({type(value).__name__}); it must be one number"
+            ) from None
+    return plain
 
 
 def records_of(kind: type[R], content: RecordDict) -> dict[str, R]:

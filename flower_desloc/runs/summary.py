@@ -9,35 +9,21 @@ from statistics import fmean, median, pstdev
 from typing import Any, Literal
 
 from flower_desloc import __version__
-from flower_desloc.config import Config, units
+from flower_desloc.config import Config
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
 from flower_desloc.flower.metrics import NOISE_SCALE
 from flower_desloc.flower.observer import Plan, client_data, devices
 from flower_desloc.runs.folder import Line, evaluations
+from flower_desloc.runs.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.setup.build import build_schedule
 
 Status = Literal["completed", "failed", "unfinished"]
-
-BETTER = {
-    "loss": min,
-    "accuracy": max,
-    "perplexity": min,
-    "bits_per_byte": min,
-    "nats_per_byte": min,
-}
-"""The metrics of an evaluation, each with the function that returns the better of two values."""
 
 OTHER_METHODS = {"local_adam": "Local Adam", "ddp": "DDP"}
 """The methods that a run's bytes are compared with, and their names."""
 
 _NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
-
-
-def metric_text(value: float | None, metric: str) -> str:
-    """Return a metric's value as text."""
-    texts = {"accuracy": units.percent_text, "perplexity": units.figures}
-    return texts.get(metric, units.loss_text)(value)
 
 
 def versions() -> dict[str, str]:
@@ -116,8 +102,9 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
     """Return how the clients compare in the last federated evaluation, each on its own data.
 
     The best client has the highest accuracy or, for text, the lowest loss; ``std`` is the
-    population standard deviation over the clients. Clients with metrics that are not finite are
-    left out. None without an evaluation on clients.
+    population standard deviation over the clients. Clients whose loss or accuracy is not finite
+    are left out, and so is a metric that not all clients have. None without an evaluation on
+    clients.
     """
     seen = evaluations(lines, "federated")
     if not seen:
@@ -126,8 +113,8 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
     clients = {
         client: known
         for client, metrics in last["parts"].items()
-        if (known := {name: metrics[name] for name in BETTER if name in metrics})
-        and None not in known.values()
+        if (known := {name: metrics[name] for name in ordered(metrics)})
+        and all(known[name] is not None for name in DIRECTIONS if name in known)
     }
     if not clients:
         return None
@@ -137,8 +124,11 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
         return -clients[client].get("accuracy", 0.0), clients[client].get("loss", 0.0)
 
     ranked = sorted(clients, key=rank)
-    names = [name for name in BETTER if all(name in metrics for metrics in clients.values())]
-    columns = {name: [metrics[name] for metrics in clients.values()] for name in names}
+    columns: dict[str, list[float]] = {
+        name: [metrics[name] for metrics in clients.values()]
+        for name in clients[ranked[0]]
+        if all(metrics.get(name) is not None for metrics in clients.values())
+    }
     return {
         "step": step,
         "clients": len(clients),
@@ -203,19 +193,21 @@ def _evaluation(lines: Iterable[Line], where: str) -> dict[str, Any]:
     seen = [(step, each["overall"]) for step, each in evaluations(lines, where)]
     return {
         metric: _course(
-            ((step, overall[metric]) for step, overall in seen if metric in overall), better
+            ((step, overall[metric]) for step, overall in seen if metric in overall),
+            chooser(DIRECTIONS.get(metric)),
         )
-        for metric, better in BETTER.items()
-        if any(metric in overall for _, overall in seen)
+        for metric in ordered(name for _, overall in seen for name in overall)
     }
 
 
 def _course(
-    values: Iterable[tuple[int, float | None]], better: Callable[[float, float], float] = min
+    values: Iterable[tuple[int, float | None]],
+    better: Callable[[float, float], float] | None = min,
 ) -> dict[str, Any]:
+    """Return the first, last and best of the values by step; without ``better`` no best."""
     seen = list(values)
     numbers = [value for _, value in seen if value is not None]
-    best = reduce(better, numbers) if numbers else None
+    best = reduce(better, numbers) if numbers and better else None
     best_step = None if best is None else next(step for step, value in seen if value == best)
     return {
         "first": seen[0][1] if seen else None,

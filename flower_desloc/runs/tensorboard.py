@@ -7,9 +7,8 @@ from statistics import fmean
 
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line
+from flower_desloc.runs.metric import ordered
 from flower_desloc.runs.record import RunRecord
-
-_METRICS = {"loss", "accuracy", "perplexity", "bits_per_byte"}
 
 
 class TensorBoard:
@@ -61,7 +60,7 @@ class TensorBoard:
         for where, evaluation in line.get("evaluation", {}).items():
             parts = {f"{where}/{part}": values for part, values in evaluation["parts"].items()}
             for tag, metrics in {where: evaluation["overall"], **parts}.items():
-                for metric in sorted(metrics.keys() & _METRICS):
+                for metric in ordered(metrics):
                     self._writer.add_scalar(f"heldout_{metric}/{tag}", metrics[metric], step)
         for stream, drift in line["drift"].items():
             if drift["norm"]:

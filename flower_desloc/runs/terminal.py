@@ -21,8 +21,9 @@ from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
 from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
 from flower_desloc.runs.folder import Line
+from flower_desloc.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.runs.record import RunRecord
-from flower_desloc.runs.summary import OTHER_METHODS, metric_text
+from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.setup.build import build_schedule
 
 _MAX_WINDOW_LINES = 200
@@ -210,7 +211,7 @@ def _results(summary: Mapping[str, Any]) -> Iterator[str]:
     for where, name in (("central", "held-out loss"), ("federated", "held-out loss on clients")):
         course = summary["evaluation"].get(where, {})
         if "loss" in course:
-            metrics = [m for m in ("perplexity", "accuracy") if m in course]
+            metrics = [m for m in ordered(course) if m not in ("loss", *OF_LOSS[1:])]
             more = [f"{metric} {_from_to(course[metric], metric)}" for metric in metrics]
             yield "; ".join([f"{name}: {_from_to(course['loss'], 'loss')}", *more])
     yield from _by_client(summary.get("fairness"))
@@ -256,6 +257,8 @@ def _held_out(evaluation: Mapping[str, Any]) -> str:
                 text += f" (ppl {units.figures(overall['perplexity'])})"
             if "accuracy" in overall:
                 text += f" ({units.percent_text(overall['accuracy'])} right)"
+            own = [name for name in ordered(overall) if name not in DIRECTIONS]
+            text += "".join(f", {name} {metric_text(overall[name], name)}" for name in own)
             texts.append(text)
     return ", ".join(texts)
 

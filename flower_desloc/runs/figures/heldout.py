@@ -10,11 +10,11 @@ from flower_desloc.plan.wall_clock import Link
 from flower_desloc.runs.figures import style
 from flower_desloc.runs.figures.curves import Array, Curve, at, heldout, sent
 from flower_desloc.runs.groups import SeedGroup, grouped
+from flower_desloc.runs.metric import DIRECTIONS, ordered
 from flower_desloc.runs.record import RunRecord
 from flower_desloc.runs.time_model import DEFAULT_LINK, modelled
 
-METRICS = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
-"""The metrics drawn, in the order of the rows."""
+_TITLES = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": "Accuracy"}
 
 Cost = Callable[[RunRecord, Array], Array]
 """Cost of a run up to each of the given steps."""
@@ -25,7 +25,9 @@ _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure | None:
     """Draw held-out metrics against local steps, bytes sent up, and modelled wall-clock."""
     groups = grouped(runs)
-    metrics = [m for m in METRICS if any(heldout(run, m) for run in runs)]
+    names = {name for run in runs for name in run.summary["evaluation"].get(run.where, {})}
+    shown = [*_TITLES, *(name for name in ordered(sorted(names)) if name not in DIRECTIONS)]
+    metrics = [m for m in shown if any(heldout(run, m) for run in runs)]
     if not metrics:
         return None
     made, panels = style.figure(len(metrics), 3, 2.75 * len(metrics) + 0.3, sharey="row")
@@ -39,12 +41,12 @@ def draw_heldout(runs: Sequence[RunRecord], link: Link = DEFAULT_LINK) -> Figure
         _draw(steps, groups, metric, lambda _, x: x)
         _draw(sent_up, groups, metric, _bytes_sent)
         _draw(time, groups, metric, lambda run, x: at(times[run.path], x) / seconds)
-        style.title(steps, METRICS[metric], f"against local steps{dashed}")
+        style.title(steps, _TITLES.get(metric, metric), f"against local steps{dashed}")
         style.title(sent_up, "", "against bytes sent by all clients")
         style.title(time, "", "against modelled wall-clock")
         style.steps_axis(steps, runs)
         sent_up.set_xlabel("bytes, logarithmic, without step 0")
-        counts = np.concatenate([_bytes_sent(run, heldout(run, "loss").x) for run in runs])
+        counts = np.concatenate([_bytes_sent(run, heldout(run, metric).x) for run in runs])
         counts = counts[np.isfinite(counts)]
         if counts.size:
             style.log_axis(sent_up.xaxis, counts.min(), counts.max(), style.bytes_tick)

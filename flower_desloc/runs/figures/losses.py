@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from flower_desloc.runs.figures import measures, style
 from flower_desloc.runs.figures.curves import common_metric, heldout, heldout_parts, mean, reported
 from flower_desloc.runs.groups import Spread, grouped
+from flower_desloc.runs.metric import metric_text
 from flower_desloc.runs.record import RunRecord
-from flower_desloc.runs.summary import metric_text
 
 KINDS = {"central": "domain", "federated": "client"}
 

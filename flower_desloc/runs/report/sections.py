@@ -14,10 +14,11 @@ from flower_desloc.runs.figures.losses import KINDS, worst_first
 from flower_desloc.runs.figures.partition import unlikeness
 from flower_desloc.runs.figures.style import MAX_LINES
 from flower_desloc.runs.groups import COLOURS, grouped
+from flower_desloc.runs.metric import metric_text
 from flower_desloc.runs.record import RunRecord
 from flower_desloc.runs.report import tables
 from flower_desloc.runs.report.tables import TextTable
-from flower_desloc.runs.summary import OTHER_METHODS, metric_text
+from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.runs.time_model import seconds_per_step
 
 

@@ -18,8 +18,9 @@ from flower_desloc.runs.figures.curves import common_metric
 from flower_desloc.runs.figures.losses import worst_first
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.groups import NOT_COMPARED, SeedGroup, Spread, flat
+from flower_desloc.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.runs.record import RunRecord, natural, yaml_mapping
-from flower_desloc.runs.summary import OTHER_METHODS, metric_text
+from flower_desloc.runs.summary import OTHER_METHODS
 from flower_desloc.runs.time_model import modelled
 
 NONE = "\N{EN DASH}"
@@ -63,8 +64,8 @@ def tiles(run: RunRecord) -> list[Tile]:
     summary, course = run.summary, run.summary["evaluation"].get(run.where, {})
     where = "on the server" if run.where == "central" else "on the clients"
     found = []
-    for metric in ("loss", "perplexity", "accuracy"):
-        if metric in course:
+    for metric in ordered(course):
+        if metric not in OF_LOSS[1:]:
             first, final = (metric_text(course[metric][end], metric) for end in ("first", "final"))
             name = "held-out loss" if metric == "loss" else metric
             found.append(Tile(name, final, f"from {first}, {where}"))
@@ -149,9 +150,10 @@ def _slowest(run: RunRecord) -> Tile | None:
 def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
     """Return one row for each group, lowest loss first; those without a loss last."""
     runs = [run for group in groups for run in group.runs]
+    digits = {"perplexity": 2, **dict.fromkeys(("accuracy", *_own_metrics(runs)), 4)}
     metrics = {"loss": 3} | {
-        metric: digits
-        for metric, digits in (("perplexity", 2), ("accuracy", 4))
+        metric: places
+        for metric, places in digits.items()
         if any(run.final(metric) is not None for run in runs)
     }
     head = ["", "runs", "status", "held-out loss", *[*metrics][1:], "sent up"]
@@ -159,6 +161,12 @@ def comparison(groups: Sequence[SeedGroup], link: Link) -> TextTable:
     head += ["modelled time", "worst domain"]
     rows = [_row(group, link, metrics) for group in by_loss(groups)]
     return TextTable(head, rows, {0, 1, 2, len(head) - 1})
+
+
+def _own_metrics(runs: Iterable[RunRecord]) -> list[str]:
+    """Return the metrics that only the runs' tasks know."""
+    names = ordered(name for run in runs for name in run.summary["evaluation"].get(run.where, {}))
+    return [name for name in names if name not in DIRECTIONS]
 
 
 def by_loss(groups: Iterable[SeedGroup]) -> list[SeedGroup]:

@@ -28,7 +28,7 @@ class CellState:
     search_runs: list[FinishedRun] = field(default_factory=list)
     """Finished runs of the search."""
     search_scores: dict[int, float] = field(default_factory=dict)
-    """Scores of the search, by position."""
+    """Scores of the search, by position; negative where a larger score is better."""
     position: int | None = None
     """The best position; None during a search, without one, and if every value diverged."""
     runs: list[FinishedRun] = field(default_factory=list)
@@ -64,7 +64,8 @@ class CellState:
     def tried(self) -> dict[float, float]:
         """Score of each value of the search; infinity if training diverged."""
         search, scores = self.cell.search, sorted(self.search_scores.items())
-        return {search.value(position): score for position, score in scores} if search else {}
+        sign = self.study.score.sign
+        return {search.value(at): sign * score for at, score in scores} if search else {}
 
     @property
     def scores(self) -> list[float]:
@@ -106,7 +107,8 @@ def cell_state(cell: Cell, study: Study, store: Store) -> CellState:
                 state.missing += missing
                 state.search_runs += finished
                 if not missing:
-                    scores[position] = fmean(run.score(study.score) for run in finished)
+                    mean = fmean(run.score(study.score) for run in finished)
+                    scores[position] = study.score.sign * mean
             if state.missing:
                 state.searching = True
                 state.later = len(set(study.seeds) - set(search.seeds))

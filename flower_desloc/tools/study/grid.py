@@ -11,20 +11,28 @@ from typing import Any
 
 from flower_desloc.config import Config, load
 from flower_desloc.runs.groups import flat
+from flower_desloc.runs.metric import Direction
 from flower_desloc.tools.study.search import Search
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec:
-    """The number of a run that counts; smaller is better."""
+    """The number of a run that counts."""
 
     metric: str = "loss"
-    """`loss`, `perplexity`, `bits_per_byte` or `nats_per_byte`."""
+    """The loss, or any metric of the task."""
+    direction: Direction = "min"
+    """`min`: a smaller value is better; `max`: a larger one."""
     where: str = "central"
     """`central`: the averaged model on every domain's held-out text. `federated`: on the clients'
     own. `train`: the training loss, mean over the clients and the steps of a window."""
     reduce: str = "final"
-    """`final`: the last evaluation or window. `best`: the smallest."""
+    """`final`: the last evaluation or window. `best`: the smallest or largest."""
+
+    @property
+    def sign(self) -> int:
+        """The factor that makes a smaller score the better one."""
+        return 1 if self.direction == "min" else -1
 
     @property
     def text(self) -> str:
@@ -35,7 +43,8 @@ class ScoreSpec:
             "train": "training loss of the last window",
         }[self.where]
         if self.reduce == "best":
-            return f"smallest {of.removesuffix(' of the last window')}"
+            best = "smallest" if self.direction == "min" else "largest"
+            return f"{best} {of.removesuffix(' of the last window')}"
         return of if self.where == "train" else f"final {of}"
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
-from flower_desloc.config import parse
-from flower_desloc.runs.folder import RunFolder, locked
+from flower_desloc.config import ConfigError, parse
+from flower_desloc.runs.folder import RunFolder, evaluations, locked, read_lines
+from flower_desloc.runs.metric import ordered
 from flower_desloc.tools.study.grid import ScoreSpec, StudyRun, with_run
 
 OUTCOME: Final = "outcome.json"
@@ -44,15 +45,31 @@ class FinishedRun:
         return self.outcome["status"] == "diverged"
 
     def score(self, spec: ScoreSpec) -> float:
-        """Return the run's score; infinity if it diverged or has none."""
+        """Return the run's score; infinite, for the worst, if it diverged or is not finite.
+
+        Raises ``ConfigError`` if the run has no such metric.
+        """
+        worst = spec.sign * math.inf
         if self.diverged:
-            return math.inf
+            return worst
+        values = self._values(spec)
+        if spec.reduce == "final":
+            values = values[-1:]
+        finite = [value for value in values if value is not None]
+        return min(finite, key=lambda value: spec.sign * value, default=worst)
+
+    def _values(self, spec: ScoreSpec) -> list[float | None]:
+        lines = read_lines(self.folder.metrics)
         if spec.where == "train":
-            course = self.summary["train_loss"]
-        else:
-            course = self.summary["evaluation"].get(spec.where, {}).get(spec.metric, {})
-        value = course.get(spec.reduce)
-        return math.inf if value is None else float(value)
+            return [line["train_loss"] for line in lines if line["round"] > 0]
+        overall = [each["overall"] for _, each in evaluations(lines, spec.where)]
+        if not any(spec.metric in each for each in overall):
+            known = ordered(name for each in overall for name in each)
+            raise ConfigError(
+                f"score.metric={spec.metric}: {self.folder.path} has no such metric; "
+                f"it has {', '.join(known) or 'none'}"
+            )
+        return [each.get(spec.metric) for each in overall]
 
 
 class Store:

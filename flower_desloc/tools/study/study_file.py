@@ -17,6 +17,7 @@ from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import NAME
 from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.runs.groups import flat
+from flower_desloc.runs.metric import DIRECTIONS
 from flower_desloc.setup.build import check_streams
 from flower_desloc.tools.study.grid import Cell, ScoreSpec, Study, load_once
 from flower_desloc.tools.study.search import Search
@@ -25,7 +26,8 @@ _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
 _AXIS_VALUE: Final = ("config", "overrides", "sweep")
 _SWEEP: Final = ("key", "factor", "seeds", "max_runs")
 _SCORE: Final = {
-    "metric": ("loss", "perplexity", "bits_per_byte", "nats_per_byte"),
+    "metric": (),  # any name
+    "direction": ("min", "max"),
     "where": ("central", "federated", "train"),
     "reduce": ("final", "best"),
 }
@@ -185,9 +187,16 @@ def _with_common_anchors(cells: Sequence[Cell]) -> Iterator[Cell]:
 def _score(values: Any) -> ScoreSpec:
     given = _mapping(values or {}, "score", tuple(_SCORE))
     for key, value in given.items():
-        if value not in _SCORE[key]:
+        if _SCORE[key] and value not in _SCORE[key]:
             raise ConfigError(f"score.{key}={value}: must be one of {', '.join(_SCORE[key])}")
-    score = ScoreSpec(**given)
+    metric = str(given.get("metric", "loss"))
+    direction = given.get("direction", DIRECTIONS.get(metric))
+    if direction is None:
+        raise ConfigError(
+            f"score.metric={metric}: a metric of your own; state score.direction, min or max, "
+            "for which value is better"
+        )
+    score = ScoreSpec(**{**given, "metric": metric, "direction": direction})
     if score.where == "train" and score.metric != "loss":
         raise ConfigError(f"score.metric={score.metric}: in training there is only the loss")
     return score
