@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     ROOT / "hub" / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "research").glob("*.md")]),
 ]
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
-IN_A_TABLE = re.compile(r"`((?:python )?benchmarks/[^`]+)`")
-"""The commands of benchmarks/README.md."""
+IN_A_TABLE = re.compile(r"`((?:python )?(?:benchmarks|research)/[^`]+)`")
+"""The commands of benchmarks/README.md and research/README.md."""
 
 NOT_HERE = {
     "installs: test_wheel.py, and the test command": ("python3 -m venv", ".venv/bin/pip"),
@@ -54,7 +54,7 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         text = page.read_text()
-        tables = IN_A_TABLE.findall(text) if page.parent.name == "benchmarks" else []
+        tables = IN_A_TABLE.findall(text) if page.name == "README.md" else []
         for block in [*BLOCK.findall(text), *tables]:
             function = "() {\n" in block  # of the shell: the block is one command
             for line in [block] if function else block.replace("\\\n", " ").splitlines():
@@ -93,7 +93,7 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
     if any(mark in command for mark in OF_ONES_OWN):
         pytest.skip("needs the result of another command, or a file of the reader's own")
     if what == "study":  # test_study.py reads them all, which takes long
-        assert (ROOT / "studies" / f"{rest[0]}.yaml").exists()
+        assert (ROOT / rest[0]).exists() or (ROOT / "studies" / f"{rest[0]}.yaml").exists()
         load("quickstart", [word for word in rest[1:] if "=" in word])
         return
     if rest[0].endswith(".yaml"):

@@ -1,11 +1,11 @@
-"""benchmarks/noise_scale.py, where the noise scale is known."""
+"""research/noise_scale.py, where the noise scale is known."""
 
 import math
 
 import torch
-from scripts import load_benchmark
+from scripts import load_script
 
-script = load_benchmark("noise_scale")
+script = load_script("noise_scale")
 
 WIDTH, NOISE, BATCH = 20, 0.5, 4
 

@@ -1,24 +1,26 @@
-"""docs/paper.md: its commands exist, and its tables are what they say."""
+"""research/paper.md: its commands exist, and its tables are what they say."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from scripts import load_benchmark
+from scripts import load_script
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
-NAMING = ("paper.md", "baselines.md", "studies.md", "wire.md", "ladder.md", "thin-links.md")
-tables = load_benchmark("paper_tables")
+PAGES = (*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md"))
+tables = load_script("paper_tables")
 
 
 def test_every_study_is_on_a_page_and_what_the_pages_name_exists():
-    text = "".join((ROOT / "docs" / page).read_text() for page in NAMING)
-    studies = set(re.findall(r"desloc study ([a-z0-9_]+)(?![a-z0-9_/])", text))
+    text = "".join(page.read_text() for page in PAGES)
+    named = re.findall(r"desloc study (?:research/studies/)?([a-z0-9_]+)(?![a-z0-9_/])", text)
     presets = set(re.findall(r"desloc run ([a-z0-9_]+)", text))
-    assert studies == {path.stem for path in (ROOT / "studies").glob("*.yaml")}
-    assert presets <= {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    studies = [*(ROOT / "studies").glob("*.yaml"), *(ROOT / "research" / "studies").glob("*.yaml")]
+    assert set(named) == {path.stem for path in studies}
+    files = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")]
+    assert presets <= {path.stem for path in files}
 
 
 def test_rates_of_change_are_those_of_the_runs(tmp_path, monkeypatch):

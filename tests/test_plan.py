@@ -11,7 +11,7 @@ import torch
 from command import accepted, desloc, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import load_benchmark
+from scripts import load_script
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.config import ConfigError, load
@@ -790,7 +790,7 @@ def test_an_option_outside_its_limits_is_refused(limits, values):
 
 
 def test_the_measured_gaps_are_those_of_the_ladder():
-    ladder = load_benchmark("ladder")
+    ladder = load_script("ladder")
     written = ladder.package_data(ladder.gaps(ladder.results()))
     assert written == ladder.MEASURED.read_text()
 

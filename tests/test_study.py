@@ -39,7 +39,9 @@ from flower_desloc.tools.study.store import OUTCOME, Store
 from flower_desloc.tools.study.study_file import read_study
 from flower_desloc.tools.study.workers import WorkerPool, run_to_end
 
-STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
+STUDIES = sorted(
+    path for path in Path(__file__).parents[1].rglob("*.yaml") if path.parent.name == "studies"
+)
 [MINIATURE] = (path for path in STUDIES if path.stem == "miniature")
 SHORT = [*TINY, "run.steps=8", "run.eval_every=4"]
 LONG = [

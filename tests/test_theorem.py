@@ -1,4 +1,4 @@
-"""benchmarks/theorem.py: its steps are the core's, its constants those of its problems."""
+"""research/theorem.py: its steps are the core's, its constants those of its problems."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import pytest
 import reference
 import torch
 from federation import Federation
-from scripts import load_benchmark
+from scripts import load_script
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -19,7 +19,7 @@ from flower_desloc import Window
 from flower_desloc.optim import SGDM
 
 ROOT = Path(__file__).parents[1]
-theorem = load_benchmark("theorem")
+theorem = load_script("theorem")
 PAIR = (theorem.Coins(1 / 3, 1 / 4), theorem.Coins(1 / 5, 0))
 PROBLEMS = pytest.mark.parametrize("make", theorem.PROBLEMS.values(), ids=theorem.PROBLEMS)
 
@@ -163,7 +163,7 @@ def test_the_papers_psi_allows_a_rate_at_which_workers_diverge_here():
 
 def test_the_page_has_the_tables_of_the_results():
     results = json.loads(theorem.FILE.read_text())
-    page = (ROOT / "docs" / "paper.md").read_text()
+    page = (ROOT / "research" / "paper.md").read_text()
     assert re.findall(r"<!-- theorem -->\n(.*?)\n<!-- /theorem -->", page, re.DOTALL) == (
         theorem.tables(results)
     )

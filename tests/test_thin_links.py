@@ -13,12 +13,12 @@ import psutil
 import pytest
 import yaml
 from processes import DEFAULT_SIGNALS, wait_until
-from scripts import BENCHMARKS, load_benchmark
+from scripts import RESEARCH, load_script
 from tiny import TINY
 
-sys.path.append(str(BENCHMARKS / "thin_links"))  # its files import each other
-network = load_benchmark("thin_links/network")
-report = load_benchmark("thin_links/report")
+sys.path.append(str(RESEARCH / "thin_links"))  # its files import each other
+network = load_script("thin_links/network")
+report = load_script("thin_links/report")
 MINIATURE = {
     "sites": 2,
     "round_trip_ms": 50,
@@ -75,7 +75,7 @@ def test_the_relay_delays_both_directions_and_changes_no_byte():
 
 
 def start(*words: object, before: str = "") -> "subprocess.Popen[str]":
-    run = f"import runpy\nrunpy.run_path({str(BENCHMARKS / 'thin_links')!r}, run_name='__main__')"
+    run = f"import runpy\nrunpy.run_path({str(RESEARCH / 'thin_links')!r}, run_name='__main__')"
     return subprocess.Popen(
         [sys.executable, "-c", f"{DEFAULT_SIGNALS}{before}{run}", *map(str, words)],
         stdout=subprocess.PIPE,

@@ -27,9 +27,9 @@ measured to cost less loss."""
 
 LONG: Final = 2
 """Half-lives of both of Adam's moments, or of ADOPT's first, above which K_x counts as long.
-Measured with Adam where clients hold unlike data (docs/paper.md): at 1.2 rare averages of exp_avg
-cost loss and those of exp_avg_sq none, at 2.4 neither do, from 4.7 on those of exp_avg_sq do and
-those of exp_avg do not."""
+Measured with Adam where clients hold unlike data (research/paper.md): at 1.2 rare averages of
+exp_avg cost loss and those of exp_avg_sq none, at 2.4 neither do, from 4.7 on those of exp_avg_sq
+do and those of exp_avg do not."""
 
 AT_LONG: Final = {"exp_avg": 6, "exp_avg_sq": 1}
 """The multiples for Adam at a long K_x, if clients hold unlike data."""
@@ -231,21 +231,21 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
                 f"sync.exp_avg_sq={second}: sync.params={of_params} is long for the half-lives of "
                 "Adam's moments, where clients with unlike data lose by rare averages of "
                 f"exp_avg_sq; set sync.exp_avg_sq={of_params}, and sync.exp_avg="
-                f"{of_params * AT_LONG['exp_avg']} for fewer bytes (docs/paper.md)"
+                f"{of_params * AT_LONG['exp_avg']} for fewer bytes (research/paper.md)"
             )
         return
     if not isinstance(first, int):
         return
     bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
     # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
-    # (docs/paper.md, RQ2 and RQ3).
+    # (research/paper.md, RQ2 and RQ3).
     longest = math.inf if bounded else _longest_for_adopt(run)
     rare = isinstance(of_params, int) and of_params < first and of_params <= longest
     if run.mix == 1 and rare:
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
             f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
-            "(docs/ladder.md)"
+            "(research/ladder.md)"
         )
     if bounded and not run.bound and first < (second if isinstance(second, int) else math.inf):
         yield (

@@ -1,4 +1,4 @@
-"""Measured cost of DES-LOC's rare averages: loss above that of Local (docs/ladder.md)."""
+"""Measured cost of DES-LOC's rare averages: loss above that of Local (research/ladder.md)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class MeasuredGap:
         """Return by what factor a run differs in size, a worker's batch and periods; 1 is equal.
 
         The factor of K_x is squared: by domain the gap grows fivefold from K_x = 32 to 64
-        (docs/ladder.md), and was not shown to grow with size. Infinite if one averages a stream
+        (research/ladder.md), and was not shown to grow with size. Infinite if one averages a stream
         that the other never averages.
         """
         both = zip(_relative(self.periods), _relative(periods), strict=True)

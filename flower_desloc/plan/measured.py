@@ -1,4 +1,4 @@
-"""Measured gaps to Local, as `python benchmarks/ladder.py draw` writes them."""
+"""Measured gaps to Local, as `python research/ladder.py draw` writes them."""
 
 from typing import Final
 

@@ -55,7 +55,7 @@ class PlannedRun:
     window_seconds: float = 0.0
     """Fixed time of an average through a server on any link: processes and polls of a deployment.
     It overlaps in part with the transfer: together they take the root of the sum of their squares,
-    which fits the measurements (docs/thin-links.md)."""
+    which fits the measurements (research/thin-links.md)."""
     bound: bool = False
     """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class PlannedRun:
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
     unmeasured: tuple[str, ...] = ()
-    """Settings that no measurement of docs/ladder.md has."""
+    """Settings that no measurement of research/ladder.md has."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 

@@ -97,7 +97,7 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         _print(
             console,
             "Loss",
-            "of DES-LOC above Local: the nearest measurements, docs/ladder.md",
+            "of DES-LOC above Local: the nearest measurements, research/ladder.md",
             _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
         _remark(console, _verdict(run, *gaps[0]))

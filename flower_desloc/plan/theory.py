@@ -37,7 +37,7 @@ def psi(p_x: float, p_u: float, beta: float) -> float:
 
     The paper's psi has one more factor, 1 - p_u, because its Algorithm 5 averages u before x takes
     its step. Here u is averaged after the step, so x takes the step along the worker's own u
-    (docs/paper.md, "Theorem 1").
+    (research/paper.md, "Theorem 1").
 
     It is infinite if parameters are never averaged.
     """

@@ -1,0 +1,89 @@
+"""How few bytes: rare averages of u and v, 4-bit codes, late averages and slow momentum together.
+
+    python research/leanest.py measure --data FOLDER --work runs/leanest
+    python research/leanest.py draw     # docs/leanest.png, and the tables as text
+
+Each method's rate is tuned on a seed of its own, IID.
+"""
+
+from collections import namedtuple
+from collections.abc import Iterator
+from itertools import product
+
+from paired import BLUE, ORANGE, PARTITIONS, Estimate, figure, table
+from small_runs import SEEDS, SPARE, Cells, Study, final_loss, periods
+
+RATES = (0.006, 0.012)
+TOKENS = 256
+"""Of a worker in one step."""
+LOCAL = "Local Adam"
+INT4 = "wire.params=int4 wire.exp_avg=int4"
+CODES = f"{INT4} wire.exp_avg_sq=int8"
+RARE = f"{periods(12, 144, 288)} {CODES}"
+METHODS = {
+    LOCAL: periods(16, 16, 16),
+    "DES-LOC 16/48/96": periods(16, 48, 96),
+    "lean 8/24/48": f"{periods(8, 24, 48)} {CODES} wire.params=int8",
+    "16/192/never, 4 bits": f"{periods(16, 192, 'never')} {INT4}",
+    "12/192/never, 4 bits": f"{periods(12, 192, 'never')} {INT4}",
+    "12/144/288, 4 bits": RARE,
+    "12/144/288, 4 bits, bounded": f"{RARE} sync_bound=true",
+    "16/16/never, 4 bits, bounded": f"{periods(16, 16, 'never')} {INT4} sync_bound=true",
+    "12/144/288, 4 bits, late by 2": f"{RARE} sync_delay=2",
+    "12/144/288, 4 bits, slow u": f"{RARE} optimizer.betas=[0.99,0.95] optimizer.mix=0.7",
+    "8/96/384, 4 bits": f"{periods(8, 96, 384)} {CODES}",
+}
+Arm = namedtuple("Arm", "method tokens partition lr")
+
+
+def settings(arm: Arm) -> str:
+    return f"data.batch_size={arm.tokens // 32} optimizer.lr={arm.lr} {METHODS[arm.method]}"
+
+
+def megabytes(summary: dict[str, dict[str, dict[str, dict[str, float]]]]) -> float:
+    """Return the payload that all four workers sent."""
+    return summary["bytes"]["measured"]["up"]["total"] / 1e6
+
+
+study = Study("leanest", Arm, settings, measures={"loss": final_loss, "megabytes": megabytes})
+
+
+def cells() -> Cells:
+    for method, lr in product(METHODS, RATES):
+        yield Arm(method, TOKENS, "iid", lr), SPARE
+    for seed, partition in product(SEEDS, PARTITIONS):
+        yield from ((arm, seed) for arm in tuned(partition))
+
+
+def tuned(partition: str) -> Iterator[Arm]:
+    """Yield each method at its best rate."""
+    for method in METHODS:
+        if best := study.best(Arm(method, TOKENS, "iid", lr) for lr in RATES):
+            yield best._replace(partition=partition)
+
+
+def compared(partition: str) -> Iterator[tuple[Arm, float, Estimate]]:
+    """Yield each method with how many times fewer bytes it sent, and its loss above Local."""
+    arms = list(tuned(partition))
+    for arm in arms:
+        if study.done(arm) and study.done(arms[0]):
+            theirs, ours = (study.values(one, "megabytes")[0] for one in (arms[0], arm))
+            yield arm, theirs / ours, study.above(arm, arms[0])
+
+
+def draw() -> None:
+    rows, lines = [], []
+    for (partition, data), colour in zip(PARTITIONS.items(), (BLUE, ORANGE), strict=True):
+        found = list(compared(partition))
+        for arm, fewer, gap in found:
+            above = "" if arm.method == LOCAL else gap
+            rows.append([data, arm.method, f"{arm.lr:g}", f"{fewer:.1f}", above])
+        drawn = [one for one in found if one[0].method != LOCAL and "slow" not in one[0].method]
+        lines.append((data, colour, "o", [(fewer, gap) for _, fewer, gap in drawn]))
+    print(table(["data", "method", "rate", "fewer bytes, times", "loss above Local, %"], rows))
+    x, y = "times fewer bytes than Local Adam", "held-out loss above Local Adam, %"
+    figure("leanest", {"": lines}, x, y, ticks=(2, 4, 8, 16, 32))
+
+
+if __name__ == "__main__":
+    study.main(__doc__, cells, draw)

@@ -1,0 +1,119 @@
+"""Paired differences with 95 % t-intervals, Markdown tables and figures of lines."""
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from scipy import stats
+
+from flower_desloc.runs.figures import style
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from common import Overrides, about, commit_of  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+RESEARCH = ROOT / "research"
+RESULTS = RESEARCH / "results"
+PARTITIONS = {"iid": "IID", "by_domain": "by domain"}
+BLUE, RED, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+PINK, LIGHT, GREY = "#CC79A7", "#999999", "#777777"
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and the reach of its 95 % t-interval, which is infinite for one seed."""
+
+    mean: float
+    reach: float = math.nan
+    seeds: int = 0
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Estimate":
+        values = list(values)
+        n, reach = len(values), math.inf
+        if n > 1:
+            reach = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+        return cls(statistics.fmean(values) if values else math.nan, reach, n)
+
+    @classmethod
+    def above(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Estimate":
+        """Compare values by seed with those of the same seeds, in per cent."""
+        both = sorted(ours.keys() & theirs.keys())
+        return cls.of(100 * (ours[seed] / theirs[seed] - 1) for seed in both)
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.reach
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.reach
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.reach:.2f}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def published(name: str) -> Path:
+    """Return the path of a page or figure: in this folder, or else in docs/."""
+    return RESEARCH / name if (RESEARCH / name).exists() else ROOT / "docs" / name
+
+
+def write_between(page: Path, marker: str, text: str) -> None:
+    """Replace what is between the two markers of a page."""
+    before, after = re.split(
+        rf"(?<=<!-- {marker} -->\n)(?:.*\n)?(?=<!-- /{marker} -->)", page.read_text(), flags=re.S
+    )
+    page.write_text(f"{before}{text}\n{after}")
+
+
+Line = tuple[str, str, str, Iterable[tuple[float, Estimate]]]
+"""A label, a colour, matplotlib's format and the points."""
+Ticks = Sequence[float] | Mapping[float, str]
+
+
+def draw_lines(
+    panel: Axes, lines: Iterable[Line], title: str, x: str, ticks: Ticks = (), **axes: Any
+) -> None:
+    """Draw lines with intervals into a panel."""
+    for name, colour, form, points in lines:
+        at, y = zip(*points, strict=True)
+        reach = [one.reach if math.isfinite(one.reach) else math.nan for one in y]
+        how = {"ms": 4, "lw": 1.2, "capsize": 3, "color": colour, "label": name}
+        panel.errorbar(at, [one.mean for one in y], reach, fmt=form, **how)
+    panel.set(**axes)
+    label(panel, title, x, ticks)
+
+
+def label(panel: Axes, title: str, x: str, ticks: Ticks = ()) -> None:
+    """Write a panel's title, x axis and legend; with ``ticks`` the axis is logarithmic."""
+    style.title(panel, title)
+    panel.set_xlabel(x)
+    if ticks:
+        panel.set_xscale("log")
+        words = ticks.values() if isinstance(ticks, Mapping) else ticks
+        panel.set_xticks(list(ticks), list(map(str, words)))
+        panel.minorticks_off()
+    panel.legend(frameon=False, fontsize=8)
+
+
+def figure(
+    name: str, panels: Mapping[str, Iterable[Line]], x: str, y: str, zero: bool = True, **axes: Any
+) -> None:  # fmt: skip
+    """Draw docs/NAME.png: panels of lines side by side, by title."""
+    made, places = style.figure(1, len(panels), 3.6, sharey=True)
+    for panel, (title, lines) in zip(places, panels.items(), strict=True):
+        if zero:
+            panel.axhline(0, color=GREY, lw=0.8)
+        draw_lines(panel, lines, title, x, **axes)
+    places[0].set_ylabel(y)
+    made.savefig(published(f"{name}.png"), dpi=100)
