@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
     from flower_desloc.core.lr_schedule import constant, cosine, wsd
+    from flower_desloc.core.newcomer import SeedsStates
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
     from flower_desloc.core.streams import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         stream_names,
         take,
     )
-    from flower_desloc.core.worker import Clipping, SeedsStates, StepMetrics, Worker
+    from flower_desloc.core.worker import Clipping, StepMetrics, Worker
     from flower_desloc.flower.baselines.data_parallel import DataParallel
     from flower_desloc.flower.checkpoint import (
         Checkpoint,
@@ -87,7 +88,8 @@ __all__ = [
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
     "core.lr_schedule": ["constant", "cosine", "wsd"],
-    "core.worker": ["Clipping", "SeedsStates", "StepMetrics", "Worker"],
+    "core.newcomer": ["SeedsStates"],
+    "core.worker": ["Clipping", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
     "core.streams": ["check_optimizer", "prime", "put", "set_step", "stream_names", "take"],

@@ -199,8 +199,15 @@ def method(config: Run) -> str:
     return (
         periods_name(config)
         + (f", {FORMATS[formats]}" if formats else "")
-        + (", bounded" if config.get("sync_bound") else "")
+        + (", bounded" if _is_bounded(config) else "")
     )
+
+
+def _is_bounded(config: Run) -> bool:
+    """Whether the bound can change anything: Adam's moments, averaged at different steps."""
+    is_adam = config["optimizer"]["name"] in ("adam", "adamw")
+    moments = {config["sync"].get(name, "never") for name in ("exp_avg", "exp_avg_sq")}
+    return bool(config.get("sync_bound")) and is_adam and len(moments) > 1
 
 
 def periods_name(config: Run) -> str:

@@ -143,7 +143,7 @@ class Run:
         self.strategy = (
             DataParallel(num_steps, outer, **options)
             if GRADIENTS in schedule.periods
-            else DesLoc(schedule, num_steps, outer=outer, **options)
+            else DesLoc(schedule, num_steps, outer=outer, **{"sync_bound": False, **options})
         )
         self.states: list[State] = []
 

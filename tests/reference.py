@@ -10,8 +10,9 @@ prefers the paper's lines to speed. The letters are the paper's:
 A worker's state is ``{stream: {tensor name: tensor}}``, streams under PyTorch's names.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,10 +43,12 @@ class Optimizer:
 
     states: tuple[str, ...]
     update: Callable[..., tuple[Tensor, ...]]
-    seeds: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    """What a state of zeros is set to from the gradient where a worker starts at t > 0."""
+    seeds: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
+    """What a state of zeros is set to from g and x where a worker starts at t > 0."""
     decays: Mapping[str, float] = field(default_factory=dict)
     """beta of every state ``s <- beta s + e``, where e is what enters it."""
+    ratio: float = math.inf
+    """The greatest |u| / sqrt(v) of a worker that starts at t > 0."""
 
 
 def run(
@@ -74,7 +77,8 @@ def run(
     takes no step t and is not in the averages that follow it; it still receives them. One that is
     present but not ``heard(m, t)`` takes the step and is not in the averages. One that
     ``restarts(m, t)`` has lost its state before step t: it starts from the last averages, and from
-    zeros where there is none.
+    zeros where there is none; the optimizer's ``seeds`` and ``ratio`` apply to it, as to one that
+    takes its first step at t > 0.
 
     With a ``delay`` an average reaches a worker that goes on so many steps later, at the latest
     when streams are due again: the worker then takes over a state that started from the average in
@@ -108,22 +112,27 @@ def run(
     workers = [start(optimizer, x0) for _ in range(num_workers)]
     in_time: list[State] = [{} for _ in workers]
     merge_at = -1
+    started = set()
     taken = [dict.fromkeys(streams, 0) for _ in workers]
     for t in range(num_steps):
         if bound is not None and due.get(t) and not delay:
-            bounded(workers, bound)
+            bounded([workers[m] for m in sorted(started)], bound)
         at_work = [m for m in range(num_workers) if present(m, t)]
         for m in at_work:
             if takes and not takes(m, t):
                 continue
             taken[m] = {stream: k + 1 for stream, k in taken[m].items()}
+            new = t > 0 and (m not in started or restarts(m, t))
+            started.add(m)
             if restarts(m, t):
                 workers[m] = start(optimizer, x0) | {n: dict(s) for n, s in averages.items()}
             s = workers[m]
             g = clip(grad(m, t, s["params"]))
             for stream, seed in optimizer.seeds.items():
                 if t > 0 and not any(tensor.any() for tensor in s[stream].values()):
-                    s[stream] = each(seed, g)
+                    s[stream] = each(seed, g, s["params"])
+            if new and optimizer.ratio < math.inf:
+                bounded([s], optimizer.ratio)
             for key in x0:
                 new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
                 for stream, tensor in zip(streams, new, strict=True):
@@ -216,7 +225,7 @@ def adam(beta1, beta2, eps, *, mix=1.0, decay=0.0, decoupled=False) -> Optimizer
         towards = (1 - mix) * g + mix * u_hat
         return x - eta * towards / (torch.sqrt(v_hat) + eps), u, v
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
+    return _adam(update, beta1, beta2, lambda g, x: _decayed(0.0, g, x, decay, decoupled)[1] ** 2)
 
 
 def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
@@ -230,7 +239,8 @@ def amsgrad(beta1: float, beta2: float, eps: float) -> Optimizer:
         v_hat = v_max / (1 - beta2 ** (t + 1))
         return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v, v_max
 
-    return Optimizer(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), update)
+    made = _adam(update, beta1, beta2)
+    return replace(made, states=(*made.states, "max_exp_avg_sq"), decays={})
 
 
 def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
@@ -241,7 +251,7 @@ def paper_adam(beta1: float, beta2: float, lam: float) -> Optimizer:
         v = beta2 * v + (1 - beta2) * g * g
         return x - eta / torch.sqrt(v + lam**2) * u, u, v
 
-    return Optimizer(("exp_avg", "exp_avg_sq"), update, decays=_moments(beta1, beta2))
+    return _adam(update, beta1, beta2)
 
 
 def fourth_root(t: int) -> float:
@@ -265,7 +275,7 @@ def adopt(beta1, beta2, eps, *, clip=fourth_root, mix=1.0, decay=0.0, decoupled=
         towards = (1 - mix) * n + mix * u
         return decayed - eta * towards, u, beta2 * v + (1 - beta2) * g**2
 
-    seeds = {"exp_avg_sq": torch.square}
+    seeds = {"exp_avg_sq": lambda g, x: _decayed(0.0, g, x, decay, decoupled)[1] ** 2}
     return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2))
 
 
@@ -288,6 +298,15 @@ def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
         return x - eta * u, u
 
     return Optimizer(("momentum_buffer",), update, decays={"momentum_buffer": beta})
+
+
+def _adam(update, beta1: float, beta2: float, seed=lambda g, x: g**2) -> Optimizer:
+    """Return an Adam; by Cauchy and Schwarz |u| is at most ``ratio`` sqrt(v)."""
+    ratio = math.inf
+    if beta1**2 < beta2:
+        ratio = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+    seeds = {"exp_avg_sq": seed}
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2), ratio)
 
 
 def _moments(beta1: float, beta2: float) -> dict[str, float]:

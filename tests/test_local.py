@@ -11,7 +11,7 @@ from torch import nn
 from flower_desloc import Clipping, StepMetrics, Worker, prime, put, take
 from flower_desloc.core.accumulation import accumulated
 from flower_desloc.core.lr_schedule import wsd
-from flower_desloc.core.worker import needs_seed
+from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.optim import Adam
 
 PROBLEM = Regression()

@@ -32,7 +32,7 @@ _PARTITIONS: Final = {
 }
 _DESLOC_ONLY: Final = (
     "federation.average", "federation.norm_bound", "federation.min_steps", "run.resume",
-    "sync_once_at", "sync_bound", "sync_phase", "sync_delay", "outer.name",
+    "sync_once_at", "sync_phase", "sync_delay", "outer.name",
 )  # fmt: skip
 """Settings that Flower's own strategies do not have."""
 
@@ -223,13 +223,6 @@ def _sync(config: Config) -> Iterator[str]:
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
     if RESET in config.sync.values():
         yield from _stated(config, ["sync_delay"], "averages cannot be late where states are reset")
-    moments = ("exp_avg", "exp_avg_sq")
-    averaged = sync_once_at or any(isinstance(config.sync.get(name), int) for name in moments)
-    if config.sync_bound and not averaged:
-        yield (
-            f"sync_bound=true: neither {' nor '.join(moments)} is averaged, so there is nothing to "
-            "bound; leave it out"
-        )
 
 
 def _wire(config: Config) -> Iterator[str]:

@@ -281,9 +281,10 @@ class Config:
     sync_delay: int = bounded(0, 0)
     """Local steps that every client takes before it merges an average, corrected for the delay; in
     a deployment its streams travel meanwhile. A shorter window merges at its end."""
-    sync_bound: bool = False
+    sync_bound: bool = True
     """After an average of Adam's first or second moment, bound the first moment of every client to
-    what its second moment allows: |u| <= c sqrt(v)."""
+    what its second moment allows: |u| <= c sqrt(v). `false` is the paper's letter, under which a
+    run can spike. Other optimizers have no such bound."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
     with a scale each. The quantisation error of params and first moments is sent later."""

@@ -107,6 +107,11 @@ def starts_at_zero(name: str) -> bool:
     return name not in (PARAMS, BUFFERS)
 
 
+def zeros_like(stream: Stream) -> dict[str, Tensor]:
+    """Return zeros of the shapes and types of a stream, expanded from one value: do not write."""
+    return {key: t.new_zeros(()).expand_as(t) for key, t in stream.items()}
+
+
 def take(
     module: nn.Module, optimizer: Optimizer, names: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:

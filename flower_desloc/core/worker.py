@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
+from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import put, set_step, stream_names, take, trained_by
@@ -135,11 +135,10 @@ class Worker:
 
         This costs the gradient of one batch, which is then used again for the step itself.
         """
-        assert isinstance(self.optimizer, SeedsStates)
         self.module.train()
         self.loss_at(step).backward()
         clip(trained_by(self.optimizer), self.clipping)
-        self.optimizer.seed_states(names)
+        seed_states(self.optimizer, names)
         self.optimizer.zero_grad(set_to_none=True)
 
     def noise(self, step: int) -> Mapping[str, float]:
@@ -166,28 +165,6 @@ class Worker:
     def take(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """Return the named streams as views; read them before the worker is used again."""
         return take(self.module, self.optimizer, names)
-
-
-@runtime_checkable
-class SeedsStates(Protocol):
-    """An optimizer some of whose states must not be zero where a worker starts at a later step."""
-
-    seeded: Collection[str]
-    """Names of the states that can be seeded."""
-
-    def seed_states(self, names: Collection[str]) -> None:
-        """Set the named states from the present gradients, as the first step would."""
-
-
-def needs_seed(optimizer: Optimizer, states: Mapping[str, Stream]) -> list[str]:
-    """Return those of ``states``, the optimizer's streams, that are zero and must not be."""
-    if not isinstance(optimizer, SeedsStates):
-        return []
-    return [
-        name
-        for name in optimizer.seeded
-        if not any(tensor.any() for tensor in states[name].values())
-    ]
 
 
 def clip(params: list[Tensor], clipping: Clipping) -> Tensor:

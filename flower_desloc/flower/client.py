@@ -6,7 +6,7 @@ An app gives ``client_app`` a function that builds a ``Worker``.
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,10 +15,18 @@ from flwr.clientapp import ClientApp
 
 from flower_desloc.core.averaging import Stream, distance
 from flower_desloc.core.late import merged
+from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.core.streams import BUFFERS, check_finite, prime, starts_at_zero, stream_names
+from flower_desloc.core.streams import (
+    BUFFERS,
+    check_finite,
+    prime,
+    starts_at_zero,
+    stream_names,
+    zeros_like,
+)
 from flower_desloc.core.unequal import weight
-from flower_desloc.core.worker import StepMetrics, Worker, needs_seed
+from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
@@ -37,7 +45,7 @@ from flower_desloc.flower.messages import (
     WindowRequest,
 )
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio
+from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays
 
 T = TypeVar("T")
@@ -120,8 +128,6 @@ def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> W
 
 def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    if request.bound:
-        moment_ratio(worker.optimizer)  # raises before any step if there is none
     mine = ClientStreams(worker, request, files, files.held_at(request.start))
     begin, late = mine.at_start(), mine.late_averages()
     if begin is None or late is None:
@@ -129,17 +135,14 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     merge_at = request.start + (request.before_merge if late else 0)
     first = FirstSteps(files.folder, request.start, merge_at)
     ahead = STEPS_AHEAD.claim(first, worker)
-    origin = max((request.versions[name] for name in request.resets), default=0)
+    origin = mine.origin
     if ahead is None:
-        averaged = mine.received.keys() - late.keys()
-        worker.put(_bounded(worker, request, begin, begin, of=averaged))
-        if request.start > origin and (names := needs_seed(worker.optimizer, begin)):
-            worker.seed(names, request.start)
+        _begin(worker, request, begin, mine, averaged=mine.received.keys() - late.keys())
         ahead = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
     if late:
         merged_now = _merged(worker, begin, late, merge_at - request.start)
         after = {**worker.take(request.versions), **merged_now}
-        worker.put(_bounded(worker, request, merged_now, after, of=late.keys()))
+        worker.put({**merged_now, **_bounded(worker, after, request.bound, of=late.keys())})
     last = request.start + request.steps if request.steps else request.stop
     steps = ahead.steps + _steps(worker, merge_at, last, origin)
     taken = mine.taken(last - request.start)
@@ -255,6 +258,10 @@ class ClientStreams:
         self._names = stream_names(worker.module, worker.optimizer)
         self.received: Mapping[str, Stream] = request.streams
         """The streams that were sent and that the client could decode."""
+        self.origin = max((request.versions[name] for name in request.resets), default=0)
+        """The step at which the optimizer's states were last reset."""
+        self.never_averaged: list[str] = []
+        """Set by ``at_start``: the streams that are zero because there is no average of them."""
         if request.formats:
             lossy = [n for n in request.streams if n in request.formats and n in self._names]
             self.received = decoded(request, held, files, worker.like(lossy))
@@ -285,9 +292,9 @@ class ClientStreams:
                 request.versions[name] == 0 and starts_at_zero(name)
             ):
                 return None
-            like = self._worker.like([name])[name]
-            # Expanded from one zero: these are only read.
-            streams[name] = {key: t.new_zeros(()).expand_as(t) for key, t in like.items()}
+            streams[name] = zeros_like(self._worker.like([name])[name])
+            if name not in request.resets:
+                self.never_averaged.append(name)
         return streams
 
     def here(self, names: Collection[str]) -> dict[str, Stream]:
@@ -411,20 +418,44 @@ def _decays(worker: Worker, names: Iterable[str]) -> dict[str, float]:
     return {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
 
 
-def _bounded(
+def _begin(
     worker: Worker,
     request: WindowRequest,
     streams: Mapping[str, Stream],
-    state: Mapping[str, Stream],
-    of: Collection[str],
-) -> Mapping[str, Stream]:
-    """Return ``streams`` with Adam's u bounded by v after an average of either, if asked for.
+    mine: "ClientStreams",
+    averaged: Collection[str],
+) -> None:
+    """Write the streams at the start of a window into the worker, ``averaged`` by the server.
 
-    ``of`` are the streams that were averaged, ``state`` has all streams after the averages.
+    A client without a state of its own that starts at a later step gets a second moment of its
+    own where that was never averaged, and a first moment that fits it, whatever the run's
+    settings. Where this optimizer's moments are not known, all its states are then zero.
     """
-    if not request.bound or not (FIRST in of or SECOND in of):
-        return streams
-    return {**streams, FIRST: bounded(state[FIRST], state[SECOND], moment_ratio(worker.optimizer))}
+    late_start = request.start > mine.origin
+    is_new = mine.held is None and late_start
+    if is_new and mine.never_averaged and not suits_newcomers(worker.optimizer):
+        zeros = {name: zeros_like(s) for name, s in streams.items() if starts_at_zero(name)}
+        streams = {**streams, **zeros}
+        log(
+            INFO,
+            "%s was never averaged, so this client starts with states of zero",
+            ", ".join(mine.never_averaged),
+        )
+    worker.put(streams)
+    if late_start and (names := needs_seed(worker.optimizer, streams)):
+        worker.seed(names, request.start)
+        streams = {**streams, **worker.take(names)}
+    worker.put(_bounded(worker, streams, request.bound or is_new, of=averaged))
+
+
+def _bounded(
+    worker: Worker, streams: Mapping[str, Stream], bound: bool, of: Collection[str]
+) -> dict[str, Stream]:
+    """Return Adam's u bounded by v, if asked for, after an average of either (``of``)."""
+    if not bound or not (FIRST in of or SECOND in of):
+        return {}
+    ratio = moment_ratio(worker.optimizer)
+    return {} if ratio is None else {FIRST: bounded(streams[FIRST], streams[SECOND], ratio)}
 
 
 def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:

@@ -81,9 +81,10 @@ class DesLoc(Strategy):
         (``flower_desloc.core.late``); a shorter window merges at its end. Clients that outlive a
         message take them while the streams travel. The clients' optimizers must state their states'
         decays (``flower_desloc.optim.decays``).
-    sync_bound : bool (default: False)
+    sync_bound : bool (default: True)
         Whether clients bound Adam's first moment by their second after an average of either
-        (``flower_desloc.optim.bounds``).
+        (``flower_desloc.optim.bounds``); other optimizers have no such bound. False is the paper's
+        letter, under which a run can spike.
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.
     seed : int (default: 0)
@@ -118,7 +119,7 @@ class DesLoc(Strategy):
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
         sync_delay: int = 0,
-        sync_bound: bool = False,
+        sync_bound: bool = True,
         run_key: str | None = None,
         seed: int = 0,
         checkpoints: Checkpoints | None = None,

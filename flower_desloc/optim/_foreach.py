@@ -2,13 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Final, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from flower_desloc.core.newcomer import square_gradient
 
 _Alike = tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]
 """Parameters that have taken equally many steps, their gradients and their states."""
@@ -31,8 +33,6 @@ class ForeachOptimizer(Optimizer):
     """
 
     streams: ClassVar[tuple[str, ...]]
-    # One whose states must not be zero at a later step also has ``seeded`` and ``seed_states``:
-    # see core.worker.SeedsStates.
     update: Callable[..., None]
     """``update(params, gradients, *states, **arguments)``, in place."""
     varying: ClassVar[tuple[str, ...]] = ("lr",)
@@ -125,10 +125,23 @@ class TwoMoments(ForeachOptimizer):
     """An optimizer with ``betas`` and two states: ``exp_avg`` (u) and ``exp_avg_sq`` (v)."""
 
     streams = ("exp_avg", "exp_avg_sq")
+    seeded = ("exp_avg_sq",)
 
     def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
         """Return what a step multiplies each state by."""
         return dict(zip(self.streams, group["betas"], strict=True))
+
+    def seed_states(self, names: Collection[str] = seeded) -> None:
+        """Set v to g^2 from the present gradients, as ADOPT's first step does.
+
+        For a worker that joins before v was ever averaged (``core.newcomer``): with v at zero its
+        steps would be too long, for as long as beta_2 takes to build v up.
+        """
+        assert set(names) == set(self.seeded)
+        for group in self.param_groups:
+            decay = 0.0 if group.get("decouple") else group.get("weight_decay", 0.0)
+            for p in group["params"]:
+                square_gradient(p, self.state[p], decay)
 
 
 def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> None:

@@ -5,7 +5,7 @@ only seeds v, the denominator is clamped, and the normalised gradient is clipped
 ``step ** 0.25``. DES-LOC-ADOPT is Algorithm 4 of the paper.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +81,6 @@ class ADOPT(TwoMoments):
 
     update = staticmethod(adopt_step)
     varying = ("lr", "clip")
-    seeded = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -111,17 +110,3 @@ class ADOPT(TwoMoments):
         """Return the keyword arguments of ``adopt_step`` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
-
-    @torch.no_grad()
-    def seed_states(self, names: Collection[str] = seeded) -> None:
-        """Set v to g^2 from the present gradients, as the first step does.
-
-        For a worker that joins before v was ever averaged: with v at zero its normalised
-        gradients would all be at the clip, for as long as beta_2 takes to build v up.
-        """
-        assert set(names) == set(self.seeded)
-        for group in self.param_groups:
-            decay = 0.0 if group["decouple"] else group["weight_decay"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["exp_avg_sq"].copy_(p.grad.add(p, alpha=decay).square())

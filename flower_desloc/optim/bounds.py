@@ -4,36 +4,47 @@ import math
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer, RAdam
 
 from flower_desloc.core.averaging import Stream
+from flower_desloc.core.newcomer import SeedsStates
 from flower_desloc.optim.paper_adam import PaperAdam
 from flower_desloc.optim.qhadam import QHAdam
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-_ADAMS = (Adam, AdamW, PaperAdam, QHAdam)
+_ADAMS = (Adam, AdamW, RAdam, PaperAdam, QHAdam)
 
 
-def moment_ratio(optimizer: Optimizer) -> float:
-    """Return the greatest |u| / sqrt(v) that any gradients can give Adam.
+def moment_ratio(optimizer: Optimizer) -> float | None:
+    """Return the greatest |u| / sqrt(v) that any gradients can give Adam; None if there is none.
 
     By Cauchy and Schwarz its square is (1 - beta1)^2 / ((1 - beta2) (1 - beta1^2 / beta2)); with
     equal betas of 0.95 it is 1. Averages of u and v together keep to it, by Jensen's inequality.
 
-    Raises ``ValueError`` for an optimizer that does not divide u by sqrt(v), for beta1^2 >= beta2,
-    where the ratio has no bound, and for parameter groups that differ in their betas.
+    There is none for an optimizer that does not divide u by sqrt(v), and for beta1^2 >= beta2. Of
+    parameter groups with different betas it is the greatest.
     """
     if not isinstance(optimizer, _ADAMS):
-        raise ValueError(
-            f"{type(optimizer).__name__} does not divide {FIRST} by a root of {SECOND}"
-        )
-    found = {tuple(group["betas"]) for group in optimizer.param_groups}
-    if len(found) > 1:
-        raise ValueError(f"its parameter groups have different betas: {sorted(found)}")
-    beta1, beta2 = (float(beta) for beta in found.pop())
+        return None
+    ratios = [_ratio(*map(float, group["betas"])) for group in optimizer.param_groups]
+    return None if None in ratios else max(ratio for ratio in ratios if ratio is not None)
+
+
+def _ratio(beta1: float, beta2: float) -> float | None:
     if beta1**2 >= beta2:
-        raise ValueError(f"betas={[beta1, beta2]}: beta1^2 must be below beta2")
+        return None
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+def suits_newcomers(optimizer: Optimizer) -> bool:
+    """Return whether averages of some states suit a worker that has none of the others.
+
+    Those of Adam do where ``moment_ratio`` bounds them, and those of an optimizer that seeds its
+    other states (``core.newcomer``), as ADOPT does.
+    """
+    if isinstance(optimizer, _ADAMS):
+        return moment_ratio(optimizer) is not None
+    return isinstance(optimizer, SeedsStates)
 
 
 @torch.no_grad()

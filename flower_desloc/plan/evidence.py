@@ -119,6 +119,7 @@ def nearest(
     if three[0] == NEVER or RESET in three or (len(set(three)) == 1 and not wanted):
         return []
     name = "adam" if optimizer == "adamw" else optimizer
+    bound = bound and name == "adam" and three[1:] != (NEVER, NEVER)  # otherwise it does nothing
     in_order = tuple(wanted[name] for name in _STREAMS if name in wanted)
 
     found = []

@@ -24,7 +24,6 @@ from flower_desloc.core.streams import (
     take,
 )
 from flower_desloc.core.worker import Clipping
-from flower_desloc.optim.bounds import moment_ratio
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.tasks import find_task
 from flower_desloc.tasks.compute import Compiled
@@ -125,9 +124,6 @@ def check_streams(config: Config) -> None:
     if least < 1:
         with _otherwise(f"federation.min_steps={least}", "federation.min_steps=1"):
             state_decays(optimizer, states)
-    if config.sync_bound:
-        with _otherwise("sync_bound=true", "sync_bound=false"):
-            moment_ratio(optimizer)
     names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
     try:
         build_schedule(config).require(names, config.optimizer.name)

@@ -31,7 +31,6 @@ def main(grid, context):
         schedule,
         config["num-steps"],
         policy=Policy(min_clients=config["min-nodes"]),
-        sync_bound=True,  # otherwise steps are too long after an average of exp_avg
         eval_every=48,
         metrics=metrics,
     )

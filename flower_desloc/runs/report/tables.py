@@ -113,7 +113,7 @@ def _expected(run: RunRecord) -> Tile | None:
         run.periods,
         num_params,
         tokens,
-        bound=config.get("sync_bound", False),
+        bound=config.get("sync_bound", True),
         formats=config.get("wire", {}),
         partition=config["data"]["partition"],
         unmeasured=(settings := unmeasured(config)),
