@@ -243,7 +243,9 @@ def test_the_model_is_evaluated_at_the_first_average_after_each_multiple(every, 
     assert at == expected
 
 
-def test_the_averaged_model_has_the_buffers_that_are_averaged(tmp_path):
+@pytest.mark.parametrize("period", [1, 2, 64])
+def test_the_averaged_model_has_the_buffers_of_its_parameters(period, tmp_path):
+    """Whatever their period: at the end of a run that is shorter, and in mid-run."""
     rows = [torch.randn(8, 2, generator=torch.Generator().manual_seed(m)) + m for m in range(3)]
 
     def build(config: Any, context: Context) -> Worker:
@@ -254,13 +256,15 @@ def test_the_averaged_model_has_the_buffers_that_are_averaged(tmp_path):
 
     new, alone = BatchNorm1d(2), [BatchNorm1d(2) for _ in rows]
     for module, x in zip(alone, rows, strict=True):
-        module(x), module(x)  # its statistics do not depend on the weights
+        for _ in range(4):
+            module(x)  # its statistics do not depend on the weights
     means = {
         name: torch.stack([dict(module.named_buffers())[name] for module in alone]).mean(0)
         for name in ("running_mean", "running_var")
     }
     states = {"buffers": {name: dict(new.named_buffers())[name] for name in means}}
-    strategy = DesLoc(SyncSchedule({"params": 2, "buffers": 2}), 2, states=states)
+    schedule = SyncSchedule({"params": 3, "buffers": period})
+    strategy = DesLoc(schedule, 4, states=states, eval_every=3)
     seen: list[ArrayRecord] = []
     nodes = [{"partition-id": m, "state-dir": str(tmp_path)} for m in range(3)]
     start = to_record(dict(new.named_parameters()))
@@ -270,7 +274,7 @@ def test_the_averaged_model_has_the_buffers_that_are_averaged(tmp_path):
         evaluate_fn=lambda _, model: seen.append(model),
     )
     last = from_record(result.arrays)
-    assert [set(model) for model in seen] == [{"weight", "bias", *means}] * 2
+    assert [set(model) for model in seen] == [{"weight", "bias", *means}] * 3
     assert digest(last) == digest(from_record(seen[-1]))
     for name, mean in means.items():
         assert torch.allclose(last[name], mean)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -44,6 +45,16 @@ def test_no_event_lies_inside_a_window_and_each_ends_in_one(schedule, num_steps)
         at_the_end = {PARAMS} if window.stop == num_steps else set()
         assert window.due == schedule.due(window.stop) | at_the_end
         assert window.due
+
+
+@given(SCHEDULES, NUM_STEPS, st.integers(1, 40))
+def test_buffers_are_averaged_with_every_average_of_params(schedule, num_steps, period):
+    buffers = replace(schedule, periods={**schedule.periods, "buffers": period})
+    for window in buffers.windows(num_steps):
+        own = buffers.coin_seed is None and window.stop % period == 0
+        assert "buffers" in window.due or not (own or "params" in window.due)
+    without = [w.stop for w in schedule.windows(num_steps) if "params" in w.due]
+    assert [w.stop for w in buffers.windows(num_steps) if "params" in w.due] == without
 
 
 @given(SCHEDULES, NUM_STEPS)

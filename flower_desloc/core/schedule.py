@@ -56,6 +56,9 @@ class SyncSchedule:
     ``once_at`` are steps after which every stream is averaged in addition to its period (the
     paper's ad-hoc averaging, before workers join).
 
+    ``buffers`` that are averaged at all are also averaged with every average of ``params``: what is
+    evaluated and saved then has statistics of its own parameters.
+
     ``phases`` shift single streams: one with period K and phase p is due after step t when K
     divides t - p, so that two streams need not leave together.
 
@@ -132,22 +135,24 @@ class SyncSchedule:
         """The streams that are zero again after every average of ``params``."""
         return frozenset(stream for stream, period in self.periods.items() if period == RESET)
 
-    def due(self, step: int) -> frozenset[str]:
-        """Return the streams averaged after local step ``step`` (1 is the first)."""
+    def due(self, step: int, num_steps: int | None = None) -> frozenset[str]:
+        """Return the streams averaged after local step ``step`` (1 is the first).
+
+        In a run of ``num_steps`` steps ``params`` are also averaged at the end.
+        """
         if step in self.once_at:
             return frozenset(self.periods) - self.resets
-        return frozenset(stream for stream in self.periods if self._falls_due(stream, step))
+        due = {stream for stream in self.periods if self._falls_due(stream, step)}
+        if step == num_steps:
+            due |= self.periods.keys() & {PARAMS}
+        if PARAMS in due and isinstance(self.periods.get(BUFFERS), int):
+            due.add(BUFFERS)
+        return frozenset(due)
 
     def windows(self, num_steps: int, start: int = 0) -> Iterator[Window]:
-        """Yield the windows from ``start`` to ``num_steps``.
-
-        ``params`` are also averaged at the end of training.
-        """
+        """Yield the windows from ``start`` to ``num_steps``."""
         for step in range(start + 1, num_steps + 1):
-            due = self.due(step)
-            if step == num_steps:
-                due |= self.periods.keys() & {PARAMS}
-            if due:
+            if due := self.due(step, num_steps):
                 yield Window(start, step, due)
                 start = step
 

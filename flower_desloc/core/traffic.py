@@ -16,7 +16,7 @@ from typing import TypeVar
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import coded_bytes
 from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, lossy
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period, SyncSchedule
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, Period, SyncSchedule
 
 _N = TypeVar("_N", int, float)
 
@@ -57,7 +57,7 @@ class Uploads:
     wire: Mapping[str, int]
     """Bytes of each stream as this run sends it."""
     num_steps: int
-    """Steps of the whole run; its end is an event for ``params``."""
+    """Steps of the whole run; at its end ``params`` are averaged."""
     desloc: dict[str, int] = field(init=False)
     local_adam: dict[str, int] = field(init=False)
     """The same with all streams on the clock of ``params``; 0 for data parallelism."""
@@ -69,12 +69,13 @@ class Uploads:
 
     def add(self, start: int, stop: int, workers: int = 1) -> None:
         """Count the window of the steps ``start + 1 .. stop``."""
-        due = self.schedule.due(stop)
-        at_end = self.schedule.periods.keys() & {PARAMS} if stop == self.num_steps else set()
-        for stream in due | at_end:
+        due = self.schedule.due(stop, self.num_steps)
+        for stream in due:
             self.desloc[stream] += workers * self.wire.get(stream, 0)
         # With coins, the coin of params decides for all streams of Local Adam.
-        for stream in self.schedule.periods if PARAMS in due else at_end:
+        of_model = due & {PARAMS, BUFFERS} if PARAMS in due else ()
+        every = PARAMS in self.schedule.due(stop)
+        for stream in self.schedule.periods if every else of_model:
             self.local_adam[stream] += workers * self.sizes.get(stream, 0)
         self.ddp += workers * (stop - start) * self.sizes.get(PARAMS, 0)
 
@@ -106,7 +107,7 @@ def download_bytes(
 
     - x_0 at the start, uncompressed; the states are zero there and are not sent;
     - every average, with the next message after it; so none of those at the end of training;
-    - with ``federated`` evaluation, ``params`` at the end, to evaluate the final model.
+    - with ``federated`` evaluation, the final model at the end: ``params``, and averaged buffers.
     """
     down = dict.fromkeys(sizes, 0)
     down[PARAMS] = sizes[PARAMS]
@@ -117,7 +118,8 @@ def download_bytes(
                 sent = PARAMS if stream == GRADIENTS else stream
                 down[sent] += wire[sent]
     if federated and num_steps > 0:
-        down[PARAMS] += wire[PARAMS]
+        for stream in schedule.due(num_steps, num_steps) & {PARAMS, BUFFERS}:
+            down[stream] += wire[stream]
     return down
 
 
@@ -185,6 +187,14 @@ def _shares(schedule: SyncSchedule, num_steps: int) -> tuple[dict[str, float], f
     regular = {stream: rate(period) for stream, period in clock.periods.items()}
     coins = clock.coin_seed is not None
     any_regular = _any_coin(regular.values()) if coins else _any_period(clock)
+    if regular.get(BUFFERS):  # also averaged with params
+        both = replace(
+            clock,
+            periods={stream: clock.periods[stream] for stream in (PARAMS, BUFFERS)},
+            phases={s: phase for s, phase in clock.phases.items() if s in (PARAMS, BUFFERS)},
+        )
+        rates = (regular[PARAMS], regular[BUFFERS])
+        regular[BUFFERS] = _any_coin(rates) if coins else _any_period(both)
     shares, windows = dict(regular), any_regular
     for step in (step for step in schedule.once_at if step <= num_steps):
         # How likely the regular averages fall on this step.

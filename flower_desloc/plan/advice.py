@@ -236,7 +236,7 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
         return
     if not isinstance(first, int):
         return
-    bounded = " and bounded (sync_bound=true)" if can_bound(run) else ""
+    bounded = " and bounded" if can_bound(run) else ""
     # ADOPT: rare averages cost at K_x = 16, and are not shown to at 64 and 256, with IID data
     # (research/paper.md, RQ2 and RQ3).
     longest = math.inf if bounded else _longest_for_adopt(run)

@@ -260,7 +260,7 @@ def _recommended(run: PlannedRun) -> Iterator[str]:
         words = [f"sync.{stream}={period}" for stream, period in periods.items()]
         # The recommended periods have no phases.
         words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]
-        return " ".join(words + ["sync_bound=true"] * can_bound(run))
+        return " ".join(words + ["sync_bound=true"] * (can_bound(run) and not run.bound))
 
     for topology in run.topologies:
         periods = recommended(run, topology)
