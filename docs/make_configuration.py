@@ -46,6 +46,12 @@ A file may build on a preset with `extends: quickstart`, or on another file with
 `extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,
 if it has one, replaces the other's as a whole.
 
+A setting that is a text takes what was typed: `run.name=2026_01_05`, `data.domains=[007,yes]`.
+Numbers follow YAML 1.2: `010` is ten, `1e-8` a number, `1_000` a text. In the dictionaries
+`task_options`, `optimizer.options` and `model.config` a value is what YAML 1.2 reads, so a text
+that looks like a number needs quotes: `task_options={{code: "007"}}`. Blanks separate overrides,
+except in the brackets or quotes around a value.
+
 After the last step `params` are averaged, whatever their period.
 
 What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:

@@ -60,7 +60,6 @@ def nothing_starts(monkeypatch):
         (["quickstrat"], "did you mean quickstart?"),
         (["quickstart", "run.steps=0"], "run.steps=0: must be at least 1"),
         (["quickstart", "run.name=two words"], "run.name=two words: must have 1 to 80"),
-        (["quickstart", "data.domains=[a, b]"], "leave out the blanks, as in [a,b]"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
         (["desloc_sgdm", "sync.exp_avg=3"], "its streams are params, momentum_buffer"),
@@ -101,6 +100,18 @@ def test_a_dry_run_prints_configuration_command_and_the_papers_ratios_and_starts
     assert "2.00 times as much" in rest
     assert "170.67 times as much" in rest
     assert re.search(r"exp_avg +2 times 4.3 MB .*\n +exp_avg_sq +1 time 4.3 MB ", rest)
+
+
+def test_lists_and_dictionaries_with_blanks_reach_the_app(nothing_starts):
+    words = ["data.domains=[a b, 007]", "federation.attendance={0: 4, 96: 3}", "run.seed=010"]
+    said = accepted("run", "quickstart", *words, "--dry-run")
+    yaml, _, rest = said.partition("flwr run")
+    command = shlex.split(rest.splitlines()[0])
+    run_config = parse_config_args([command[command.index("--run-config") + 1]])
+    config = load_run_config({**app_run_config(), **run_config})
+    assert config == parse(yaml)
+    assert (config.data.domains, config.run.seed) == (["a b", "007"], 10)
+    assert config.federation.attendance == {0: 4, 96: 3}
 
 
 # --- The command ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ SCRIPT = """\
 import builtins, os, signal, sys
 # Other packages have their own ways on other systems.
 import datasets, filelock, flwr.serverapp, flwr.supercore.run, flwr.superlink.grid, flwr.clientapp
-import flwr_datasets.partitioner, matplotlib.figure, omegaconf, pandas, psutil, rich.progress
+import flwr_datasets.partitioner, matplotlib.figure, pandas, psutil, rich.progress, yaml
 import torch.utils.tensorboard, transformers.models.llama.modeling_llama, typer.testing
 
 class Hidden:

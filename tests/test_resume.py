@@ -14,10 +14,10 @@ from faults import files_of_at_most
 from federation import OPTIMIZERS, assert_same
 from flower_path import RUN, Run
 from flwr.app import Error, Message
-from omegaconf import OmegaConf
 
 from flower_desloc import SyncSchedule
 from flower_desloc.config import ConfigError, dump, load
+from flower_desloc.config.yaml12 import write
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import digest
@@ -390,7 +390,7 @@ def test_a_checkpoint_is_resumed_with_the_settings_that_it_lacks_or_the_server_a
     settings = yaml_mapping(dump(load("quickstart")))
     del settings["sync_once_at"], settings["federation"]["norm_bound"]
     settings["sync"]["buffers"] = "never"  # the server adds it
-    Checkpoints(folder, 1, OmegaConf.to_yaml(settings)).write(a_checkpoint())
+    Checkpoints(folder, 1, write(settings)).write(a_checkpoint())
     resumed = to_resume(load("quickstart", f"run.resume={folder.parent}"), tmp_path)
     assert resumed is not None
     assert resumed[1].step == a_checkpoint().step

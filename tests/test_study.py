@@ -128,6 +128,19 @@ sweep: {key: optimizer.lr}
     assert {cell.search.value(1) for cell in made.cells} == {0.00297}
 
 
+def test_a_text_in_a_study_is_what_was_typed(tmp_path):
+    text = """
+name: 2026_01_05
+base: {data: {domains: [007, yes], text_field: 2024_01}, run: {seed: 010}}
+axes: {K: {016: {config: desloc_sgdm, overrides: {sync: {params: 016}}}, no: "data.source='a b'"}}
+"""
+    made, _ = study(tmp_path, text)
+    assert (made.name, made.axes["K"]) == ("2026_01_05", ("016", "no"))
+    first, second = (cell.run(0).config for cell in made.cells)
+    assert (first.data.domains, first.data.text_field) == (["007", "yes"], "2024_01")
+    assert (first.sync["params"], second.data.source) == (16, "a b")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -17,12 +17,12 @@ from flower_desloc.cli.run_arguments import (
     Overrides,
     Preset,
     RunArguments,
-    override,
     require_writable,
 )
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import Config, ConfigError, dump
 from flower_desloc.config.app_folder import APP_FOLDER
+from flower_desloc.config.overrides import override
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.runs.resume import begun_in, cut_off_since, file_to_resume

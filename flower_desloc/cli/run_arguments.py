@@ -1,6 +1,5 @@
 """A run as the command line states it: a preset and overrides, as the app will read them."""
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import typer
 
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
+from flower_desloc.config.overrides import override, split
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
@@ -28,7 +28,6 @@ OutputDir = Annotated[
     ),
 ]
 
-_A_LIST = re.compile(r"[^=]+=[\[{]")
 _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 
@@ -91,14 +90,6 @@ def listing(*folders: Path) -> str:
     return "\n".join(f"  {name:<{width}}  {what}" for name, what in comments.items())
 
 
-def override(key: str, value: str) -> str:
-    """Return one override without whitespace, which is written as YAML escapes."""
-    if not any(map(str.isspace, value)):
-        return f"{key}={value}"
-    text = json.dumps(value, ensure_ascii=False)
-    return f"{key}=" + "".join(f"\\u{ord(c):04x}" if c.isspace() else c for c in text)
-
-
 def require_writable(folder: Path) -> None:
     """End the command with exit code 2 unless ``folder`` exists or can be made, and is writable."""
     try:
@@ -116,14 +107,12 @@ def _load(preset: str, overrides: Sequence[str]) -> Config:
 
 
 def _split(arguments: Sequence[str]) -> list[str]:
-    """Return one override per item: the app reads them separated by blanks."""
+    """Return one override per item; an argument may hold several."""
     overrides: list[str] = []
     for item in arguments:
-        parts = item.split()
+        parts = split(item)
         if all("=" in part for part in parts[1:]):
             overrides += parts
-        elif _A_LIST.match(item):
-            raise ConfigError(f"override {item!r}: leave out the blanks, as in [a,b] and {{a:1}}")
         else:
             key, _, value = item.partition("=")
             overrides.append(override(key, value))

@@ -2,32 +2,22 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import fields
-from functools import cache
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import DictConfig, OmegaConf, TupleConfig
-from omegaconf.basecontainer import BaseContainer
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
-
+from flower_desloc.config import overrides as words
 from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
+from flower_desloc.config.typed import field_type, typed
+from flower_desloc.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.flower.policy import Policy
 
 _EXTENDS = "extends"
 _SYNC = "sync"
 _FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(Policy))})(?==)")
-_TYPES = {
-    "Integer": "an integer",
-    "Float": "a number",
-    "Boolean": "true or false",
-    "string": "text",
-}  # by OmegaConf's names
 
 # Settings of earlier versions that nobody changed: a file that states the value which is now fixed
 # can still be read.
@@ -42,8 +32,8 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
 
     ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
-    is an OmegaConf dotlist, ``key=value`` separated by blanks or as a list. A file may build on a
-    preset with ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's.
+    are ``key=value``, separated by blanks or as a list. A file may build on a preset with
+    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -54,14 +44,14 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
-    typed = _typed(_on_top(_dotlist(overrides), merged))
-    check_used(typed)
-    return typed
+    loaded = _typed(_on_top(_nested(overrides), merged))
+    check_used(loaded)
+    return loaded
 
 
 def dump(config: Config) -> str:
     """Return the whole configuration as YAML; ``parse`` reads it back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return write(asdict(config))
 
 
 def parse(text: str) -> Config:
@@ -71,8 +61,8 @@ def parse(text: str) -> Config:
 
     Raises ``ConfigError`` as ``load`` does.
     """
-    values = _mapping(text, "the configuration")
-    return _typed(_without_unused(values, values))
+    stated = _mapping(text, "the configuration")
+    return _typed(_without_unused(stated, stated))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -110,48 +100,42 @@ def _find(config: str, presets: Path, child: str | None) -> Path:
 
 def _mapping(text: str, what: str) -> dict[str, Any]:
     try:
-        container = OmegaConf.to_container(OmegaConf.create(text))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{what} is not valid YAML: {_one_line(error)}") from error
-    if not isinstance(container, dict):
-        raise ConfigError(f"{what} must hold keys and values, got a {type(container).__name__}")
-    values = {str(key): value for key, value in container.items()}
+        content = read(text)
+    except YAMLError as error:
+        raise ConfigError(f"{what} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        kind = "a list" if isinstance(content, list) else "text"
+        raise ConfigError(f"{what} must hold keys and values, got {kind}")
     for section, removed in _REMOVED.items():
-        stated = values.get(section)
+        stated = content.get(section)
         if isinstance(stated, dict):
-            values[section] = {
+            content[section] = {
                 key: value
                 for key, value in stated.items()
-                if key not in removed or value != removed[key]
+                if key not in removed or values(value) != removed[key]
             }
-    return values
+    return content
 
 
-def _dotlist(overrides: str | Sequence[str]) -> dict[str, Any]:
-    items = overrides.split() if isinstance(overrides, str) else list(overrides)
-    for item in items:
-        if not item.partition("=")[0] or "=" not in item:
+def _nested(overrides: str | Sequence[str]) -> dict[str, Any]:
+    """Return overrides as the sections of a file."""
+    merged: dict[str, Any] = {}
+    for item in words.split(overrides) if isinstance(overrides, str) else overrides:
+        key, equals, value = item.partition("=")
+        if not (key and equals):
             raise ConfigError(f"override {item!r} is not of the form key=value")
-    try:
-        container = OmegaConf.to_container(OmegaConf.from_dotlist(items))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {' '.join(items)!r}: {_one_line(error)}") from error
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
-
-
-def _refuse_unknown(layer: Mapping[str, Any], known: Any, prefix: str = "") -> None:
-    for key, value in layer.items():
-        if key not in known:
-            names = sorted(known)
-            raise ConfigError(
-                f"{prefix}{key}: no such key{suggestion(key, names)}; "
-                f"{prefix[:-1] or 'the configuration'} has {', '.join(names)}"
-            )
-        if isinstance(known[key], dict) and known[key]:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key}={value}: a section; set {prefix}{key}.KEY=VALUE")
-            _refuse_unknown(value, known[key], f"{prefix}{key}.")
+        content: Any
+        if field_type(Config, key) is str:
+            content = words.typed_text(value)
+        else:
+            try:
+                content = read(value or "null")
+            except YAMLError as error:
+                raise ConfigError(f"{item}: not valid YAML: {one_line(error)}") from error
+        for name in reversed(key.split(".")):
+            content = {name: content}
+        merged = _merge(merged, content)
+    return merged
 
 
 def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,66 +162,13 @@ def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-@cache
-def _defaults() -> DictConfig:
-    """Return the defaults, typed; made once, because a study loads hundreds of configurations."""
-    defaults: DictConfig = OmegaConf.structured(Config)
-    return defaults
-
-
-def _typed(values: Mapping[str, Any]) -> Config:
-    node = deepcopy(_defaults())
-    _refuse_unknown(values, OmegaConf.to_container(node))
-    for key, value in _leaves(values):
-        try:
-            OmegaConf.update(node, key, value, merge=False)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{key}={value}: {_wanted(node, key, value, error)}") from error
+def _typed(stated: Mapping[str, Any]) -> Config:
     try:
-        config = OmegaConf.to_object(node)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key}=???: needs a value") from error
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-        raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
+        config = typed(Config, stated)
+    except ConfigError:
+        raise
     except ValueError as error:  # of Policy, the only section that checks itself
         raise ConfigError(_FIELD.sub(r"federation.\g<0>", str(error))) from error
     assert isinstance(config, Config)
     check(config)
     return config
-
-
-def _wanted(node: Any, key: str, value: Any, error: Exception) -> str:
-    """Return what ``key`` takes, where OmegaConf speaks of its own classes."""
-    has = OmegaConf.select(node, key)
-    if isinstance(has, DictConfig) and not isinstance(value, dict):
-        return f"a section; set {key}.NAME=VALUE"
-    if isinstance(has, BaseContainer) and not isinstance(value, (dict, list)):
-        return f"a list; set {key}=[A,B]"
-    if isinstance(has, TupleConfig) and isinstance(value, list) and len(value) != len(has):
-        return f"takes {len(has)} values, got {len(value)}"
-    if value is None:
-        return "needs a value; leave it out for the default"
-    if converted := re.search(
-        r"could not be converted to (\w+)|Cannot convert .* to (string)", str(error)
-    ):
-        return f"must be {_TYPES[converted[1] or converted[2]]}"
-    return _one_line(error)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and not prefix and key != _SYNC:
-            yield from _leaves(value, f"{key}.")
-        elif isinstance(value, dict):
-            # federation.attendance.96=8: in a dotlist every key is a string.
-            yield f"{prefix}{key}", {_as_step(k): v for k, v in value.items()}
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _as_step(key: Any) -> Any:
-    return int(key) if str(key).removeprefix("-").isdecimal() else key
-
-
-def _one_line(error: Exception) -> str:
-    return one_line(error).partition(" full_key")[0]

@@ -7,6 +7,7 @@ from typing import Final
 from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.config.errors import ConfigError, suggestion
 from flower_desloc.config.load import load
+from flower_desloc.config.overrides import split
 from flower_desloc.config.schema import Config
 
 RunConfig = Mapping[str, bool | float | int | str]
@@ -44,7 +45,7 @@ def load_run_config(run_config: RunConfig) -> Config:
             )
     stated = {key: run_config[key] for key in SETTINGS if run_config.get(key, "") != ""}
     keys = [f"{SETTINGS[key]}={value}" for key, value in stated.items()]
-    overrides = str(run_config.get("overrides", "")).split()
+    overrides = split(str(run_config.get("overrides", "")))
     try:
         return load(str(run_config["config"]), [*keys, *overrides])
     except ConfigError as error:

@@ -9,12 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from flower_desloc.config import parse
 from flower_desloc.config.units import count_text, schedule_text
+from flower_desloc.config.yaml12 import YAMLError, read, values
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.flower.observer import Plan
 from flower_desloc.runs.folder import Line, RunFolder, read_lines
@@ -171,7 +168,7 @@ def load(path: Path) -> RunRecord:
 def _reading(path: Path, otherwise: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
+    except (OSError, ValueError, TypeError, YAMLError) as error:
         raise NoRunError(f"{path}: {otherwise}: {error}") from error
 
 
@@ -180,7 +177,7 @@ def yaml_mapping(text: str) -> dict[str, Any]:
 
     Raises ``TypeError`` when it is not a mapping.
     """
-    config = OmegaConf.to_container(OmegaConf.create(text))
+    config = values(read(text))
     if not isinstance(config, dict):
         raise TypeError(f"expected a mapping, got a {type(config).__name__}")
     return {str(key): value for key, value in config.items()}

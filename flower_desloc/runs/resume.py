@@ -5,11 +5,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
 from flower_desloc.config import Config, ConfigError, dump, parse
 from flower_desloc.config.schema import AUTO
+from flower_desloc.config.yaml12 import YAMLError
 from flower_desloc.core.schedule import BUFFERS, NEVER
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import (
@@ -139,10 +137,10 @@ def _called(name: str, output_dir: Path) -> list[RunFolder]:
 def _has_name(run: RunFolder, name: str) -> bool:
     # The folder a-2 may belong to the second run named a, or to the first named a-2.
     try:
-        own = OmegaConf.select(OmegaConf.load(run.config), "run.name")
-    except (OSError, YAMLError):  # missing or damaged
+        own = flat(yaml_mapping(run.config.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, YAMLError):  # missing or damaged
         return True
-    return own in (name, None)
+    return own.get("run.name") in (name, None)
 
 
 def _is_cut_off(run: RunFolder) -> bool:

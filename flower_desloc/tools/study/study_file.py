@@ -1,7 +1,6 @@
 """Reading a study's YAML file: into a grid of cells, or into one error before anything starts."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,13 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from flower_desloc.config import Config, ConfigError
+from flower_desloc.config import Config, ConfigError, yaml12
 from flower_desloc.config.check import NAME
 from flower_desloc.config.errors import one_line, suggestion
+from flower_desloc.config.overrides import override, split
 from flower_desloc.runs.groups import flat
 from flower_desloc.runs.metric import DIRECTIONS
 from flower_desloc.setup.build import check_streams
@@ -58,8 +54,8 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
     if not NAME.fullmatch(name):
         raise ConfigError(f"name={name}: it names a folder; letters, digits, '_', '-' and '.'")
     axes = _axes(values.get("axes"))
-    seeds = _seeds(values.get("seeds", [0]), "seeds")
-    sweep = values.get("sweep")
+    seeds = _seeds(yaml12.values(values.get("seeds", [0])), "seeds")
+    sweep = yaml12.values(values.get("sweep"))
     if sweep not in _NONE and "key" not in _mapping(sweep, "sweep", _SWEEP):
         raise ConfigError("sweep: state the key to tune, such as optimizer.lr")
     base = {"overrides": _overrides(values.get("base"), "base"), "config": "quickstart"}
@@ -74,7 +70,7 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
             )
         cells.append(cell)
     _require_distinct(cells)
-    score = _score(values.get("score"))
+    score = _score(yaml12.values(values.get("score")))
     for cell in cells:
         evaluation = load_once(cell.config, cell.overrides).evaluation
         if score.where != "train" and not getattr(evaluation, score.where):
@@ -90,10 +86,10 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
 
 def _read(path: Path) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+        return yaml12.read(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from error
-    except (YAMLError, OmegaConfBaseException) as error:
+    except yaml12.YAMLError as error:
         raise ConfigError(f"not valid YAML: {one_line(error)}") from error
 
 
@@ -114,8 +110,10 @@ def _axis_value(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {"overrides": _overrides(value, where)}
     named = _mapping(value, where, _AXIS_VALUE)
-    if named.get("sweep") not in _NONE:
-        _mapping(named["sweep"], f"{where}.sweep", _SWEEP)
+    if "sweep" in named:
+        named["sweep"] = yaml12.values(named["sweep"])
+        if named["sweep"] not in _NONE:
+            _mapping(named["sweep"], f"{where}.sweep", _SWEEP)
     return named | {"overrides": _overrides(named.get("overrides"), f"{where}.overrides")}
 
 
@@ -215,12 +213,12 @@ def _seeds(values: Any, where: str) -> tuple[int, ...]:
 
 def _overrides(values: Any, where: str) -> list[str]:
     """Return ``key=value`` strings, from such a list, a string or a nested mapping."""
-    if values is None:
+    if yaml12.values(values) is None:
         return []
-    if isinstance(values, str):
-        return values.split()
+    if type(values) is str:
+        return split(values)
     if isinstance(values, dict):
-        return [f"{key}={json.dumps(value)}" for key, value in flat(values).items()]
+        return [override(key, value) for key, value in flat(values).items()]
     if isinstance(values, list) and all(isinstance(item, str) and "=" in item for item in values):
         return list(values)
     raise ConfigError(f"{where}: a list of key=value, or a mapping of settings; got {values!r}")
