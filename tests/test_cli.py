@@ -250,12 +250,15 @@ def test_flower_gets_our_environment_without_variables_that_would_misdirect_it(m
     assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")
 
 
-def test_a_long_temporary_folder_is_not_used_because_rays_sockets_would_not_fit(
+def test_the_home_of_flower_is_in_a_long_temporary_folder_by_a_path_that_rays_sockets_fit_in(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with flower.private_home() as home:
         assert len(str(home)) < 40
+        assert home.resolve().parent == tmp_path
+        assert (home / "cwd").is_dir()
+    assert not any(tmp_path.iterdir())
 
 
 # --- The supervisor -----------------------------------------------------------------------------

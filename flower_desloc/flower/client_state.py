@@ -33,6 +33,7 @@ from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.checkpoint import KEEP
 from flower_desloc.flower.messages import is_name
+from flower_desloc.flower.system import flower_home
 
 STATE_DIR = "DESLOC_STATE_DIR"
 """Environment variable: the folder of the state of clients whose node config has no state-dir."""
@@ -222,9 +223,8 @@ def state_folder(context: Context) -> Path:
 
     Raises ``FileNotFoundError`` if clients move between machines, and this one does not have it.
     """
-    home = os.environ.get("FLWR_HOME", Path.home() / ".flwr")
-    default = os.environ.get(STATE_DIR, Path(home) / "desloc")
-    folder = Path(str(context.node_config.get("state-dir", default))).expanduser()
+    named = context.node_config.get("state-dir") or os.environ.get(STATE_DIR)
+    folder = Path(str(named)).expanduser() if named else flower_home() / "desloc"
     if os.environ.get(STATE_SHARED) and not folder.is_dir():
         raise FileNotFoundError(
             f"{socket.gethostname()} does not have {folder}, where the clients keep their state; "

@@ -200,7 +200,8 @@ def main(home: Path, command: list[str], *, restart: bool) -> int:
         while restart and not stop:
             stop = _stdin_closed(_RESTART_DELAY) or _run(command, home, log)
     if stop:
-        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(home.resolve(), ignore_errors=True)  # it may be a link
+        home.unlink(missing_ok=True)
     return 0 if stop else 1
 
 

@@ -5,6 +5,11 @@ A task of your own is any class with the methods of ``Task``, named by its impor
 
 from collections.abc import Callable
 
+from flower_desloc.flower.system import use_writable_caches
+
+use_writable_caches()  # before anything imports the libraries that have caches
+
+# ruff: noqa: E402
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import imported
 from flower_desloc.tasks.protocol import Batch, ClientData, Site, Sums, Task

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +14,7 @@ from flower_desloc.config import Config
 from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import AUTO
 from flower_desloc.core.accumulation import accumulated
+from flower_desloc.flower.system import cache_folder
 
 Loss = Callable[..., Tensor]
 """``loss(model, *tensors)``: the mean loss of a model on tensors with one example in each row."""
@@ -162,9 +162,3 @@ def _is_compiler_error(error: Exception) -> bool:
     # Not imported, which takes seconds: if the compiler has run, the module is there.
     module = sys.modules.get("torch._dynamo.exc")
     return module is not None and isinstance(error, module.TorchDynamoException)
-
-
-def cache_folder() -> Path:
-    """Return the folder of files that can be computed again."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "flower-desloc"

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import aiohttp
@@ -12,6 +12,7 @@ import requests
 from huggingface_hub.errors import HfHubHTTPError
 
 from flower_desloc.config.errors import one_line
+from flower_desloc.tasks.caches import causes
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def _is_network_error(error: BaseException) -> bool:
     if datasets.config.HF_HUB_OFFLINE:
         return False
     return any(
-        isinstance(each, _NETWORK_ERRORS) and not _is_refusal(each) for each in _causes(error)
+        isinstance(each, _NETWORK_ERRORS) and not _is_refusal(each) for each in causes(error)
     )
 
 
@@ -69,10 +70,3 @@ def _is_refusal(error: BaseException) -> bool:
     if status is None:
         status = getattr(getattr(error, "response", None), "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status != _TOO_MANY_REQUESTS
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Return the error and its causes: libraries wrap the original error."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

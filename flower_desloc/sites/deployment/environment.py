@@ -5,12 +5,12 @@ import random
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flower_desloc.flower.system import direct_on_loopback, new_temporary_folder, remove
 from flower_desloc.sites.supervisor import ProcessError
 
 _PORTS = iter(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
@@ -34,15 +34,19 @@ HERE = Host()
 
 @contextmanager
 def private_home() -> Iterator[Path]:
-    """Make a folder for FLWR_HOME with an empty ``cwd`` in it; delete it on exit."""
-    system = tempfile.gettempdir()
-    short = system if len(system) <= _LONGEST_TMPDIR else "/tmp"  # noqa: S108
-    home = Path(tempfile.mkdtemp(prefix="desloc-", dir=short)).resolve()
+    """Make a folder for FLWR_HOME with an empty ``cwd`` in it; delete it on exit.
+
+    Raises ``ProcessError`` if it cannot be made.
+    """
+    try:
+        home = new_temporary_folder(_LONGEST_TMPDIR)
+    except OSError as error:
+        raise ProcessError(str(error)) from error
     try:
         (home / "cwd").mkdir()
         yield home
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        remove(home)
 
 
 def program(name: str, environment: Mapping[str, str]) -> str:
@@ -84,11 +88,8 @@ def flower_environment(home: Path) -> dict[str, str]:
     # Flower starts its parts by name from PATH. If `desloc` is called by its full path, without
     # the virtual environment activated, PATH would find other programs or none.
     programs = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-    # Flower's client also applies the proxy variables to 127.0.0.1.
-    proxied = filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY")])
-    direct = ",".join([*proxied, "127.0.0.1", "localhost"])
     quiet = "ignore::FutureWarning:ray._private.worker"
-    return environment | {
+    return direct_on_loopback(environment) | {
         "PATH": os.pathsep.join(programs),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -98,8 +99,6 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         # Otherwise ray.init() joins a cluster it finds under /tmp/ray, and leaves its logs there.
         "RAY_TMPDIR": str(home),
-        "NO_PROXY": direct,
-        "no_proxy": direct,
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])),
         # The width of this terminal, for what the ServerApp prints with rich.

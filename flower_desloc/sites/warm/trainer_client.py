@@ -9,10 +9,8 @@ import hashlib
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -23,6 +21,7 @@ from flwr.app import Context, Message
 
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import TaskIdentity
+from flower_desloc.flower.system import socket_folder
 from flower_desloc.sites.supervisor import Process, describe_exit, start_module
 from flower_desloc.sites.warm.framing import receive, send
 
@@ -94,17 +93,11 @@ def _start(reference: str, run: str, path: Path) -> Process:
 
 
 def _socket_folder() -> Path:
-    # Not in the state's folder: that may be on a disk shared by several machines, and a socket's
-    # path is limited to 107 bytes.
-    folder = Path(tempfile.gettempdir()) / f"desloc-{os.getuid()}"
+    # Not in the state's folder: that may be on a disk shared by several machines.
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        return socket_folder()
     except OSError as error:
         raise NoTrainerError(f"no folder for a trainer's socket: {error}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise NoTrainerError(f"{folder} is not a folder that only this user can enter")
-    return folder
 
 
 def _how_it_ended(trainer: Process) -> str:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import buffers, check_finite
+from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.causal_lm.model import given_architecture
 from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from flower_desloc.tasks.quiet import quiet
@@ -80,9 +81,8 @@ def architecture_of(name: str) -> PretrainedConfig:
         with quiet():
             found: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(
-            f"no model that transformers could load ({shorten(str(error), 200)})"
-        ) from error
+        wrong = ValueError(f"no model that transformers could load ({shorten(str(error), 200)})")
+        raise cache_error(error, wrong) from error
     if found.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"{found.model_type} is not a causal language model")
     of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
@@ -108,7 +108,8 @@ def read(name: str, **settings: Any) -> Any:
         why = shorten(str(error), 200)
         if "ignore_mismatched_sizes" in why:  # advice of transformers, not a reason
             why = "of other shapes than its config.json states"
-        raise ValueError(f"cannot read its weights, safetensors ({why})") from error
+        wrong = ValueError(f"cannot read its weights, safetensors ({why})")
+        raise cache_error(error, wrong) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")

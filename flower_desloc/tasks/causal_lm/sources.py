@@ -12,6 +12,7 @@ from typing import Any, cast
 from datasets import IterableDataset, get_dataset_config_names, load_dataset, load_dataset_builder
 
 from flower_desloc.config.errors import one_line
+from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
@@ -223,11 +224,11 @@ def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
         raise _unreadable(source, name, error) from error
 
 
-def _unreadable(source: Source, name: str, error: Exception) -> ValueError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+def _unreadable(source: Source, name: str, error: Exception) -> Exception:
+    why = " ".join(f"{type(error).__name__}: {error}".split())
     if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
-        reason = "it is empty"  # how `datasets` reports an empty file
-    return ValueError(f"{source}: cannot read {name} ({reason})")
+        why = "it is empty"  # how `datasets` reports an empty file
+    return cache_error(error, ValueError(f"{source}: cannot read {name} ({why})"))
 
 
 def _by_builder(files: list[Path]) -> Iterator[tuple[str, list[str]]]:
@@ -337,4 +338,5 @@ def _load(source: Source, config: str, load: Callable[[], Any]) -> Any:
         with quiet():
             return retry_network(source, load)
     except Exception as error:
-        raise ValueError(f"{source}: cannot load {config!r} ({one_line(error)})") from error
+        wrong = ValueError(f"{source}: cannot load {config!r} ({one_line(error)})")
+        raise cache_error(error, wrong) from error

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from flower_desloc.config import Config
+from flower_desloc.flower.system import cache_folder
 from flower_desloc.tasks.causal_lm.batches import TextBatch, heldout_batches
 from flower_desloc.tasks.causal_lm.document_streams import (
     DocumentStream,
@@ -25,7 +26,6 @@ from flower_desloc.tasks.causal_lm.document_streams import (
     open_domain,
 )
 from flower_desloc.tasks.causal_lm.tokens import Tokens, joined, load_tokenizer
-from flower_desloc.tasks.compute import cache_folder
 from flower_desloc.tasks.protocol import Site
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import Source

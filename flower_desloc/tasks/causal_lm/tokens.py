@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flower_desloc.config.errors import one_line
+from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.quiet import quiet
 
 BYTES = "bytes"
@@ -140,10 +141,11 @@ def load_tokenizer(name: str) -> Tokenizer:
                 return SubwordTokenizer(_from_file(path))
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
-        raise ValueError(
+        wrong = ValueError(
             f"data.tokenizer={name}: neither `bytes`, nor a tokenizer.json, nor a tokenizer that "
             f"transformers could load ({one_line(error)})"
-        ) from error
+        )
+        raise cache_error(error, wrong) from error
     if not tokenizer.is_fast:
         raise ValueError(
             f"data.tokenizer={name}: transformers has no fast tokenizer of that name, and without "

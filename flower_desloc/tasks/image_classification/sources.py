@@ -12,6 +12,7 @@ from datasets import Array2D, Array3D, ClassLabel, Features, Image, List, Value,
 from numpy.typing import NDArray
 
 from flower_desloc.config.errors import one_line
+from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import HELDOUT, Source
 
@@ -136,16 +137,19 @@ def _load(source: Source) -> Mapping[str, Any]:
                 name, _, config = source.source.partition(":")
                 parts = load_dataset(name, config or None, streaming=source.streaming)
     except Exception as error:
-        raise ValueError(
+        wrong = ValueError(
             f"{source}: neither `builtin`, nor a Parquet file or a folder of images here, nor a "
             f"data set that could be loaded ({one_line(error)})"
-        ) from error
+        )
+        raise cache_error(error, wrong) from error
     return dict(parts)
 
 
 def _read_rows(source: Source, part: Any) -> _Stored:
     if part.features is None:
-        raise ValueError(f"{source}: the columns of this stream are unknown; set data.streaming=no")
+        raise ValueError(
+            f"{source}: the columns of this stream are unknown; set data.streaming=false"
+        )
     image = _column(source, part.features, "image_field", source.image_field, _is_image)
     label = _column(source, part.features, "label_field", source.label_field, _is_label)
     part = part.select_columns([image, label])
@@ -155,7 +159,8 @@ def _read_rows(source: Source, part: Any) -> _Stored:
         with quiet():
             rows = [(row[image], row[label]) for row in part]
     except Exception as error:
-        raise ValueError(f"{source}: cannot be read ({one_line(error)})") from error
+        wrong = ValueError(f"{source}: cannot be read ({one_line(error)})")
+        raise cache_error(error, wrong) from error
     images, labels = [each for each, _ in rows], [value for _, value in rows]
     feature = part.features[label]
     if not isinstance(feature, ClassLabel):
