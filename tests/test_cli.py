@@ -62,6 +62,8 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.name=two words"], "run.name=two words: must have 1 to 80"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
+        (["quickstart", "federation.min_clients=9"], "larger than federation.num_clients=4"),
+        (["quickstart", "federation.attendance.8=9"], "at most federation.num_clients=4"),
         (["desloc_sgdm", "sync.exp_avg=3"], "its streams are params, momentum_buffer"),
         (["quickstart", "--engine", "inprocess", "--workers", "2"], "--workers is for --engine"),
     ],
@@ -73,6 +75,18 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, argum
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert said in line
+
+
+def test_the_quorum_of_a_deployment_is_at_most_its_nodes(capsys):
+    words = ["federation.min_clients=6"]
+    assert (
+        run_arguments.RunArguments.parse("quickstart", words, 6).config.federation.min_clients == 6
+    )
+    with pytest.raises(typer.Exit):
+        run_arguments.RunArguments.parse("quickstart", words, 3)
+    assert (
+        "federation.min_clients=6: the quorum is larger than --nodes=3" in capsys.readouterr().err
+    )
 
 
 def test_without_a_preset_the_presets_are_listed(nothing_starts):

@@ -147,6 +147,7 @@ axes: {K: {016: {config: desloc_sgdm, overrides: {sync: {params: 016}}}, no: "da
         ("seedz: [1]", "seedz: no such key (did you mean seeds?)"),
         ("axes: {a: {b: {confg: x}}}", "axes.a.b.confg: no such key (did you mean config?)"),
         ("axes: {a: {b: [run.stepz=1]}}", "in the cell 'b': run.stepz: no such key"),
+        ("base: [federation.min_clients=9]", "larger than federation.num_clients=4"),
         ("axes: {a: {b: {config: nix}}}", "config=nix: no preset of that name"),
         ("axes: {a: {x: {config: ddp}}, b: {y: {config: ddp}}}", "both state a config"),
         ("axes: {a: {x y: [], x-y: []}}", "would share the folder x-y"),

@@ -12,6 +12,7 @@ import typer
 
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
+from flower_desloc.config.check import check_clients
 from flower_desloc.config.overrides import override, split
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.config.schema import AUTO
@@ -65,6 +66,7 @@ class RunArguments:
             if absolute := _absolute_paths(config):
                 words += absolute
                 config = _load(preset, words)
+            check_clients(config, "federation.num_clients" if nodes is None else "--nodes")
             config = with_init_from(config)
             check_streams(config)
         if config.model.config:

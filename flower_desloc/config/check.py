@@ -56,6 +56,21 @@ def check_used(config: Config) -> None:
         raise ConfigError(problem)
 
 
+def check_clients(config: Config, setting: str = "federation.num_clients") -> None:
+    """Raise ``ConfigError`` if more clients are needed than ``setting`` states.
+
+    Not part of ``check``: it is known where clients are simulated. In a deployment any number of
+    sites may register.
+    """
+    federation = config.federation
+    most = f"{setting}={federation.num_clients}"
+    if federation.min_clients > federation.num_clients:
+        raise ConfigError(f"{federation.min_clients=}: the quorum is larger than {most}")
+    for step, number in federation.attendance.items():
+        if number > federation.num_clients:
+            raise ConfigError(f"federation.attendance.{step}={number}: must be at most {most}")
+
+
 # Each function yields problems, as "key=value: what is allowed". f"{model.dtype=!s}" is
 # "model.dtype=float32", so local variables have the names of sections.
 
@@ -170,20 +185,14 @@ def _model(config: Config) -> Iterator[str]:
 
 def _federation(config: Config) -> Iterator[str]:
     federation, run = config.federation, config.run
-    most = f"{federation.num_clients=}"
     if not NAME.fullmatch(run.name):
         yield (
             f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
             "begin with '.' or '-'"
         )
-    if federation.min_clients > federation.num_clients:
-        yield f"{federation.min_clients=}: the quorum is larger than {most}"
     for step, number in federation.attendance.items():
-        stated = f"federation.attendance.{step}={number}"
         if step >= run.steps:
-            yield f"{stated}: must be before {run.steps=}"
-        if number > federation.num_clients:
-            yield f"{stated}: must be at most {most}"
+            yield f"federation.attendance.{step}={number}: must be before {run.steps=}"
 
 
 def _outer(config: Config) -> Iterator[str]:

@@ -9,6 +9,7 @@ from flwr.app import Context, RecordDict
 
 from flower_desloc.config import load_run_config
 from flower_desloc.config.app_folder import make_importable
+from flower_desloc.config.check import check_clients
 from flower_desloc.config.run_config import RunConfig
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.setup.machine import num_threads
@@ -26,6 +27,7 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
     from server_app import app as server_app
 
     config = load_run_config(run_config)
+    check_clients(config)
     state_dir = clients_folder(Path(str(run_config["output-dir"])))
     nodes = [
         {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}

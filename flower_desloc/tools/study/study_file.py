@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_desloc.config import Config, ConfigError, yaml12
-from flower_desloc.config.check import NAME
+from flower_desloc.config.check import NAME, check_clients
 from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.config.overrides import override, split
 from flower_desloc.runs.groups import flat
@@ -130,6 +130,7 @@ def _cell(
     changes = [o for values in (base, *chosen.values()) for o in values["overrides"]]
     cell = Cell(labels=labels, config=config, overrides=(*changes, *overrides))
     try:
+        check_clients(load_once(cell.config, cell.overrides))
         check_streams(load_once(cell.config, cell.overrides))
     except ConfigError as error:
         raise ConfigError(f"in the cell {cell.name!r}: {error}") from error
