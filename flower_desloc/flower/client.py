@@ -19,7 +19,6 @@ from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import (
     BUFFERS,
-    check_finite,
     prime,
     starts_at_zero,
     stream_names,
@@ -44,6 +43,7 @@ from flower_desloc.flower.messages import (
     WindowReply,
     WindowRequest,
 )
+from flower_desloc.flower.not_finite import require_finite
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays
@@ -159,7 +159,12 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     if mine.held is None:
         metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
-    _require_finite(streams)
+
+    def again(step: int) -> StepMetrics:
+        worker.put(begin)
+        return worker.steps(step, step + 1, origin)
+
+    require_finite(streams, worker.optimizer, request.start, steps, again)
     due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
     coding: Mapping[str, Stream] = {}
     if request.formats:
@@ -181,7 +186,10 @@ def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> Win
         return _LOST
     worker.put({PARAMS: params})
     grads, steps = worker.gradient(request.start)
-    _require_finite({GRADIENTS: grads})
+    gradients = {GRADIENTS: grads}
+    require_finite(
+        gradients, worker.optimizer, request.start, steps, lambda step: worker.gradient(step)[1]
+    )
     metrics: Metrics = {
         "num-examples": worker.num_examples,
         "train-loss": steps.losses[0],
@@ -469,15 +477,6 @@ def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) 
         "update-norm": distance(after, before),
         "param-norm": distance(after),
     }
-
-
-def _require_finite(streams: Mapping[str, Stream]) -> None:
-    """Raise ``FloatingPointError`` for values that only a diverged training gives."""
-    try:
-        for name, stream in streams.items():
-            check_finite(name, stream)
-    except ValueError as error:
-        raise FloatingPointError(f"training diverged: {error}; lower optimizer.lr") from error
 
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:

@@ -193,7 +193,7 @@ class RoundEngine:
         """Record why a client is left out; raises ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
         self.note(kind, member.name, reason)
-        self._policy.fail(f"{member.name} is left out of {self.round}: {reason}")
+        self._policy.fail(f"{member.name} is left out of {self.round}", reason)
 
     def note(self, kind: EventKind, client: str, what: str) -> None:
         """Add an event to the record of the window."""

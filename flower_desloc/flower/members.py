@@ -118,7 +118,7 @@ class Members:
                     )
             except ValueError as error:
                 self._note(event_kind(reply), f"node {node_id}", str(error))
-                self._policy.fail(f"node {node_id} cannot take part: {error}")
+                self._policy.fail(f"node {node_id} cannot take part", str(error))
                 continue
             greeted[member.name] = node_id
             if (old := self._known.get(member.name)) is not None:

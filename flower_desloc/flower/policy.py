@@ -1,6 +1,7 @@
 """The federation policy: who takes part in a window, and what happens when a client fails."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from logging import WARNING
 
@@ -11,6 +12,10 @@ _CHOICES = {
     "average": ("mean", "median", "trimmed_mean"),
     "on_failure": ("stop", "continue"),
 }
+
+
+_OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
+"""Begins an error that names a setting of the run."""
 
 
 class FederationError(RuntimeError):
@@ -102,13 +107,23 @@ class Policy:
                     f"clients at least min_clients={self.min_clients}"
                 )
 
-    def fail(self, what: str) -> None:
-        """Raise ``FederationError`` for a failed client, or log it, by ``on_failure``."""
+    def fail(self, what: str, reason: str) -> None:
+        """Raise ``FederationError`` for a failed client, or log it, by ``on_failure``.
+
+        ``reason`` is the client's.
+        """
         if self.on_failure == "stop":
-            raise FederationError(
-                f"{what} (federation.on_failure=continue would continue without it)"
+            # Every client has the settings of the run, so none would remain.
+            advice = (
+                ""
+                if _OF_A_SETTING.match(reason)
+                else (
+                    " (federation.on_failure=continue leaves a failed client out, while "
+                    f"federation.min_clients={self.min_clients} others remain)"
+                )
             )
-        log(WARNING, "%s", what)
+            raise FederationError(f"{what}: {reason}{advice}")
+        log(WARNING, "%s: %s", what, reason)
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:

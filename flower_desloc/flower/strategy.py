@@ -354,15 +354,15 @@ class DesLoc(Strategy):
         """Replace the average of params by the server optimizer's step towards it."""
         if self.state.outer is not None and PARAMS in averages:
             averages[PARAMS] = self.state.outer.towards(averages[PARAMS], window.start)
-            self._require_finite(PARAMS, averages[PARAMS])
+            self._require_finite(PARAMS, averages[PARAMS], "outer.lr")
 
-    def _require_finite(self, name: str, stream: Stream) -> None:
+    def _require_finite(self, name: str, stream: Stream, rate: str = "optimizer.lr") -> None:
         try:
             check_finite(name, stream)
         except ValueError as error:
             raise FederationError(
                 f"the average after {self.engine.round}: {error}, though every client's were; the "
-                "training diverges, so lower optimizer.lr"
+                f"training diverges, so lower {rate}"
             ) from error
 
     # The parts of a round

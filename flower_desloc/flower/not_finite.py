@@ -1,0 +1,54 @@
+"""Why the training of a client is not finite: a batch, or the learning rate."""
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+
+from torch.optim import Optimizer
+
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.streams import check_finite
+from flower_desloc.core.worker import StepMetrics
+
+
+def require_finite(
+    streams: Mapping[str, Stream],
+    optimizer: Optimizer,
+    start: int,
+    steps: StepMetrics,
+    again: Callable[[int], StepMetrics],
+) -> None:
+    """Raise ``FloatingPointError`` with the cause if a stream has NaN or infinity.
+
+    ``steps`` were taken from the step ``start``. ``again`` takes a step by itself from where these
+    started: a batch whose loss or gradient is not finite there either is the cause.
+    """
+    try:
+        for name, stream in streams.items():
+            check_finite(name, stream)
+    except ValueError as error:
+        if (step := _bad_batch(start, steps, again)) is not None:
+            raise FloatingPointError(
+                f"the loss or the gradient of step {step + 1} is NaN or infinite, also with the "
+                "parameters at the start of the window; look for NaN and infinity in the data of "
+                "that batch, and for a division by zero in the task's loss"
+            ) from error
+        advice = "lower optimizer.lr"
+        if any(group.get("eps") == 0 for group in optimizer.param_groups):
+            advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
+        raise FloatingPointError(f"training diverged: {error}; {advice}") from error
+
+
+def _bad_batch(start: int, steps: StepMetrics, again: Callable[[int], StepMetrics]) -> int | None:
+    finite = [isfinite(sum(pair)) for pair in zip(steps.losses, steps.grad_norms, strict=True)]
+    if all(finite):
+        return None
+    step = start + finite.index(False)
+    if _is_finite(again(step)):
+        return None
+    # At the first step of a later window the parameters may be the cause: then no batch is finite.
+    is_alone = step > start or start == 0 or _is_finite(again(step + 1))
+    return step if is_alone else None
+
+
+def _is_finite(steps: StepMetrics) -> bool:
+    return isfinite(sum(steps.losses)) and isfinite(sum(steps.grad_norms))

@@ -1,0 +1,91 @@
+"""A client whose training is not finite says why: a batch, or the learning rate."""
+
+import math
+
+import pytest
+import torch
+
+from flower_desloc.core.streams import prime
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.not_finite import require_finite
+from flower_desloc.flower.policy import FederationError, Policy
+
+OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
+
+
+def message(*, start=0, stop=8, lr=0.1, bad=(), weight=0.5, **options):
+    """Train from ``weight`` on batches of which some are ``bad``; return what is said."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(module.parameters(), lr=lr, **options)
+    prime(optimizer)
+
+    def loss_at(step):
+        row = torch.tensor([[math.nan if step in bad else 1.0]])
+        return (module(row) - 1).square().square().sum()
+
+    worker = Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=1)
+    names = ("params", "exp_avg", "exp_avg_sq")
+    begin = {
+        name: {key: torch.zeros_like(t) for key, t in stream.items()}
+        for name, stream in worker.take(names).items()
+    }
+    begin["params"]["weight"].fill_(weight)
+
+    def steps(first, last):
+        worker.put(begin)
+        return worker.steps(first, last)
+
+    taken = steps(start, stop)
+    with pytest.raises(FloatingPointError) as error:
+        require_finite(
+            worker.take(names), optimizer, start, taken, lambda step: steps(step, step + 1)
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "bad"), [(0, {0}), (0, {5}), (16, {20}), (16, {16}), (0, set(range(8)))]
+)
+def test_a_batch_with_nan_is_named_and_no_rate(start, bad):
+    said = message(start=start, stop=start + 8, bad=bad)
+    assert f"step {min(bad) + 1} is NaN or infinite, also with the parameters" in said
+    assert OF_THE_BATCH in said
+    assert OF_THE_RATE not in said
+    assert "not finite" not in said  # by which a study counts a run as diverged
+
+
+@pytest.mark.parametrize(
+    "diverging",
+    [{"lr": 1e30}, {"start": 16, "stop": 24, "lr": 1e30}, {"start": 16, "weight": 1e30}],
+)
+def test_a_rate_that_is_too_high_is_to_be_lowered(diverging):
+    said = message(**({"stop": 24} | diverging))
+    assert said.endswith(OF_THE_RATE)
+    assert "has values that are not finite" in said
+
+
+def test_an_eps_of_zero_is_named():
+    assert message(eps=0.0, weight=1.0).endswith("or set optimizer.eps above 0")
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ValueError: data.source=/x: cannot read it",
+        "data.domains=['a']: no such domain",
+        "ConfigError: task=mine:Task: it lacks loss",
+        "data.tokenizer: it has 5 tokens",
+    ],
+)
+def test_continuing_is_not_offered_where_every_client_has_the_wrong_setting(reason):
+    with pytest.raises(FederationError) as error:
+        Policy().fail("client-0 is left out", reason)
+    assert str(error.value) == f"client-0 is left out: {reason}"
+
+
+@pytest.mark.parametrize(
+    "reason", ["ValueError: data-path=/x: no such file", "OSError: disk full", "device=cuda: none"]
+)
+def test_continuing_is_offered_for_the_failure_of_one_client(reason):
+    with pytest.raises(FederationError, match=r"leaves a failed client out, while .*min_clients=2"):
+        Policy(min_clients=2).fail("client-0 is left out", reason)
