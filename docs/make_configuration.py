@@ -50,7 +50,7 @@ A setting that is a text takes what was typed: `run.name=2026_01_05`, `data.doma
 Numbers follow YAML 1.2: `010` is ten, `1e-8` a number, `1_000` a text. In the dictionaries
 `task_options`, `optimizer.options` and `model.config` a value is what YAML 1.2 reads, so a text
 that looks like a number needs quotes: `task_options={{code: "007"}}`. Blanks separate overrides,
-except in the brackets or quotes around a value.
+except in the brackets or quotes around a value. `wire={{}}` clears a dictionary.
 
 After the last step `params` are averaged, whatever their period.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
@@ -334,6 +335,31 @@ WRONG = {
 @pytest.mark.parametrize(("override", "parts"), WRONG.items(), ids=WRONG)
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(override, parts):
     assert_refused(parts, quickstart, override.split())
+
+
+# A refusal that says what to set: following it as it is written is enough.
+ADVISED = [
+    ("quickstart", "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset"),
+    ("quickstart", "sync_mode=probabilistic sync_phase.params=1"),
+    ("quickstart", "outer.name=sgd outer.momentum=0"),
+    ("quickstart", "federation.average=median federation.min_steps=0.5"),
+    ("quickstart", "federation.average=median federation.weighting=examples"),
+    ("quickstart", "federation.norm_bound=3 federation.min_steps=0.5"),
+    ("quickstart", "wire.momentum_buffer=int8"),
+    *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
+    *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),
+    ("fedavg", "wire.params=int8"),
+    *(("ddp", words) for words in ("sync_delay=2", "federation.min_steps=0.5", "outer.name=sgd")),
+]
+
+
+@pytest.mark.parametrize(("preset", "words"), ADVISED)
+def test_what_a_refusal_says_to_set_can_be_set_and_helps(preset, words):
+    with pytest.raises(ConfigError) as error:
+        load(preset, words)
+    advice = re.search(r"(?:set|needs) ([\w.]+=[^\s;]*)$", str(error.value))
+    assert advice, error.value
+    load(preset, f"{words} {advice[1]}")
 
 
 BROKEN_FILES = {

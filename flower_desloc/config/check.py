@@ -198,7 +198,7 @@ def _federation(config: Config) -> Iterator[str]:
 def _outer(config: Config) -> Iterator[str]:
     outer = config.outer
     if outer.name == "sgd" and outer.nesterov and outer.momentum == 0:
-        yield "outer.nesterov=true: needs outer.momentum above 0, or set it to false"
+        yield "outer.nesterov=true: needs outer.momentum above 0; set outer.nesterov=false"
 
 
 def _lr_schedule(config: Config) -> Iterator[str]:
@@ -243,10 +243,12 @@ def _wire(config: Config) -> Iterator[str]:
     if coded and config.strategy != "desloc":
         yield (
             f"wire.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which sends "
-            "tensors as they are; leave it out"
+            "tensors as they are; set wire={}"
         )
     for name in config.wire.keys() - config.sync.keys():
-        yield f"wire.{name}: sync has no such stream; it has {', '.join(config.sync)}"
+        yield (
+            f"wire.{name}: sync has no such stream; it has {', '.join(config.sync)}; set wire={{}}"
+        )
     for name in coded:
         if config.sync[name] in (NEVER, RESET):
             yield f"wire.{name}: with sync.{name}={config.sync[name]} it is never sent"

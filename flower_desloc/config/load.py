@@ -11,7 +11,7 @@ from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.config.schema import Config
-from flower_desloc.config.typed import field_type, typed
+from flower_desloc.config.typed import field_type, is_section, typed
 from flower_desloc.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.flower.policy import Policy
 
@@ -152,12 +152,14 @@ def _without_unused(values: Mapping[str, Any], layer: Mapping[str, Any]) -> Mapp
     return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
 
 
-def _merge(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Merge ``layer`` over ``base``; an empty dictionary of settings replaces, as in `wire={}`."""
     merged = dict(base)
     for key, value in layer.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = _merge(old, value)
+        old, dotted = merged.get(key), f"{prefix}{key}"
+        is_added = isinstance(value, dict) and (value or is_section(field_type(Config, dotted)))
+        if isinstance(old, dict) and is_added:
+            value = _merge(old, value, f"{dotted}.")
         merged[key] = value
     return merged
 

@@ -16,7 +16,7 @@ def field_type(section: type, key: str) -> Any:
     """Return the type of a dotted key; ``Any`` if there is no such key."""
     kind: Any = section
     for name in key.split("."):
-        if _is_section(kind):
+        if is_section(kind):
             kind = _fields(kind).get(name, Any)
         else:
             kind = get_args(kind)[1] if get_origin(kind) is dict else Any
@@ -28,7 +28,7 @@ def typed(kind: Any, content: Any, key: str = "") -> Any:
 
     Raises ``ConfigError`` with the key for an unknown key or a wrong type.
     """
-    if _is_section(kind):
+    if is_section(kind):
         return _section(kind, content, key)
     if kind is Any:
         return values(content)
@@ -112,7 +112,8 @@ def _wrong(key: str, content: Any, wanted: str) -> ConfigError:
     return ConfigError(f"{key}={shown}: {wanted}")
 
 
-def _is_section(kind: Any) -> bool:
+def is_section(kind: Any) -> bool:
+    """Return whether a type is that of a section of settings."""
     return dataclasses.is_dataclass(kind)
 
 

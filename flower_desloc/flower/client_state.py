@@ -112,8 +112,8 @@ class StateFiles:
                 tensor_file.write(temporary, asdict(held), streams)
         except OSError as error:
             raise OSError(
-                f"cannot write this client's state to {self.folder}: {error}; free the disk or set "
-                "state-dir in the node config"
+                f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
+                "name another folder: --output-dir of a simulation, state-dir of a site"
             ) from error
 
     def go_back(self, attempts: Mapping[str, int]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from datasets import Dataset
 
 from flower_desloc.config import Config
+from flower_desloc.tasks.protocol import FEWER_CLIENTS
 
 Rows = list[int]
 """Row numbers of a data set."""
@@ -58,14 +59,14 @@ def partition_rows(labels: Sequence[Any], rule: PartitionRule, num_clients: int)
             clients = [partitioner.load_partition(i)["row"][:] for i in range(num_clients)]
     except ValueError as error:
         raise ValueError(
-            f"{held}: federation.num_clients={num_clients} clients need more examples of a label "
-            f"than there are ({error})"
+            f"{held}: {num_clients} clients need more examples of a label than there are "
+            f"({error}); use fewer classes per client, or {FEWER_CLIENTS}"
         ) from error
     if missed := len(labels) - sum(map(len, clients)):
         raise ValueError(
-            f"{held}: with federation.num_clients={num_clients} no client holds some labels, which "
-            f"leaves {missed} of {len(labels)} examples out; use more classes per client, or at "
-            f"least {num_labels} clients"
+            f"{held}: with {num_clients} clients no client holds some labels, which leaves "
+            f"{missed} of {len(labels)} examples out; use more classes per client, or at least "
+            f"{num_labels} clients"
         )
     return clients
 

@@ -15,7 +15,7 @@ from flower_desloc.config import Config
 from flower_desloc.tasks.causal_lm.corpus import client_rows, read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
 from flower_desloc.tasks.partition import PartitionRule
-from flower_desloc.tasks.protocol import Site
+from flower_desloc.tasks.protocol import FEWER_CLIENTS, MORE_TEXT, Site
 from flower_desloc.tasks.source import Source
 
 
@@ -77,12 +77,14 @@ class TextShard:
         encode = load_tokenizer(data.tokenizer).encode
         self._train, self._heldout = encode(train["text"][:]), encode(heldout["text"][:])
         if len(self._train) <= data.seq_len or len(self._heldout) < 2:
-            more = "" if site.data_path else "fewer clients (federation.num_clients), "
+            more = MORE_TEXT if site.data_path else f"{FEWER_CLIENTS}, {MORE_TEXT}"
+            or_else = "smaller data.seq_len"
+            if len(self._heldout) < 2:
+                or_else = "larger data.validation_fraction"
             raise ValueError(
                 f"{site.describe(data)} holds {len(self._train)} tokens to train on and "
                 f"{len(self._heldout)} held out, and a sequence takes data.seq_len + 1 = "
-                f"{data.seq_len + 1}; use {more}more text (data.max_bytes) or a smaller "
-                "data.seq_len"
+                f"{data.seq_len + 1}; use {more}, or a {or_else}"
             )
         self.num_examples = len(self._train) // (data.seq_len + 1)
         num_bytes = Counter[str]()

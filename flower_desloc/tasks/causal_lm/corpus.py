@@ -19,6 +19,7 @@ from flower_desloc.tasks.partition import (
     partition_rows,
     shuffled,
 )
+from flower_desloc.tasks.protocol import FEWER_CLIENTS, MORE_TEXT
 from flower_desloc.tasks.source import Source
 
 Texts = dict[str, list[str]]
@@ -105,7 +106,7 @@ def _split(source: Source, domain: str, train: Texts, heldout: Texts) -> tuple[l
     except ValueError as error:
         raise ValueError(
             f"{source}: its domain {domain!r} holds too little text ({error}); "
-            "add text, or leave it out of data.domains"
+            "add text, or leave that domain out"
         ) from error
 
 
@@ -160,8 +161,8 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     corpus = read(source)
     if num_clients > len(corpus.train):
         raise ValueError(
-            f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} "
-            "documents to train on; use fewer clients, or more text (data.max_bytes)"
+            f"{source}: it has only {len(corpus.train)} documents to train on for {num_clients} "
+            f"clients; use {FEWER_CLIENTS}, or {MORE_TEXT}"
         )
     train = partition_documents(corpus.train, rule, num_clients)
     if rule.name == "dirichlet":

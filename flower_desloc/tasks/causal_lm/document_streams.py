@@ -25,7 +25,7 @@ from flower_desloc.tasks.causal_lm.sources import (
     selected,
     shards_of,
 )
-from flower_desloc.tasks.protocol import Site
+from flower_desloc.tasks.protocol import FEWER_CLIENTS, Site
 from flower_desloc.tasks.source import Source
 
 _log = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class DocumentStream:
             if not found:
                 raise ValueError(
                     f"{share.source}: domain {share.domain!r} has no document for part "
-                    f"{share.turn} of {share.holders}; give it more text, use fewer clients "
-                    "(federation.num_clients), or leave it out of data.domains"
+                    f"{share.turn} of {share.holders}; give it more text, use {FEWER_CLIENTS}, or "
+                    "leave that domain out"
                 )
             self.epoch, self._shard, found = self.epoch + 1, 0, False
             _log.warning(

@@ -295,7 +295,7 @@ def _heldout(source: Source, name: str, tokenizer: str, wanted: int) -> Tokens:
     found.extend(encode(documents))
     if sum(map(len, found)) < 2:
         raise ValueError(
-            f"{source}: no text of domain {name!r} is held out; leave it out of data.domains, or "
-            "raise data.validation_fraction"
+            f"{source}: no text of domain {name!r} is held out; leave that domain out, add text, "
+            "or raise data.validation_fraction"
         )
     return joined(found)

@@ -26,7 +26,7 @@ from flower_desloc.tasks.partition import (
     lend_heldout,
     partition_rows,
 )
-from flower_desloc.tasks.protocol import Site
+from flower_desloc.tasks.protocol import FEWER_CLIENTS, Site
 from flower_desloc.tasks.source import Source
 
 
@@ -97,10 +97,12 @@ class ImageShard:
         self._site = site
         corpus, rows = _client_images(config, site)
         if not rows.train or not rows.heldout:
+            fewer = "" if site.data_path else f"{FEWER_CLIENTS}, "
+            other = "larger" if rows.train else "smaller"
             raise ValueError(
                 f"{site.describe(config.data)} holds {len(rows.train)} images to train on and "
-                f"{len(rows.heldout)} held out; use fewer clients (federation.num_clients) or a "
-                "larger data.validation_fraction"
+                f"{len(rows.heldout)} held out; use {fewer}more images, or a {other} "
+                "data.validation_fraction"
             )
         self._corpus, self._rows = corpus, rows
         labels = corpus.train.labels[rows.train]
@@ -159,8 +161,8 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     corpus = read(source)
     if num_clients > len(corpus.train):
         raise ValueError(
-            f"federation.num_clients={num_clients}: {source} has only {len(corpus.train)} images "
-            "to train on; use fewer clients"
+            f"{source}: it has only {len(corpus.train)} images to train on for {num_clients} "
+            f"clients; use {FEWER_CLIENTS}"
         )
     labels, heldout_labels = corpus.train.labels, corpus.heldout.labels
     train = partition_rows(labels.tolist(), rule, num_clients)
