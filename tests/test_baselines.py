@@ -233,7 +233,6 @@ def test_desloc_refuses_gradients_and_names_what_averages_them():
     ("override", "part"),
     [
         ("federation.attendance.192=2", "before run.steps=192"),
-        ("federation.attendance.4=5", "federation.num_clients=4"),
         ("sync_once_at=[193]", "at most run.steps=192"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_partition_without_a_document(config, tmp_path):
     config.data.source = str(tmp_path)
     task = CausalLM(config)
     assert task.client_data(Site(1, 2)).description.keys() == {"b"}
-    with pytest.raises(ValueError, match=r"federation.num_clients=4: .* only 2 documents"):
+    with pytest.raises(ValueError, match=r"only 2 documents .* 4 clients; use fewer clients"):
         task.client_data(Site(3, 4))
     write(tmp_path / "c.jsonl", prose("c"))
     task = CausalLM(replace(config, data=replace(config.data, domains=["a", "b", "c"])))

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from flower_desloc.core.streams import prime
+from flower_desloc.core.streams import check_finite, prime
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.not_finite import require_finite
+from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.policy import FederationError, Policy
 
 OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
@@ -36,11 +36,11 @@ def message(*, start=0, stop=8, lr=0.1, bad=(), weight=0.5, **options):
         return worker.steps(first, last)
 
     taken = steps(start, stop)
-    with pytest.raises(FloatingPointError) as error:
-        require_finite(
-            worker.take(names), optimizer, start, taken, lambda step: steps(step, step + 1)
-        )
-    return str(error.value)
+    with pytest.raises(ValueError, match="not finite") as found:
+        check_finite("params", worker.take(names)["params"])
+    return str(
+        cause(found.value, optimizer, start, taken, again=lambda step: steps(step, step + 1))
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,19 @@ def test_the_file_is_not_blamed_for_a_cache_that_is_not_writable(error, said):
     assert ("mine.jsonl" in found) == ("mine.jsonl" in said)
 
 
+def test_the_folders_and_proxies_in_use_are_said(monkeypatch, homeless):
+    assert system.described().startswith("this user has no home folder: set")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    for name in [each for each in os.environ if each.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_PROXY", "intra.net")
+    temporary = tempfile.gettempdir()
+    said = f"caches: /caches; temporary files: {temporary}; proxies: none, never for 127.0.0.1"
+    assert system.described() == said
+    monkeypatch.setenv("https_proxy", "http://user:secret@proxy")
+    assert "proxies: https_proxy, never" in system.described()
+
+
 # --- State --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from flower_desloc.config.app_folder import APP_FOLDER
 from flower_desloc.config.overrides import override
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client_state import STATE_DIR
+from flower_desloc.flower.system import described
 from flower_desloc.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.setup.machine import cores
 from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
@@ -114,6 +115,7 @@ def run(
         typer.echo(shlex.join(command))
         with failing(USAGE, ValueError):
             _preflight(config, engine, workers, output_dir, dry=True)
+        typer.echo(described())
         return
     require_writable(output_dir)
     try:

@@ -6,6 +6,7 @@ An app gives ``client_app`` a function that builds a ``Worker``.
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import (
     BUFFERS,
+    check_finite,
     prime,
     starts_at_zero,
     stream_names,
@@ -43,7 +45,7 @@ from flower_desloc.flower.messages import (
     WindowReply,
     WindowRequest,
 )
-from flower_desloc.flower.not_finite import require_finite
+from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays
@@ -164,7 +166,8 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
         worker.put(begin)
         return worker.steps(step, step + 1, origin)
 
-    require_finite(streams, worker.optimizer, request.start, steps, again)
+    why = partial(cause, optimizer=worker.optimizer, start=request.start, steps=steps, again=again)
+    _require_finite(streams, why)
     due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
     coding: Mapping[str, Stream] = {}
     if request.formats:
@@ -186,10 +189,12 @@ def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> Win
         return _LOST
     worker.put({PARAMS: params})
     grads, steps = worker.gradient(request.start)
-    gradients = {GRADIENTS: grads}
-    require_finite(
-        gradients, worker.optimizer, request.start, steps, lambda step: worker.gradient(step)[1]
-    )
+
+    def again(step: int) -> StepMetrics:
+        return worker.gradient(step)[1]
+
+    why = partial(cause, optimizer=worker.optimizer, start=request.start, steps=steps, again=again)
+    _require_finite({GRADIENTS: grads}, why)
     metrics: Metrics = {
         "num-examples": worker.num_examples,
         "train-loss": steps.losses[0],
@@ -477,6 +482,17 @@ def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) 
         "update-norm": distance(after, before),
         "param-norm": distance(after),
     }
+
+
+def _require_finite(
+    streams: Mapping[str, Stream], why: Callable[[ValueError], FloatingPointError]
+) -> None:
+    """Raise ``FloatingPointError``, with the cause, if a stream has NaN or infinity."""
+    try:
+        for name, stream in streams.items():
+            check_finite(name, stream)
+    except ValueError as error:
+        raise why(error) from error
 
 
 def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:

@@ -1,41 +1,35 @@
 """Why the training of a client is not finite: a batch, or the learning rate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import isfinite
 
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
-from flower_desloc.core.streams import check_finite
 from flower_desloc.core.worker import StepMetrics
 
 
-def require_finite(
-    streams: Mapping[str, Stream],
+def cause(
+    error: ValueError,
     optimizer: Optimizer,
     start: int,
     steps: StepMetrics,
     again: Callable[[int], StepMetrics],
-) -> None:
-    """Raise ``FloatingPointError`` with the cause if a stream has NaN or infinity.
+) -> FloatingPointError:
+    """Return the error of a window after which a stream has NaN or infinity, as ``error`` states.
 
     ``steps`` were taken from the step ``start``. ``again`` takes a step by itself from where these
     started: a batch whose loss or gradient is not finite there either is the cause.
     """
-    try:
-        for name, stream in streams.items():
-            check_finite(name, stream)
-    except ValueError as error:
-        if (step := _bad_batch(start, steps, again)) is not None:
-            raise FloatingPointError(
-                f"the loss or the gradient of step {step + 1} is NaN or infinite, also with the "
-                "parameters at the start of the window; look for NaN and infinity in the data of "
-                "that batch, and for a division by zero in the task's loss"
-            ) from error
-        advice = "lower optimizer.lr"
-        if any(group.get("eps") == 0 for group in optimizer.param_groups):
-            advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
-        raise FloatingPointError(f"training diverged: {error}; {advice}") from error
+    if (step := _bad_batch(start, steps, again)) is not None:
+        return FloatingPointError(
+            f"the loss or the gradient of step {step + 1} is NaN or infinite, also with the "
+            "parameters at the start of the window; look for NaN and infinity in the data of that "
+            "batch, and for a division by zero in the task's loss"
+        )
+    advice = "lower optimizer.lr"
+    if any(group.get("eps") == 0 for group in optimizer.param_groups):
+        advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
+    return FloatingPointError(f"training diverged: {error}; {advice}")
 
 
 def _bad_batch(start: int, steps: StepMetrics, again: Callable[[int], StepMetrics]) -> int | None:

@@ -141,6 +141,20 @@ def use_writable_caches() -> None:
     )
 
 
+def described() -> str:
+    """Return the folders and proxies that this process uses, in a line."""
+    try:
+        caches, temporary = str(_caches()), str(temporary_folder())
+    except FileNotFoundError as error:
+        return str(error)
+    ends = {name: name.lower().rpartition("_") for name in os.environ}
+    proxies = [n for n, (what, _, end) in sorted(ends.items()) if end == "proxy" and what != "no"]
+    return (
+        f"caches: {caches}; temporary files: {temporary}; "
+        f"proxies: {', '.join(proxies) or 'none'}, never for 127.0.0.1"
+    )
+
+
 def _caches() -> Path:
     named = os.environ.get(_CACHE)
     return Path(named) if named else home_folder() / ".cache"
