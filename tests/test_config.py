@@ -306,6 +306,7 @@ WRONG = {
     "data.micro_batch_size=all": ["data.micro_batch_size=all", "at least 1, auto or null"],
     "data.micro_batch_size=0": ["data.micro_batch_size=0", "at least 1, auto or null"],
     "data.micro_batch_size=3": ["data.micro_batch_size=3", "must divide data.batch_size=8"],
+    "data.source=\udcff": ["data.source=\\udcff", "not UTF-8"],
     "data.alpha=.nan": ["data.alpha=nan", "at least 1e-06"],
     "data.alpha=nan": ["data.alpha=nan", "must be a number"],
     "optimizer.name=adm": ["optimizer.name=adm", "adopt, adam, adamw, amsgrad, sgdm, paper_adam"],

@@ -124,6 +124,8 @@ def _nested(overrides: str | Sequence[str]) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not (key and equals):
             raise ConfigError(f"override {item!r} is not of the form key=value")
+        if any("\ud800" <= char <= "\udfff" for char in item):
+            raise ConfigError(f"override {item!r} has bytes that are not UTF-8; rename that file")
         content: Any
         if field_type(Config, key) is str:
             content = words.typed_text(value)
