@@ -23,7 +23,7 @@ from flower_desloc.config.errors import one_line
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS, buffers
+from flower_desloc.core.streams import BUFFERS, buffers, parameters
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tasks import Batch, Site, Task, build_task
 
@@ -74,7 +74,7 @@ class Sketch:
     @cached_property
     def streams(self) -> dict[str, Stream]:
         """Every stream of the run, as meta tensors; states have the shapes of their parameters."""
-        trained = {k: _meta(p) for k, p in self.model.named_parameters() if p.requires_grad}
+        trained = {k: _meta(p) for k, p in parameters(self.model).items() if p.requires_grad}
         saved = {k: _meta(b) for k, b in buffers(self.model).items()}
         names = dict.fromkeys([*build_schedule(self._config).periods, PARAMS])
         return {name: saved if name == BUFFERS else trained for name in names}
