@@ -231,12 +231,26 @@ def sparse_gradient(key: str) -> ValueError:
     )
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor only holds others, as a quantised one holds codes and scales."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the values of ``tensor``: itself, or those in a wrapper."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from parts(getattr(tensor, name))
+
+
 def digest(stream: Stream) -> str:
     """Return the SHA-256 of a stream's names, types, shapes and values."""
     sha = hashlib.sha256()
     for key in sorted(stream):
         sha.update(f"{key} {stream[key].dtype} {tuple(stream[key].shape)}".encode())
-        for part in _parts(stream[key].detach()):
+        for part in parts(stream[key].detach()):
             tensor = part.cpu().contiguous()
             if tensor.numel() > 0:  # an empty tensor may have strides that no view as bytes has
                 sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -355,15 +369,6 @@ def _named(
 def plain_name(name: str) -> str:
     """Return the name that a tensor of a compiled module has without ``torch.compile``."""
     return name.replace(_COMPILED, "")
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the values; of a quantised one (torchao) codes and scales."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
 
 
 def some(names: Iterable[str]) -> str:
