@@ -8,7 +8,6 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from flower_desloc.config import Config, ConfigError, dump, load_run_config
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
+from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -78,7 +77,7 @@ def main(grid: Grid, context: Context) -> None:
             if isinstance(grid, InProcessGrid)
             else Preflight(config, folder.path, recorder),
         )
-        _install(model, result.arrays)
+        install(model, from_record(result.arrays))
         folder.write_final(lambda path: task.save(model, path))
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
 
@@ -169,7 +168,7 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
 def _evaluate_fn(task: Task, model: nn.Module, task_name: str) -> EvaluateFn:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         del server_round
-        _install(model, arrays)
+        install(model, from_record(arrays))
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
         for domain, batches in task.heldout().items():
@@ -187,10 +186,3 @@ def _evaluate_fn(task: Task, model: nn.Module, task_name: str) -> EvaluateFn:
         return MetricRecord({**overall, **metrics})
 
     return evaluate
-
-
-@torch.no_grad()
-def _install(model: nn.Module, arrays: ArrayRecord) -> None:
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for key, tensor in from_record(arrays).items():
-        own[key].copy_(tensor)

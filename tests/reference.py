@@ -20,7 +20,10 @@ from torch import Tensor
 Tree = dict[str, Tensor]
 State = dict[str, Tree]
 Grad = Callable[[int, int, Tree], Tree]
-"""(m, t, x) -> g: the gradient of worker m's batch of step t, taken at x."""
+"""(m, t, x) -> g: the gradient of worker m's batch of step t, taken at x.
+
+A tensor that the batch does not depend on may be left out: it takes no step, and t counts it.
+"""
 
 
 def each(f: Callable[..., Tensor], *trees: Tree) -> Tree:
@@ -133,7 +136,7 @@ def run(
                     s[stream] = each(seed, g, s["params"])
             if new and optimizer.ratio < math.inf:
                 bounded([s], optimizer.ratio)
-            for key in x0:
+            for key in g:
                 new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
                 for stream, tensor in zip(streams, new, strict=True):
                     if stream in in_time[m]:

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
+from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.records import from_array, from_record, to_array, values_bytes
 
 DTYPES = [
@@ -75,9 +76,24 @@ def test_an_array_does_not_follow_later_changes_of_its_tensor():
     assert same(from_array(array), before)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_is_written_in_two_bytes_a_value_and_read_as_a_view(shape):
+    value = tensor(shape, torch.bfloat16)
+    array = to_array(value)
+    assert (array.dtype, values_bytes(array)) == ("bfloat16", 2 * value.numel())
+    for record in (ArrayRecord({"a": array}), bundled(ArrayRecord({"a": array, "b": array}))):
+        got = from_record(record)["a"]
+        assert (got.dtype, got.shape) == (value.dtype, value.shape)
+        assert torch.equal(got, value)
+    assert not value.numel() or is_view(from_array(array), array.data)
+    # Flower's own functions refuse it: the bits are no numbers of another type.
+    with pytest.raises(TypeError, match="void"):
+        ArrayRecord({"a": array}).to_torch_state_dict()
+
+
 def test_a_type_that_numpy_lacks_is_refused():
-    with pytest.raises(TypeError, match="BFloat16"):
-        to_array(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="Float8"):
+        to_array(torch.zeros(3, dtype=torch.float8_e5m2))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -88,7 +104,21 @@ def test_values_are_counted_without_their_header(shape):
 
 
 HEADER = "{'descr': '%s', 'fortran_order': %s, 'shape': %s, }"
-DESCRIPTIONS = ["<f4", ">f4", "<f8", "<i8", "|b1", "|u1", "|V4", "<U1", "|O", "<M8", "<c8", "<f9"]
+DESCRIPTIONS = [
+    "<f4",
+    ">f4",
+    "<f8",
+    "<i8",
+    "|b1",
+    "|u1",
+    "|V4",
+    "|V2",
+    "<U1",
+    "|O",
+    "<M8",
+    "<c8",
+    "<f9",
+]
 SHAPE_TEXTS = [
     "()",
     "(2,)",
@@ -121,9 +151,10 @@ def read_by_numpy(data: bytes) -> np.ndarray | None:
     shape=st.sampled_from([*SHAPE_TEXTS, f"({'1, ' * 40}6)"]),
     padding=st.sampled_from(["", " ", " " * 15, "\n", " \n", " " * 60 + "\n", "\n\n", "#\n"]),
     version=st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x01\x01"]),
-    values=st.sampled_from([0, 4, 8, 16, 24, 25, 48]),
+    values=st.sampled_from([0, 4, 8, 12, 16, 24, 25, 48]),
     flip=st.none() | st.tuples(st.integers(0, 100), st.integers(1, 255)),
 )
+@example("|V2", "False", "(2, 3)", " " * 60 + "\n", b"\x01\x00", 12, None)
 @example("<f4", "False", "(2, 3)", " " * 60 + "\n", b"\x01\x00", 24, None)
 def test_any_bytes_are_read_as_numpy_reads_them_or_refused(
     description, order, shape, padding, version, values, flip
@@ -145,4 +176,7 @@ def test_any_bytes_are_read_as_numpy_reads_them_or_refused(
         assert not is_view(got, data)
         assert got.nbytes == values_bytes(array)
         return
+    if expected.dtype == "V2":
+        assert got.dtype == torch.bfloat16
+        got, expected = got.view(torch.int16), expected.view(np.int16)
     assert same(got, torch.from_numpy(expected))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Regression, assert_close, assert_same, size_of
+from federation import OPTIMIZERS, Quadratic, Regression, assert_close, assert_same, size_of
 from flower_path import RUN, Run, oracle
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from reference import Tree
 from torch.nn import BatchNorm1d
 
 from flower_desloc import (
@@ -62,6 +63,48 @@ def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
     schedule = SyncSchedule(periods, options.pop("coin_seed", None))
     run = Run(name, schedule, tmp_path, num_steps=26, **options)
     assert_close(run.start(), oracle(run, present=run.present))
+
+
+class Late(Quadratic):
+    """A problem whose clients first need some tensors late, each at its own step, or never."""
+
+    @staticmethod
+    def _needs(key: str, m: int, t: int) -> bool:
+        return {"matrix": t >= 3 + 2 * m, "vector": t % 3 == m, "empty": False}.get(key, True)
+
+    def loss(self, module: torch.nn.Module, m: int, t: int) -> torch.Tensor:
+        needed = {k: p for k, p in module.named_parameters() if self._needs(k, m, t)}
+        return super().loss(torch.nn.ParameterDict(needed), m, t)
+
+    def grad(self, m: int, t: int, x: Tree) -> Tree:
+        gradient = super().grad(m, t, x)
+        return {key: g for key, g in gradient.items() if self._needs(key, m, t)}
+
+
+@pytest.mark.parametrize("periods", [(4, 5, 7), (12, 12, 12)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_has_its_states_and_the_runs_step_count_before_its_first_gradient(
+    name, periods, tmp_path
+):
+    """However the steps are cut into windows; without a gradient it takes no step."""
+    run = Run(name, periods, tmp_path, problem=Late())
+    got = run.start()
+    assert_close(got, oracle(run))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_never_has_a_gradient_stays_and_its_states_are_zero(name, tmp_path):
+    class Never(Late):
+        @staticmethod
+        def _needs(key: str, m: int, t: int) -> bool:
+            return key != "matrix"
+
+    run = Run(name, (4, 5, 7), tmp_path, problem=Never())
+    for state in run.start():
+        before = Never().module().matrix
+        assert torch.equal(state["params"]["matrix"], before)  # no weight decay either
+        others = [stream["matrix"] for name, stream in state.items() if name != "params"]
+        assert not any(tensor.any() for tensor in others)
 
 
 def test_the_order_of_the_nodes_changes_no_bit(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import Quadratic, Regression, TiedMLP, assert_same
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, StepMetrics, Worker, prime, put, take
 from flower_desloc.core.accumulation import accumulated
@@ -101,6 +102,51 @@ def test_a_parameter_the_loss_does_not_use_stays():
     assert torch.equal(module["unused"], torch.ones(3))
     assert torch.equal(module["matrix"], Quadratic().module().matrix)
     assert not torch.equal(module["vector"], Quadratic().module().vector)
+
+
+@pytest.mark.parametrize("norm", [None, 0.1])
+def test_an_optimizer_of_some_parameters_trains_and_clips_these_alone(norm):
+    def some(module):
+        return [module.b.bias, module.a.weight]
+
+    module, plain = TiedMLP(), TiedMLP()
+    optimizer, its = Adam(some(module), lr=0.05), Adam(some(plain), lr=0.05)
+    prime(optimizer)
+    worked = worker(module, optimizer, clipping=Clipping(norm=norm))
+    grad_norms = [value for t in range(0, 8, 4) for value in worked.steps(t, t + 4).grad_norms]
+    for t in range(8):
+        its.zero_grad()
+        PROBLEM.loss(plain, 0, t).backward()
+        assert grad_norms[t] == clip_grad_norm_(some(plain), norm or math.inf)
+        its.step()
+    assert_same(module.state_dict(), plain.state_dict())
+    assert torch.equal(module.a.bias, TiedMLP().a.bias)
+    assert all(p.grad is None for p in module.parameters())
+    assert worked.gradient(8)[0].keys() == {"a.weight", "b.bias"}
+
+
+def test_the_noise_of_gradients_is_that_of_the_trained_parameters():
+    module = TiedMLP()
+    some = worker(module, Adam([module.a.weight], lr=0.05)).noise(3)
+    module.a.bias.requires_grad_(False)
+    module.b.bias.requires_grad_(False)
+    assert some == worker(module, Adam(module.parameters(), lr=0.05)).noise(3)
+
+
+def test_a_sparse_gradient_is_refused_by_name_before_a_step():
+    module = nn.ModuleDict({"table": nn.Embedding(5, 2), "head": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    prime(optimizer)
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+
+    def loss_at(t):  # the module does not state that this gradient is sparse
+        rows = nn.functional.embedding(torch.tensor([1]), module["table"].weight, sparse=True)
+        return module["head"](rows).sum()
+
+    for train in (lambda it: it.steps(0, 2), lambda it: it.gradient(0)):
+        with pytest.raises(ValueError, match=r"'table.weight' has sparse gradients.*sparse=True"):
+            train(worker(module, optimizer, loss_at=loss_at))
+    assert_same(module.state_dict(), before)
 
 
 # ------------------------------------------------------------------------------ Losses in parts

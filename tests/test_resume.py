@@ -325,7 +325,7 @@ def test_a_checkpoint_outside_a_runs_folder_is_not_resumed(tmp_path):
     ("changes", "words"),
     [
         ({"versions": {PARAMS: 4}}, "has the streams"),
-        ({"averages": {PARAMS: {"w": torch.zeros(7)}}}, "lacks|shape"),
+        ({"averages": {PARAMS: {"w": torch.zeros(7)}}}, "which the model does not have"),
     ],
 )
 def test_a_checkpoint_of_other_streams_or_another_model_is_refused(changes, words, tmp_path):

@@ -60,7 +60,7 @@ def encode_stream(
     coded, received, rest = {}, {}, {}
     signed = name not in NEVER_NEGATIVE
     for key, tensor in stream.items():
-        value = tensor.detach().cpu()
+        value = tensor.detach().to("cpu", _wide(tensor.dtype))
         if reference is not None:
             value = value - reference[key]
         if residual:
@@ -69,7 +69,7 @@ def encode_stream(
         decoded = decode(coded[key], format_, value, signed=signed)
         if signed:
             rest[key] = value - decoded
-        received[key] = decoded if reference is None else reference[key] + decoded
+        received[key] = _added(reference, key, decoded).to(tensor.dtype)
     return EncodedStream(coded, received, rest)
 
 
@@ -91,10 +91,11 @@ def decode_stream(
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
-            decoded = decode(data, format_, like[key], signed=signed)
+            wide = torch.empty_like(like[key], dtype=_wide(like[key].dtype), device="meta")
+            decoded = decode(data, format_, wide, signed=signed)
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
-        stream[key] = decoded if reference is None else reference[key] + decoded
+        stream[key] = _added(reference, key, decoded).to(like[key].dtype)
     return stream
 
 
@@ -142,6 +143,15 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
         dequantise = _dequantise if signed else _dequantise_log
         flat = dequantise(codes, scales, _BITS[format_]).reshape(-1)[:count]
     return flat.reshape(like.shape).to(like.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type for differences and residuals of half-precision tensors, or ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _added(reference: Stream | None, key: str, decoded: Tensor) -> Tensor:
+    return decoded if reference is None else reference[key] + decoded
 
 
 def _bytes_of_codes(format_: Format, count: int) -> int:

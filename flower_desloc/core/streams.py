@@ -1,12 +1,17 @@
 """Read the streams of a module and its optimizer as views, and write them in place.
 
 Streams have PyTorch's names, tensors their parameters': ``{"exp_avg": {"lm_head.weight": ...}}``.
-Tied weights appear once. Parameters that the optimizer does not train are in no stream.
+Tied weights appear once. Parameters that the optimizer does not train are in no stream. A compiled
+module's tensors have the names of the module that was compiled.
+
+Every parameter has its states and the run's step count from the start, also before its first
+gradient. PyTorch creates both at the first gradient: for an expert that is first used after many
+steps, its Adam would correct the bias of moments that have just begun, which is not done here.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -20,6 +25,7 @@ from flower_desloc.core.schedule import PARAMS
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""
 _TRIAL = 12  # steps; some optimizers do something else after ten
+_COMPILED = "_orig_mod."  # in the names of the tensors of what torch.compile(module) returns
 
 
 def prime(optimizer: Optimizer) -> None:
@@ -29,14 +35,19 @@ def prime(optimizer: Optimizer) -> None:
     write the federation's states into. A step on zero gradients creates them in any optimizer.
     The parameters are zero during that step, or weight decay would change the moments.
 
-    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam.
+    Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam, and for
+    one that takes no step on gradients of zeros, such as SparseAdam.
     """
     kept = [(p, p.detach().clone()) for p in trained_by(optimizer)]
     with torch.no_grad():
         for p, _ in kept:
             p.zero_()
             p.grad = torch.zeros_like(p)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            what = f"{type(optimizer).__name__} takes no step on gradients of zeros"
+            raise ValueError(f"{what}, which creates its states: {error}") from error
         optimizer.zero_grad(set_to_none=True)
         for p, x in kept:
             p.copy_(x)
@@ -83,7 +94,7 @@ def set_step(optimizer: Optimizer, step: int) -> None:
     """Set the number of completed steps of every parameter to the federation's ``step``.
 
     Bias correction and ADOPT's clip depend on it, so a worker that joined late or was away uses
-    the server's count, never its own.
+    the server's count, never its own, and so does a parameter without a gradient in some steps.
     """
     # PyTorch counts per parameter, other libraries once per group.
     for memory in (*optimizer.state.values(), *optimizer.param_groups):
@@ -145,14 +156,104 @@ def trained_by(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters by name; a tied weight once, under its first name."""
+    return {plain_name(key): p for key, p in module.named_parameters()}
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the persistent floating-point buffers."""
+    saved = module.state_dict().keys()
+    named = {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
+    return {plain_name(key): buffer for key, buffer in named.items()}
+
+
+@torch.no_grad()
+def install(module: nn.Module, tensors: Stream) -> None:
+    """Copy ``tensors`` into the parameters and buffers of those names."""
+    named_buffers = {plain_name(key): buffer for key, buffer in module.named_buffers()}
+    own = {**parameters(module), **named_buffers}
+    for key, tensor in tensors.items():
+        own[key].copy_(tensor)
+
+
+def trained(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return the module's parameters that the optimizer trains, by name, in the module's order.
+
+    Raises ``ValueError`` if the optimizer trains a tensor that the module does not own.
+    """
+    ids = {id(p) for p in trained_by(optimizer)}
+    params = {key: p for key, p in parameters(module).items() if id(p) in ids}
+    if len(params) != len(ids):
+        raise ValueError(
+            f"the optimizer trains {len(ids)} tensors, of which the module owns {len(params)}; "
+            "build it from the module's parameters"
+        )
+    return params
+
+
+def untrained(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of parameters that require a gradient and are not in the optimizer.
+
+    They keep their values; their gradients are neither clipped nor part of the norm.
+    """
+    ids = {id(p) for p in trained_by(optimizer)}
+    return [key for key, p in parameters(module).items() if p.requires_grad and id(p) not in ids]
+
+
+def check_trainable(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for trained parameters that are complex or have sparse gradients.
+
+    Sparse gradients are known here for PyTorch's embeddings, for others in the first step.
+    """
+    params = trained(module, optimizer)
+    for key, p in params.items():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"parameter {key!r} is of type {p.dtype}, and only real parameters are trained; "
+                "keep its real and imaginary parts in one real parameter (torch.view_as_real)"
+            )
+    sparse = {
+        id(m.weight)
+        for m in module.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+    }
+    for key, p in params.items():
+        if id(p) in sparse:
+            raise sparse_gradient(key)
+
+
+def sparse_gradient(key: str) -> ValueError:
+    """Return the error for a parameter whose gradient is sparse."""
+    return ValueError(
+        f"parameter {key!r} has sparse gradients, and only dense ones are trained; leave "
+        "sparse=True out of the embedding, and take Adam in place of SparseAdam"
+    )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor only holds others, as a quantised one holds codes and scales."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the values of ``tensor``: itself, or those in a wrapper."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from parts(getattr(tensor, name))
+
+
 def digest(stream: Stream) -> str:
     """Return the SHA-256 of a stream's names, types, shapes and values."""
     sha = hashlib.sha256()
     for key in sorted(stream):
-        tensor = stream[key].detach().cpu().contiguous()
-        sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.numel() > 0:  # an empty tensor may have strides that no view as bytes has
-            sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        sha.update(f"{key} {stream[key].dtype} {tuple(stream[key].shape)}".encode())
+        for part in parts(stream[key].detach()):
+            tensor = part.cpu().contiguous()
+            if tensor.numel() > 0:  # an empty tensor may have strides that no view as bytes has
+                sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
@@ -161,16 +262,16 @@ def frozen(module: nn.Module) -> str:
 
     They are never sent, so the server uses it to check that all sites have the same ones.
     """
-    stream = {key: p for key, p in module.named_parameters() if not p.requires_grad}
+    stream = {key: p for key, p in parameters(module).items() if not p.requires_grad}
     return digest(stream) if stream else ""
 
 
 def check_like(name: str, stream: Stream, like: Stream) -> None:
     """Raise ``ValueError`` unless ``stream`` has the tensors of ``like`` by name and shape."""
     if missing := like.keys() - stream.keys():
-        raise ValueError(f"stream {name!r} lacks {_some(missing)}")
+        raise ValueError(f"stream {name!r} lacks {some(missing)}")
     if unknown := stream.keys() - like.keys():
-        raise ValueError(f"stream {name!r} has {_some(unknown)}, which the model does not have")
+        raise ValueError(f"stream {name!r} has {some(unknown)}, which the model does not have")
     for key, tensor in stream.items():
         if tensor.shape != like[key].shape:
             raise ValueError(
@@ -237,16 +338,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _streams(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    # named_parameters() yields a tied weight once; state_dict() would yield it twice.
-    ids = {id(p) for p in trained_by(optimizer)}
-    trained: dict[str, Tensor] = {k: p for k, p in module.named_parameters() if id(p) in ids}
-    if len(trained) != len(ids):
-        raise ValueError(
-            f"the optimizer trains {len(ids)} tensors, of which the module owns {len(trained)}; "
-            "build it from the module's parameters"
-        )
-    streams = {PARAMS: trained}
-    for key, p in trained.items():
+    params = trained(module, optimizer)
+    streams: dict[str, dict[str, Tensor]] = {PARAMS: {**params}}
+    for key, p in params.items():
         for name, value in optimizer.state.get(p, {}).items():
             if name != STEP and isinstance(value, Tensor) and value.is_floating_point():
                 if name in (PARAMS, BUFFERS):
@@ -272,13 +366,13 @@ def _named(
     return named
 
 
-def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent floating-point buffers."""
-    saved = module.state_dict().keys()
-    return {k: b for k, b in module.named_buffers() if k in saved and b.is_floating_point()}
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of a compiled module has without ``torch.compile``."""
+    return name.replace(_COMPILED, "")
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """Return the first three names in words, and how many more there are."""
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(map(repr, listed[:3])) + more

@@ -14,7 +14,15 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.streams import put, set_step, stream_names, take, trained_by
+from flower_desloc.core.streams import (
+    put,
+    set_step,
+    sparse_gradient,
+    stream_names,
+    take,
+    trained,
+    trained_by,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class Worker:
     module: nn.Module
     """On the device where it computes."""
     optimizer: Optimizer
-    """Of the module's parameters; the client writes the federation's states into it."""
+    """Of the module's parameters; the client writes the federation's states into it. It neither
+    trains nor clips parameters that it does not hold."""
     loss_at: Callable[[int], Tensor]
     """The loss of the batch after so many completed steps, from 0; a pure function of the step, so
     that a window can be repeated."""
@@ -90,7 +99,7 @@ class Worker:
         """
         set_step(self.optimizer, start - origin)
         self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)  # of frozen parameters too
+        self.module.zero_grad(set_to_none=True)  # of parameters that are not trained too
         params, groups = trained_by(self.optimizer), self.optimizer.param_groups
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
@@ -100,14 +109,19 @@ class Worker:
                 p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
             loss = self.loss_at(step)
             loss.backward()
+            if step == start:
+                self._require_dense()
             grad_norms.append(clip(params, self.clipping))
             losses.append(loss.detach())
             factor = self.lr_schedule(step)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor
             rates.append(float(groups[0]["lr"]))
+            without_gradient = any(p.grad is None for p in params)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            if without_gradient:  # the optimizer has not counted the step for these
+                set_step(self.optimizer, step + 1 - origin)
+        self.module.zero_grad(set_to_none=True)
         # Read once per window: a read in the loop would synchronise device and host.
         return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
 
@@ -121,10 +135,10 @@ class Worker:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_at(step)
         loss.backward()
+        self._require_dense()
         grads = {
             key: torch.zeros_like(p) if p.grad is None else p.grad
-            for key, p in self.module.named_parameters()
-            if p.requires_grad
+            for key, p in trained(self.module, self.optimizer).items()
         }
         self.optimizer.zero_grad(set_to_none=True)
         norm = get_total_norm(grads.values())
@@ -145,9 +159,14 @@ class Worker:
         """Return the totals of the gradient noise over the next two batches, if they are finite."""
         self.module.train()
         losses = (self.loss_at(each) for each in (step, step + 1))
-        params = [p for p in self.module.parameters() if p.requires_grad]
+        params = list(trained(self.module, self.optimizer).values())
         totals = noise_totals(losses, params)
         return totals if all(map(math.isfinite, totals.values())) else {}
+
+    def _require_dense(self) -> None:
+        for key, p in trained(self.module, self.optimizer).items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise sparse_gradient(key)
 
     def model_streams(self) -> list[str]:
         """Return the streams that a model is made of: params, and buffers if it has any."""

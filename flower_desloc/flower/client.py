@@ -21,6 +21,7 @@ from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import (
     BUFFERS,
     check_finite,
+    check_trainable,
     prime,
     starts_at_zero,
     stream_names,
@@ -45,6 +46,7 @@ from flower_desloc.flower.messages import (
     WindowReply,
     WindowRequest,
 )
+from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
@@ -71,6 +73,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
         request = WindowRequest.from_content(message.content)
         _require_same_code(request)
         worker = build(request.config, context)
+        check_trainable(worker.module, worker.optimizer)
         files = state_files(context, request.run_key)
         files.go_back(request.attempts)
         held = files.held_at(request.start)
@@ -80,6 +83,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
                 "client": client_name(context),
                 "num-examples": worker.num_examples,
                 "bundles": True,
+                **ModelNames.of(worker).to_config(),
                 "held-streams": list(held.versions) if held else [],
                 "held-versions": list(held.versions.values()) if held else [],
             }

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
+from typing import Any
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -14,6 +15,7 @@ from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.exchange import event_kind, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
+from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import records_of
@@ -32,11 +34,14 @@ class Member:
     held: dict[str, int] = field(default_factory=dict)
     """Version of every stream the client holds: the step of the average or reset it is from."""
     reads_bundles: bool = False
+    model: ModelNames | None = None
+    """Names of its model's tensors, if it stated them."""
 
     @classmethod
     def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
         """Read a client's reply to the greeting; raises ``ValueError`` for a malformed one."""
-        about = dict(hello)
+        about: dict[str, Any] = dict(hello)
+        model = ModelNames.pop(about)
         streams, versions = about.pop("held-streams", []), about.pop("held-versions", [])
         name, reads_bundles = about.pop("client", None), about.pop("bundles", False) is True
         if not isinstance(name, str) or not is_name(name):
@@ -45,7 +50,7 @@ class Member:
             raise ValueError("held-streams and held-versions must be lists")
         held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
         texts = {printable(key): printable(str(value)) for key, value in about.items()}
-        return cls(name, node_id, texts, held, reads_bundles)
+        return cls(name, node_id, texts, held, reads_bundles, model)
 
     def lacks(self, versions: Mapping[str, int], resets: Container[str]) -> list[str]:
         """Return the streams to send to this client, given everyone's current ``versions``."""

@@ -1,4 +1,8 @@
-"""Tensors as Flower records, in NumPy's .npy format: one copy to write, none to read."""
+"""Tensors as Flower records, in NumPy's .npy format: one copy to write, none to read.
+
+NumPy has no bfloat16: its values are written as void of two bytes, which nothing takes for numbers
+of another type.
+"""
 
 import io
 import math
@@ -8,6 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
@@ -26,6 +31,8 @@ _DTYPES = {  # in this machine's byte order
     np.dtype(name): getattr(torch, name)
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 }
+_BFLOAT16 = np.dtype("V2")
+_DTYPES[_BFLOAT16] = torch.bfloat16
 
 with warnings.catch_warnings():
     # PyTorch warns once about read-only memory, which from_array() gives it.
@@ -64,12 +71,17 @@ def arrays_of(record: ArrayRecord) -> Mapping[str, Array]:
 def to_array(tensor: Tensor) -> Array:
     """Return a copy of ``tensor`` as a Flower Array.
 
-    Raises ``TypeError`` for a type that NumPy does not have, such as bfloat16.
+    Raises ``TypeError`` for a type that NumPy does not have, other than bfloat16.
     """
-    values = tensor.detach().cpu().contiguous().numpy()
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        values, dtype = tensor.view(torch.int16).numpy().view(_BFLOAT16), "bfloat16"
+    else:
+        values = tensor.numpy()
+        dtype = str(values.dtype)
     header = _header(values.dtype.str, values.shape)
     data = b"".join((header, values.reshape(-1).view(np.uint8).data))
-    return Array(str(values.dtype), values.shape, _NUMPY, data)
+    return Array(dtype, values.shape, _NUMPY, data)
 
 
 def from_array(array: Array) -> Tensor:
@@ -82,7 +94,7 @@ def from_array(array: Array) -> Tensor:
     """
     try:
         tensor = _view(array)
-        return torch.from_numpy(array.numpy()) if tensor is None else tensor
+        return _from_numpy(array.numpy()) if tensor is None else tensor
     except Exception as error:  # NumPy lets many kinds through
         raise ValueError(f"an array cannot be read: {error}") from error
 
@@ -117,6 +129,12 @@ def _view(array: Array) -> Tensor | None:
         return None
     with torch.inference_mode():
         return torch.frombuffer(array.data, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+def _from_numpy(values: npt.NDArray[Any]) -> Tensor:
+    if values.dtype == _BFLOAT16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 @lru_cache(maxsize=4096)

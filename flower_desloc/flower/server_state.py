@@ -12,7 +12,7 @@ from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.formats import Format, lossy
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.streams import check_like, starts_at_zero
+from flower_desloc.core.streams import check_like, plain_name, starts_at_zero
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.records import from_record, to_record
 
@@ -67,19 +67,21 @@ class ServerState:
         )
         if unknown := state.formats.keys() - {PARAMS, *states}:
             raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
-        if BUFFERS in state.versions and BUFFERS not in states:
-            raise ValueError(f"a schedule with {BUFFERS!r} needs states={{{BUFFERS!r}: ...}}")
         for name, stream in states.items():
             if not starts_at_zero(name):
                 state.averages[name] = to_record(stream)
         return state
 
-    def begin(self, params: ArrayRecord, resume: Checkpoint | None) -> None:
-        """Start from ``params``, or from a checkpoint of parameters like these."""
-        if PARAMS in self.averages:
-            raise ValueError("a strategy runs once; construct another one for another run")
-        self.like[PARAMS] = meta(from_record(params))
-        self.averages[PARAMS] = params
+    @property
+    def lacks_buffers(self) -> bool:
+        """Whether buffers are averaged and their initial values are not known."""
+        return BUFFERS in self.versions and BUFFERS not in self.averages
+
+    def begin(self, initial: Mapping[str, ArrayRecord], resume: Checkpoint | None) -> None:
+        """Start from ``initial`` streams, or from a checkpoint of streams like these."""
+        for name, record in initial.items():
+            self.like[name] = meta(from_record(record))
+            self.averages[name] = record
         if resume is not None:
             self._restore(resume)
         if self.outer is not None:
@@ -156,12 +158,21 @@ class ServerState:
             tensors[f"{_DIFFERENCE}{PARAMS}"] = from_record(self.difference)
         return tensors
 
-    def _restore(self, to: Checkpoint) -> None:
-        """Restore a checkpoint's averages; raises ``ValueError`` for one of another model."""
-        if (theirs := set(to.versions)) != (ours := set(self.versions)):
+    def require_like(self, checkpoint: Checkpoint, given: Stream) -> None:
+        """Raise ``ValueError`` unless a checkpoint has this run's streams and parameters.
+
+        ``given`` are the app's initial tensors, of which some may not be trained.
+        """
+        if (theirs := set(checkpoint.versions)) != (ours := set(self.versions)):
             raise ValueError(
                 f"the checkpoint has the streams {sorted(theirs)}, this run {sorted(ours)}"
             )
+        params = checkpoint.averages[PARAMS]
+        here = {plain_name(key): tensor for key, tensor in given.items()}
+        check_like(PARAMS, params, {key: t for key, t in here.items() if key in params})
+
+    def _restore(self, to: Checkpoint) -> None:
+        """Restore a checkpoint's averages; raises ``ValueError`` for one of another model."""
         self.residuals, self.averages, self.difference = {}, {}, None
         for name, stream in to.averages.items():
             if name.startswith(_RESIDUAL):

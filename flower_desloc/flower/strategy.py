@@ -32,6 +32,7 @@ from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import WindowReply, WindowRequest, settings_of
 from flower_desloc.flower.metrics import FromTotals, check_evaluation, pooled, weight_of
+from flower_desloc.flower.model_names import initial_names
 from flower_desloc.flower.observer import Observer, Plan
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import FederationError, Policy
@@ -63,8 +64,9 @@ class DesLoc(Strategy):
     states : Mapping[str, Stream], optional
         What a new worker's streams are, to validate replies against:
         ``take(model, optimizer, names)`` after ``prime(optimizer)``; only names, shapes and types
-        matter, so ``.to("meta")`` saves memory. ``buffers``, which a schedule with BatchNorm needs,
-        with their initial values. Without it the first usable reply sets names and shapes.
+        matter, so ``.to("meta")`` saves memory. Without it the first usable reply sets names and
+        shapes. ``buffers``, in a schedule with BatchNorm, with their initial values, if these are
+        not in the arrays given to ``start``.
     metrics : Callable, optional
         Returns metrics from totals added over clients, for federated evaluation. Without it the
         clients' metrics are averaged by their number of examples.
@@ -150,6 +152,7 @@ class DesLoc(Strategy):
         self.engine: RoundEngine
         self._paces = Paces(self.policy, resume.paces if resume else {})
         self._asked: list[str] = []  # for the window's local steps
+        self._given: dict[str, str] = {}  # the names in the app's arrays
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         if resume is not None:
             self._require_window(resume)
@@ -182,8 +185,8 @@ class DesLoc(Strategy):
         grid : Grid
             Flower's connection to the clients.
         initial_arrays : ArrayRecord
-            The initial parameters, under the names of ``named_parameters()``: those that are
-            trained, without frozen ones and buffers.
+            The initial model: ``to_record(model.state_dict())``, or its trained parameters alone.
+            What is frozen, tied to another name or an integer is left out.
         train_config : ConfigRecord, optional
             The app's own settings, sent with every request.
         evaluate_config : ConfigRecord, optional
@@ -471,10 +474,14 @@ class DesLoc(Strategy):
         return schedule.periods
 
     def _model(self) -> ArrayRecord:
-        """Return a copy of the averaged model, with which the app may do what it likes."""
+        """Return a copy of the averaged model, with which the app may do what it likes.
+
+        Its tensors have the names under which the app gave the initial ones.
+        """
         averages = self.state.averages
         streams = [from_record(averages[n]) for n in self._model_streams() if n in averages]
-        return to_record({key: tensor for stream in streams for key, tensor in stream.items()})
+        model = {key: tensor for stream in streams for key, tensor in stream.items()}
+        return to_record({self._given.get(key, key): tensor for key, tensor in model.items()})
 
     def _model_streams(self) -> list[str]:
         return [name for name in (PARAMS, BUFFERS) if name in self.state.versions]
@@ -489,6 +496,9 @@ class DesLoc(Strategy):
                 "resume with the schedule and steps of its run"
             )
 
+    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
+        self.state.begin(initial, self.resume)
+
     def _begin(
         self,
         grid: Grid,
@@ -496,8 +506,11 @@ class DesLoc(Strategy):
         config: ConfigRecord,
         observer: Observer | None,
     ) -> None:
-        """Restore the state, meet the clients, and attach the observers."""
-        self.state.begin(initial_arrays, self.resume)
+        """Meet the clients, restore the state, and attach the observers."""
+        if PARAMS in self.state.averages:
+            raise ValueError("a strategy runs once; construct another one for another run")
+        if self.resume is not None:  # before anything of the run is deleted
+            self.state.require_like(self.resume, from_record(initial_arrays))
         self.engine = RoundEngine(
             grid,
             self.policy,
@@ -508,7 +521,16 @@ class DesLoc(Strategy):
         )
         recovery = Recovery(self.checkpoints, self.resume, self.engine, self.state, self._paces)
         self.engine.observers = [self._paces, observer or LogLines(), recovery]
-        members = self.engine.open(self.state.step)
+        members = self.engine.open(self.resume.step if self.resume else 0)
+        stated = (member.model for member in members)
+        names = initial_names(list(initial_arrays), stated, self.schedule, self.state.lacks_buffers)
+        self._given = {key: given for of in names.values() for key, given in of.items()}
+        self._start_from(
+            {
+                name: ArrayRecord({key: initial_arrays[given] for key, given in of.items()})
+                for name, of in names.items()
+            }
+        )
         plan = Plan(
             num_steps=self.num_steps,
             num_windows=len(self._windows) - 1,

@@ -18,10 +18,13 @@ from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
 from flower_desloc.core.streams import (
     BUFFERS,
     check_optimizer,
+    check_trainable,
     prime,
+    some,
     starts_at_zero,
     stream_names,
     take,
+    untrained,
 )
 from flower_desloc.core.worker import Clipping
 from flower_desloc.optim.decays import state_decays
@@ -95,16 +98,31 @@ def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the initial streams of a run: the model's own tensors, and states as meta tensors.
 
-    Raises ``ConfigError`` if the optimizer has states that cannot be kept.
+    Raises ``ConfigError`` for parameters that cannot be trained or that the optimizer leaves out,
+    and if the optimizer has states that cannot be kept.
     """
     _known_streams(config)
     optimizer = build_optimizer(config, model.parameters())
+    _check_model(config, model, optimizer)
     prime(optimizer)
     streams = take(model, optimizer, stream_names(model, optimizer))
     return {
         name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
         for name, stream in streams.items()
     }
+
+
+def _check_model(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
+    try:
+        check_trainable(model, optimizer)
+    except ValueError as error:
+        raise ConfigError(f"task={config.task}: {error}") from error
+    if left := untrained(model, optimizer):
+        raise ConfigError(
+            f"optimizer.name={config.optimizer.name}: it does not hold {some(left)}, which would "
+            "keep the values of each site; let it hold all parameters it is given, or set "
+            f"requires_grad=False for these in build_model of task={config.task}"
+        )
 
 
 def check_streams(config: Config) -> None:

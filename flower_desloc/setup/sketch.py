@@ -23,7 +23,7 @@ from flower_desloc.config.errors import one_line
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS, buffers
+from flower_desloc.core.streams import BUFFERS, buffers, is_wrapper, parameters, parts
 from flower_desloc.setup.build import build_schedule
 from flower_desloc.tasks import Batch, Site, Task, build_task
 
@@ -46,6 +46,9 @@ class Sketch:
                 self.model = offline_task(config).build_model()
         except Exception:  # a model that needs values to be built
             self.model = _built(config)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.weights = sum(part.nbytes for tensor in tensors for part in parts(tensor))
+        """Bytes of parameters and buffers."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             _move_to_cpu(self.model)
@@ -62,11 +65,6 @@ class Sketch:
         return sum({id(table): table.numel() for table in tables}.values())
 
     @property
-    def weights(self) -> int:
-        """Bytes of parameters and buffers."""
-        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
     def gradients(self) -> int:
         """Bytes of the gradients."""
         return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
@@ -74,7 +72,7 @@ class Sketch:
     @cached_property
     def streams(self) -> dict[str, Stream]:
         """Every stream of the run, as meta tensors; states have the shapes of their parameters."""
-        trained = {k: _meta(p) for k, p in self.model.named_parameters() if p.requires_grad}
+        trained = {k: _meta(p) for k, p in parameters(self.model).items() if p.requires_grad}
         saved = {k: _meta(b) for k, b in buffers(self.model).items()}
         names = dict.fromkeys([*build_schedule(self._config).periods, PARAMS])
         return {name: saved if name == BUFFERS else trained for name in names}
@@ -181,15 +179,23 @@ class _PeakMemory(TorchDispatchMode):
 
 
 def _move_to_cpu(model: nn.Module) -> None:
-    """Move ``model`` from the meta device to the CPU; shared tensors stay shared."""
+    """Move ``model`` from the meta device to the CPU; shared tensors stay shared.
+
+    A quantised tensor is replaced by one of the type that it is used as.
+    """
     known: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            trained = nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
-            setattr(module, name, known.setdefault(id(p), (p, trained))[1])
+            moved = nn.Parameter(_on_cpu(p), requires_grad=p.requires_grad)
+            setattr(module, name, known.setdefault(id(p), (p, moved))[1])
         for name, b in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-            moved = torch.empty_like(b, device="cpu")
-            setattr(module, name, known.setdefault(id(b), (b, moved))[1])
+            setattr(module, name, known.setdefault(id(b), (b, _on_cpu(b)))[1])
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    if is_wrapper(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -1,17 +1,13 @@
 """Data parallelism: the gradient of every step is averaged, and the server takes the step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
-from flower_desloc.flower.observer import Observer
-from flower_desloc.flower.records import from_record
-from flower_desloc.flower.server_state import meta
 from flower_desloc.flower.strategy import DesLoc
 
 
@@ -48,15 +44,9 @@ class DataParallel(DesLoc):
         del schedule
         return [PARAMS]
 
-    def _begin(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        config: ConfigRecord,
-        observer: Observer | None,
-    ) -> None:
-        self.state.like[GRADIENTS] = meta(from_record(initial_arrays))
-        super()._begin(grid, initial_arrays, config, observer)
+    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
+        super()._start_from(initial)
+        self.state.like[GRADIENTS] = self.state.like[PARAMS]
 
     def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         assert self.state.outer is not None

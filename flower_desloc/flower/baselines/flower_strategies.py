@@ -54,7 +54,7 @@ class FlowerStrategy(DesLoc):
         states: Mapping[str, Stream] | None = None,
         **options: Any,
     ) -> None:
-        if BUFFERS in (states or {}):
+        if BUFFERS in {*schedule.periods, *(states or {})}:
             raise ValueError(
                 "the model has buffers (such as BatchNorm's statistics), which the rounds of "
                 "strategy=fedavg and fedadam do not carry; set strategy=desloc"
@@ -88,6 +88,16 @@ class FlowerStrategy(DesLoc):
             own = records_of(ConfigRecord, message.content)[CONFIG]
         own.pop("server-round", None)  # every request has it
         return super().configure_train(server_round, arrays, own, grid)
+
+    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
+        super()._start_from(initial)
+        for key, tensor in self.state.like[PARAMS].items():
+            if tensor.dtype == torch.bfloat16:
+                raise ValueError(
+                    f"{key!r} is of type {tensor.dtype}, which NumPy does not have, and strategy="
+                    "fedavg and fedadam average NumPy arrays; set strategy=desloc, or a model in "
+                    "float32"
+                )
 
     def _averager(self, window: Window) -> "FlowerAverage":
         del window  # params are due in every one

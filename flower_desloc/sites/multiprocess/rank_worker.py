@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from flower_desloc.core.accumulation import accumulated
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.streams import prime, take, trained_by
+from flower_desloc.core.streams import parameters, prime, take, trained_by
 from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 
@@ -179,7 +179,7 @@ class ShardedRankWorker(RankWorker):
                 self.model.to(device)
             dist.barrier()
         self._params: dict[str, Any] = {
-            key: p for key, p in self.model.named_parameters() if p.requires_grad
+            key: p for key, p in parameters(self.model).items() if p.requires_grad
         }
         shards = {key: nn.Parameter(p.to_local().detach()) for key, p in self._params.items()}
         self.module: nn.Module = _Shards(self.model, shards)
@@ -282,7 +282,7 @@ def _on_disk(folder: Path, tensor: Tensor) -> Tensor:
         return tensor.cpu()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.write(tensor.cpu().contiguous().numpy().data)
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return mapped.view(tensor.shape)

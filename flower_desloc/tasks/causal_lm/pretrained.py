@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.core.schedule import BUFFERS, PARAMS
-from flower_desloc.core.streams import buffers, check_finite
+from flower_desloc.core.streams import buffers, check_finite, parameters
 from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.causal_lm.model import given_architecture
 from flower_desloc.tasks.causal_lm.tokens import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
@@ -67,7 +67,7 @@ def weights(config: Config) -> dict[str, dict[str, Tensor]]:
         model = read(_where(config), config=architecture, dtype=dtype)
     except ValueError as error:
         raise _wrong(config, error) from error
-    params = {name: p.detach() for name, p in model.named_parameters()}
+    params = {name: p.detach() for name, p in parameters(model).items()}
     saved = buffers(model)
     return {PARAMS: params, **({BUFFERS: saved} if saved else {})}
 

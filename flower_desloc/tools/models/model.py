@@ -14,7 +14,7 @@ import torch
 
 from flower_desloc.config import Config, parse
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS, digest
+from flower_desloc.core.streams import BUFFERS, digest, install
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 from flower_desloc.runs.folder import RunFolder, read_lines
 from flower_desloc.runs.resume import completed
@@ -52,11 +52,8 @@ class TrainedModel:
         checkpoint = Checkpoint.read(self.checkpoint)
         task = build_task(parse(checkpoint.settings))
         model = task.build_model()
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
-                for key, tensor in checkpoint.averages[name].items():
-                    own[key].copy_(tensor)
+        for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
+            install(model, checkpoint.averages[name])
         task.save(model, folder)
 
     def facts(self) -> tuple[Config, dict[str, Any]]:
