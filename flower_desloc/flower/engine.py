@@ -6,7 +6,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +50,8 @@ class Round:
     """The clients whose replies were averaged."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Client name -> reason."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """How often each client was left out, in all repeats of the window."""
     drift: dict[str, Drift] = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     began: float = field(default_factory=time.perf_counter)
@@ -102,7 +104,7 @@ class RoundEngine:
         self.members = Members(grid, policy, seed, self.note)
         self.observers: list[Observer] = []
         """Called in this order."""
-        self._policy, self._settings = policy, settings
+        self._policy, self._settings, self._resume = policy, settings, resume
         self._events: list[Event] = []
 
     # Clients
@@ -136,6 +138,8 @@ class RoundEngine:
     def begin(self, number: int, window: Window) -> None:
         """Begin a round; greet the clients that are new."""
         self.round = Round(number, window)
+        if self._resume is not None and number == self._resume.round + 1:
+            self.round.failures.update(self._resume.failures)
         if number > 0:
             for member in self._greet(window.start):
                 for observer in self.observers:
@@ -155,6 +159,8 @@ class RoundEngine:
             log(WARNING, "%s has too few usable replies: %s", self.round, self.round.left_out)
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
+        for observer in self.observers:
+            observer.gave_up(self.round.failures)
         raise FederationError(
             f"{self.round} stayed below federation.min_clients={self._policy.min_clients} "
             f"through federation.repeats={self._policy.repeats} repeats; "
@@ -192,6 +198,7 @@ class RoundEngine:
     def leave_out(self, member: Member, reason: str, kind: EventKind) -> None:
         """Record why a client is left out; raises ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
+        self.round.failures[member.name] += 1
         self.note(kind, member.name, reason)
         self._policy.fail(f"{member.name} is left out of {self.round}: {reason}")
 

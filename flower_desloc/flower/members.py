@@ -151,15 +151,24 @@ class Members:
         begun = [begin for begin in attendance if begin <= step]
         return members[: attendance[max(begun)]] if begun else members
 
-    def drawn(self, step: int) -> list[Member]:
-        """Return the clients that train in the window that starts at ``step``."""
+    def drawn(self, step: int, failures: Mapping[str, int]) -> list[Member]:
+        """Return the clients that train in the window that starts at ``step``.
+
+        ``failures`` counts how often each client was left out of this window: when it is repeated,
+        others are drawn first.
+        """
         members, policy = self.present(step), self._policy
         number = max(policy.min_clients, round(policy.fraction_train * len(members)))
         if number >= len(members):
             return members
-        chosen = random.Random(f"{self._seed}/clients/{step}")  # noqa: S311
-        names = set(chosen.sample([member.name for member in members], number))
-        return [member for member in members if member.name in names]
+        names = [member.name for member in members]
+        if failures:
+            chosen = random.Random(f"{self._seed}/clients/{step}/{sum(failures.values())}")  # noqa: S311
+            chosen.shuffle(names)
+            names.sort(key=lambda name: failures.get(name, 0))
+        else:
+            names = random.Random(f"{self._seed}/clients/{step}").sample(names, number)  # noqa: S311
+        return [member for member in members if member.name in names[:number]]
 
     def at(self, node_id: int) -> Member:
         """Return the client at a node."""
