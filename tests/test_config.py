@@ -256,6 +256,7 @@ WRONG = {
     "federation.weighting=size": ["federation.weighting=size", "uniform, examples"],
     "federation.min_clients=9": ["federation.min_clients=9", "federation.num_clients=4"],
     "federation.fraction_train=0": ["federation.fraction_train=0.0", "at most 1"],
+    "federation.grace=5": ["federation.grace=5", "set federation.on_failure=continue"],
     "evaluation.central=maybe": ["evaluation.central=maybe", "bool"],
 }
 
