@@ -3,6 +3,8 @@
 The clock is the tests' own: a reply is there some seconds after it was asked for.
 """
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from federation import assert_close, assert_same
 from flower_path import Run, oracle
 from flwr.app import Context, Message, RecordDict
+from processes import output_of, processes_with
+from tiny import summary
 
 from flower_desloc.flower.exchange import Exchange
 from flower_desloc.flower.inprocess import InProcessGrid
@@ -303,3 +307,39 @@ def test_grace_that_is_long_enough_changes_no_bit(clock, tmp_path):
 def test_grace_needs_on_failure_continue():
     with pytest.raises(ValueError, match=r"grace=5.*on_failure=continue"):
         Policy(grace=5.0)
+
+
+# ------------------------------------------------------------------------------------- Simulation
+
+STUCK = """\
+import os
+import sys
+import time
+
+from flower_desloc.tasks.image_classification.task import ImageClassification
+
+
+class Stuck(ImageClassification):
+    def client_data(self, site):
+        while site.partition == 1:
+            time.sleep(1)
+        return super().client_data(site)
+"""
+SETTINGS = [
+    *("digits", "task=stuck:Stuck", "run.steps=4", "run.eval_every=0"),
+    *("sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4", "evaluation.federated=false"),
+    *("federation.num_clients=3", "federation.on_failure=continue", "federation.timeout=15"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_simulation_ends_although_a_client_hangs(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    desloc = [Path(sys.executable).with_name("desloc"), "run", *SETTINGS, "--workers", "2"]
+    mark = {"STUCK_RUN": str(tmp_path)}
+    said = output_of(desloc, cwd=tmp_path, env=os.environ | mark, timeout=500)
+    assert "its process is killed" in said
+    assert "Traceback" not in said
+    assert summary(next(tmp_path.glob("runs/*")))["status"] == "completed"
+    assert processes_with("STUCK_RUN", str(tmp_path)) == []
