@@ -24,6 +24,7 @@ from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
 from flower_desloc.flower.records import from_record, plain_numbers, to_record
+from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
@@ -38,6 +39,13 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
+    try:
+        _run(grid, context)
+    finally:
+        end_busy_clients(grid)
+
+
+def _run(grid: Grid, context: Context) -> None:
     run_config = context.run_config
     config = with_init_from(load_run_config(run_config))
     if config.model.config:

@@ -77,6 +77,7 @@ class Faults:
         self._at_the_client: dict[tuple[int, int], Fault] = {}
         self._on_the_way: dict[tuple[int, int], Fault] = {}
         self._before: dict[int, Message] = {}  # every client's last reply
+        self._late: dict[str, Message] = {}  # by the request's id
         self._client_app, self._pull = run.grid.client_app, run.grid.pull_messages
         run.grid.client_app = self._app
         run.grid.pull_messages = self._pulled
@@ -147,9 +148,17 @@ class Faults:
         self._plan(Fault(node, window, "undone", "failed", "File too large", around))
 
     def be_late_at(self, *, node: int, window: int) -> None:
-        """The reply does not arrive within the policy's timeout."""
-        words = "was not answered"
-        self._plan(Fault(node, window, "unheard", "late", words, reply=lambda reply: []))
+        """The reply does not arrive within the policy's timeout, but before the next window."""
+
+        def held_back(reply: Message) -> list[Message]:
+            self._late[reply.metadata.reply_to_message_id] = reply
+            return []
+
+        self._plan(Fault(node, window, "unheard", "late", "was not answered", reply=held_back))
+
+    def lose_request_at(self, *, node: int, window: int) -> None:
+        """The reply never arrives."""
+        self._plan(Fault(node, window, "unheard", "late", "was not answered", reply=lambda _: []))
 
     def spoil_at(self, *, node: int, window: int, spoil: Spoil, words: str) -> None:
         """The reply is malformed."""
@@ -192,6 +201,8 @@ class Faults:
         for message_id in message_ids:
             asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
             node, window = _place(asked)
+            if asked.metadata.dst_node_id in self.run.strategy.engine.exchange.silent:
+                replies += filter(None, [self._late.pop(message_id, None)])
             for reply in self._pull([message_id]):
                 replies += self._on_the_way.pop((node, window), UNHARMED).reply(reply)
                 if window > 0 and reply.has_content():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
-from flower_desloc.flower.exchange import Probe, exchange
+from flower_desloc.flower.exchange import Exchange, Probe
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import to_record
@@ -52,9 +52,14 @@ def check(faults: Faults) -> None:
         line = json.loads(json.dumps(to_line(record)))
         here = [fault for fault in faults.planned if fault.window == record.round]
         told = [fault for fault in here if fault.kind is not None]
+        late = {f"client-{f.node}" for f in faults.planned
+                if f.kind == "late" and f.window == record.round - 1}  # fmt: skip
         # Names and shapes are looked at before values: the order is of no account.
         told.sort(key=lambda fault: fault.node)
-        events = sorted(line["events"], key=lambda event: event["client"])
+        returned = [event for event in line["events"] if event["kind"] == "returned"]
+        assert {event["client"] for event in returned} == late
+        events = [event for event in line["events"] if event not in returned]
+        events.sort(key=lambda event: event["client"])
         for fault, event in zip(told, events, strict=True):
             assert (event["kind"], event["client"]) == (fault.kind, f"client-{fault.node}")
             assert re.search(fault.words, event["what"])
@@ -157,7 +162,7 @@ def test_a_node_that_has_lost_its_request_is_not_waited_for(tmp_path, monkeypatc
     monkeypatch.setattr("flower_desloc.flower.exchange.Probe", partial(Probe, after=0.0))
     monkeypatch.setattr("flower_desloc.flower.exchange.HttpGrid", InProcessGrid)
     faults = faulty("adam", None, tmp_path, timeout=10**6)
-    faults.be_late_at(node=2, window=3)  # what it was asked is gone with its process
+    faults.lose_request_at(node=2, window=3)  # what it was asked is gone with its process
     assert_close(faults.run.start(), faults.expected())
     assert events(faults.run) == [(4, "failed", "client-2")]
     assert "has lost the request" in faults.run.watch.records[3].left_out["client-2"]
@@ -170,7 +175,9 @@ def echo(message: Message, _: Context) -> Message:
 def ask(grid: InProcessGrid, probe: Probe | None = None) -> Message:
     """Return the reply of the grid's only node to a message."""
     [node] = grid.get_node_ids()
-    [reply] = exchange(grid, [Message(RecordDict(), node, "train")], patience=60, probe=probe)
+    exchange = Exchange(grid, timeout=60)
+    exchange.probe = probe
+    [reply] = exchange.replies([Message(RecordDict(), node, "train")])
     return reply
 
 

@@ -1,6 +1,7 @@
 """The federated path, from the strategy through records and files to the clients and back."""
 
 import gc
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,33 @@ def test_a_share_of_the_clients_trains_drawn_by_the_seed(tmp_path):
     chosen = [set(record.clients) for record in runs[0].watch.records[1:]]
     assert all(len(names) == 3 for names in chosen)
     assert len({frozenset(names) for names in chosen}) > 1
+
+
+def test_a_repeated_window_draws_other_clients(tmp_path):
+    """Those that failed are drawn last; every first draw is that of a run without failures."""
+    policy = Policy(fraction_train=0.2, on_failure="continue", repeats=4)
+    run = quadratic(tmp_path, policy, num_clients=5, seed=3)
+    names = [f"client-{m}" for m in range(5)]
+    first = {t: random.Random(f"3/clients/{t}").sample(names, 1)[0] for t in (0, 2, 4, 6)}
+    tried: list[str] = []
+    app = run.grid.client_app
+
+    def client_app(message: Message, context: Context) -> Message:
+        config = message.content["config"]
+        if (message.metadata.message_type, config["start-step"]) == ("train", 4):
+            tried.append(f"client-{context.node_config['partition-id']}")
+            if len(tried) < 5:
+                raise OSError("Input/output error")
+        return app(message, context)
+
+    run.grid.client_app = client_app
+    run.watch.after.clear()  # most clients are never drawn, and hold nothing
+    run.strategy.start(run.grid, run.initial, observer=run.watch)
+    assert tried[0] == first.pop(4)
+    assert sorted(tried) == names
+    assert {r.start: [*r.clients] for r in run.watch.records[1:] if r.start != 4} == {
+        start: [name] for start, name in first.items()
+    }
 
 
 def test_config_records_of_the_app_reach_the_clients(tmp_path):

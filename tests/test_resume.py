@@ -28,7 +28,7 @@ from flower_desloc.flower.checkpoint import (
     Checkpoints,
     last_checkpoint,
 )
-from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record
 from flower_desloc.runs.record import yaml_mapping
 from flower_desloc.runs.resume import to_resume
@@ -248,6 +248,30 @@ def test_an_evaluation_does_not_change_a_clients_state_at_a_checkpoint(tmp_path)
     killed(case, tmp_path / "killed", whole.at("before the checkpoint")[2])  # of step 5
     failing.add(2)
     assert outcome(case.run(tmp_path / "killed", resume=True)) == outcome(whole.run)
+
+
+def test_a_run_that_a_broken_client_ended_is_resumed_with_another(tmp_path):
+    """It draws whom a repeat would have drawn, also from a checkpoint of an earlier window."""
+
+    def fail(message: Message) -> Message | None:
+        at = (message.metadata.message_type, message.content["config"]["start-step"])
+        return Message(Error(2, "disk"), reply_to=message) if at == ("train", 6) else None
+
+    def broken(message: Message) -> Message | None:
+        return fail(message) if message.metadata.dst_node_id == 1 + int(drawn[-1]) else None
+
+    policy = Policy(fraction_train=0.3, on_failure="continue", repeats=0)
+    calm = Case(every=3, policy=policy).run(tmp_path / "calm")
+    (drawn,) = next(r.clients for r in calm.watch.records if r.start == 6)
+    case = Case(every=3, policy=policy, instead=broken)
+    with pytest.raises(FederationError, match=f"repeats=0.*{drawn}"):
+        case.run(tmp_path / "run")
+    kept = Checkpoint.read(Checkpoints(tmp_path / "run/checkpoints").all()[-1])
+    assert (kept.step, kept.failures) == (6, {drawn: 1})
+    repeating = dataclasses.replace(case, policy=dataclasses.replace(policy, repeats=1))
+    assert outcome(case.run(tmp_path / "run", resume=True)) == outcome(
+        repeating.run(tmp_path / "repeating")
+    )
 
 
 def test_clients_need_no_files_where_every_stream_was_just_averaged(tmp_path):

@@ -47,6 +47,8 @@ class Checkpoint:
     """The app's own settings; it compares them with those it resumes with."""
     paces: Mapping[str, float] = field(default_factory=dict)
     """Seconds per local step of every client, as measured."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often each client was left out of the window after this one, which ended the run."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
     """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
     versions do not name them, and "" stands for all."""

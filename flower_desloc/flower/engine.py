@@ -6,13 +6,14 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from logging import INFO, WARNING
 
-from flwr.app import MetricRecord
+from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -50,6 +51,8 @@ class Round:
     """The clients whose replies were averaged."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Client name -> reason."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """How often each client was left out, in all repeats of the window."""
     drift: dict[str, Drift] = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     began: float = field(default_factory=time.perf_counter)
@@ -98,18 +101,21 @@ class RoundEngine:
         """Step of the server's last checkpoint; -1: none."""
         self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
         """The starts of the server (``WindowRequest.attempts``)."""
-        self.exchange = Exchange(grid, policy.timeout)
-        self.members = Members(grid, policy, seed, self.note)
+        self.exchange = Exchange(
+            grid, policy.timeout, quorum=policy.min_clients, grace=policy.grace
+        )
+        self.members = Members(grid, self.exchange, policy, seed, self.note)
         self.observers: list[Observer] = []
         """Called in this order."""
-        self._policy, self._settings = policy, settings
+        self._policy, self._settings, self._resume = policy, settings, resume
         self._events: list[Event] = []
+        self._late_hellos: list[Message] = []
 
     # Clients
 
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""
-        self.members.wait_for_quorum()
+        self.members.wait_for_quorum(self._listen)
         clients = in_order(self._greet(step))
         known = {member.name for member in clients}
         if unknown := sorted(self._policy.step_seconds.keys() - known):
@@ -123,11 +129,11 @@ class RoundEngine:
     def farewell(self) -> None:
         """Tell the clients that the run is over, so that they delete their files of it."""
         goodbye = WindowRequest(run_key=self.run_key)
+        self._listen()
         online = self.members.online()
         requests = [self.exchange.request(m.node_id, GOODBYE, goodbye) for m in online]
         # The run is over: a silent client must not delay its result for long.
-        patience = min(self._policy.timeout, _GOODBYE_TIMEOUT)
-        for reply in self.exchange.replies(requests, patience=patience):
+        for reply in self.exchange.replies(requests, at_most=_GOODBYE_TIMEOUT):
             if reply.has_error():
                 log(WARNING, "a client keeps its files of this run: %s", reply.error.reason)
 
@@ -136,10 +142,10 @@ class RoundEngine:
     def begin(self, number: int, window: Window) -> None:
         """Begin a round; greet the clients that are new."""
         self.round = Round(number, window)
+        if self._resume is not None and number == self._resume.round + 1:
+            self.round.failures.update(self._resume.failures)
         if number > 0:
-            for member in self._greet(window.start):
-                for observer in self.observers:
-                    observer.joined(member.name, member.about)
+            self._welcome()
 
     def until_quorum(self, attempt: Callable[[], MetricRecord | None]) -> MetricRecord:
         """Return what ``attempt`` returns, repeating the window while that is None.
@@ -147,18 +153,21 @@ class RoundEngine:
         Raises ``FederationError`` when the policy's repeats are used up.
         """
         for repeat in range(1 + self._policy.repeats):
-            if repeat > 0:  # an absent client may be back, at another node
-                self.members.wait_for_quorum()
-                list(self._greet(self.round.window.start))
+            # An absent client may be back, at another node; a silent one may answer.
+            if repeat > 0 or (self.exchange.silent and self.members.too_few()):
+                self.members.wait_for_quorum(self._listen)
+                self._welcome()
             if (metrics := attempt()) is not None:
                 return metrics
             log(WARNING, "%s has too few usable replies: %s", self.round, self.round.left_out)
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
+        for observer in self.observers:
+            observer.gave_up(self.round.failures)
         raise FederationError(
             f"{self.round} stayed below federation.min_clients={self._policy.min_clients} "
             f"through federation.repeats={self._policy.repeats} repeats; "
-            f"left out: {self.round.left_out}"
+            f"left out: {self.round.left_out}{self.members.silent}"
         )
 
     def without_state(self, node_id: int) -> Member:
@@ -192,6 +201,7 @@ class RoundEngine:
     def leave_out(self, member: Member, reason: str, kind: EventKind) -> None:
         """Record why a client is left out; raises ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
+        self.round.failures[member.name] += 1
         self.note(kind, member.name, reason)
         self._policy.fail(f"{member.name} is left out of {self.round}", reason)
 
@@ -236,6 +246,25 @@ class RoundEngine:
         for observer in self.observers:
             observer.window(record)
 
+    def _listen(self) -> None:
+        """Look whether silent nodes have answered.
+
+        The reply to a greeting is as good as in time. One to a window is not used: the averages it
+        was for are in use. Its client keeps its local steps on the streams that were not due, like
+        one that was away.
+        """
+        for late in self.exchange.late_replies():
+            if late.message_type == HELLO:
+                self._late_hellos.append(late.reply)
+            else:
+                self.members.answered(late)
+
+    def _welcome(self) -> None:
+        """Greet the clients that are new, and call the observers for each."""
+        for member in self._greet(self.round.window.start):
+            for observer in self.observers:
+                observer.joined(member.name, member.about)
+
     def _greet(self, step: int) -> Iterator[Member]:
         """Greet the unknown nodes and yield their clients, for the window after ``step`` steps."""
         hello = WindowRequest(
@@ -247,6 +276,9 @@ class RoundEngine:
             code=fingerprint(),
             config=self._settings,
         )
-        nodes = self.members.new_nodes()
+        self._listen()
+        late, self._late_hellos = self._late_hellos, []
+        greeted = {reply.metadata.src_node_id for reply in late}
+        nodes = [node_id for node_id in self.members.new_nodes() if node_id not in greeted]
         asked = (self.exchange.request(node_id, HELLO, hello) for node_id in nodes)
-        return self.members.add(self.exchange.replies(asked))
+        return self.members.add(chain(late, self.exchange.replies(asked)))

@@ -1,24 +1,35 @@
 """Send requests and receive the replies in an order that does not depend on who is first."""
 
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from flwr.app import DEFAULT_TTL, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    DEFAULT_TTL,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.internals import HttpGrid, http_grid, pull_objects
-from flower_desloc.flower.messages import ARE_YOU_THERE, STATE_LOST, WindowRequest
+from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.records import records_of
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
+_TIMES_THE_SLOWEST, _LEAST_PATIENCE = 5, 60.0  # the latter in seconds
+_KEPT = 0.9  # of its time to live: an expired request cannot be asked for in a simulation
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
@@ -28,25 +39,64 @@ _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
 class Exchange:
     """The messages between the server and the nodes of a grid, whose bytes it counts.
 
+    A node that does not answer in time is *silent*. It is sent nothing more, and nobody waits for
+    it, until its reply to that request is found by ``late_replies``: it answers in order, so until
+    then it would not answer another request either.
+
+    The wait for a node that has answered such a request before is at most five times as long as
+    the slowest node took last, and at least a minute, within ``timeout``.
+
     Parameters
     ----------
     grid : Grid
         Flower's connection to the nodes.
     timeout : float
         Seconds without any reply after which a node that has not replied is given up.
+    quorum, grace : int, float or None
+        Once ``quorum`` nodes have replied, ``ask`` waits at most ``grace`` seconds for the others.
 
     """
 
-    def __init__(self, grid: Grid, timeout: float) -> None:
+    def __init__(
+        self, grid: Grid, timeout: float, *, quorum: int = 1, grace: float | None = None
+    ) -> None:
         self.meter = TrafficMeter()
         self._grid, self._timeout = grid, timeout
+        self._quorum, self._grace = quorum, grace
         self._is_deployment = isinstance(grid, HttpGrid)
-        self._probe: Probe | None = None
+        self.probe: Probe | None = None
+        """How to find out whether a silent node has lost its request; None: it cannot."""
         if self._is_deployment:
             poll_for_objects_often()
             # A SuperNode serves one message after the other; a simulation several, and loses none.
-            self._probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
+            self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
+        self._silent: dict[int, _Asked] = {}
+        self._took: dict[tuple[str, int], tuple[float, int]] = {}
+        """By type of message and node: seconds until its last reply, and the window's steps."""
+
+    @property
+    def silent(self) -> Collection[int]:
+        """The nodes that have not answered a request in time, and not since."""
+        return self._silent.keys()
+
+    def late_replies(self) -> "Iterator[Late]":
+        """Look for the replies of silent nodes; a node that has one is silent no longer."""
+        for node, asked in list(self._silent.items()):
+            now = time.monotonic()
+            reply = self._look(asked, now)
+            if reply is None:
+                self._probe_if_silent(asked, now)
+                continue
+            del self._silent[node]
+            seconds = now - asked.at
+            yield Late(asked.message_type, self._received(reply, asked, seconds), seconds)
+            del reply
+
+    def forget(self, node_id: int) -> None:
+        """Forget how long a node takes: it was offline, and may begin anew."""
+        for key in [key for key in self._took if key[1] == node_id]:
+            del self._took[key]
 
     def request(
         self,
@@ -78,7 +128,7 @@ class Exchange:
         ``again`` returns for the node: at once and not at the end, because the order of summation
         is fixed.
         """
-        for reply in self.replies(requests):
+        for reply in self.replies(requests, grace=self._grace):
             if _has_lost_state(reply):
                 yield from self.replies([again(reply.metadata.src_node_id)])
             else:
@@ -86,14 +136,38 @@ class Exchange:
             del reply  # free its memory before the next one is received
 
     def replies(
-        self, requests: Iterable[Message], *, patience: float | None = None
+        self,
+        requests: Iterable[Message],
+        *,
+        at_most: float = math.inf,
+        grace: float | None = None,
     ) -> Iterator[Message]:
-        """Send ``requests`` and yield one reply to each, in their order (see ``exchange``)."""
-        counted, patience = self._counted(requests), patience or self._timeout
-        for reply in exchange(self._grid, counted, patience=patience, probe=self._probe):
-            self.meter.received(reply)
-            yield reply
-            del reply  # free its memory before the next one is received
+        """Send ``requests`` and yield one reply to each, in their order.
+
+        A reply is pulled only when its turn comes. Flower holds the early ones, so the server app
+        holds one at a time whatever the number of clients, and sums have one order. With ``grace``
+        it must know how many have replied: while it waits, it pulls and holds the early ones.
+
+        A node has an error for a reply when it has not answered in time after the last reply was
+        received, by its patience and ``at_most``; or when the ``probe`` finds that it has lost the
+        request. Every reply names the node that was asked: Flower's own errors may come from node
+        1.
+        """
+        asked = [self._send(message, at_most) for message in self._counted(requests)]
+        waiting = _Waiting(asked, last_reply=time.monotonic())
+        del asked
+        if grace is not None:
+            waiting.quorum, waiting.grace = self._quorum, grace
+        while waiting.asked:
+            turn = waiting.asked.pop(0)
+            reply = self._wait(turn, waiting)
+            if isinstance(reply, Error) and reply.code == _NO_REPLY:
+                self._silent[turn.node] = turn
+                waiting.has_given_up = True
+            # After a wait that was in vain, it is unknown when the replies found now have arrived.
+            took = None if waiting.has_given_up else time.monotonic() - turn.at
+            yield self._received(reply, turn, took)
+            del reply, turn  # free their memory before the next one is received
 
     def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
         for message in requests:
@@ -114,6 +188,116 @@ class Exchange:
             self._bundles[id(record)] = record, bundled(record)
         return self._bundles[id(record)][1]
 
+    def _send(self, request: Message, at_most: float) -> "_Asked":
+        message_id = self._push(request)
+        bare = copy(request)
+        bare.content = RecordDict()
+        asked = _Asked(bare, message_id, _steps(request), at=time.monotonic())
+        asked.patience = min(self._patience(asked), Patience(at_most), key=lambda p: p.seconds)
+        return asked
+
+    def _patience(self, asked: "_Asked") -> "Patience":
+        """Return how long to wait for the reply."""
+        # A window's time is a constant and a part that grows with its steps: never more than this.
+        slowest = max(
+            (
+                seconds * max(1.0, asked.steps / steps)
+                for (message_type, _), (seconds, steps) in self._took.items()
+                if message_type == asked.message_type
+            ),
+            default=math.inf,
+        )
+        # A first window may compile, and load data. A greeting is a node's first by its nature:
+        # that of the nodes that are there at the start has no limit but the timeout.
+        is_first = asked.message_type != HELLO and asked.key not in self._took
+        bound = max(_TIMES_THE_SLOWEST * slowest, _LEAST_PATIENCE)
+        if is_first or bound >= self._timeout:
+            return Patience(self._timeout, "federation.timeout")
+        return Patience(
+            bound,
+            f"{_TIMES_THE_SLOWEST} times the longest that a client took last, and at least "
+            f"{_LEAST_PATIENCE:g} s",
+        )
+
+    def _wait(self, turn: "_Asked", waiting: "_Waiting") -> Message | Error:
+        """Return the reply, or why there is none."""
+        if turn.message_id in waiting.early:
+            return waiting.early.pop(turn.message_id)
+        if turn.message_id is None:
+            return Error(_NOT_SENT, "Flower did not accept the request")
+        began = now = time.monotonic()
+        turn.silent_since = max(turn.at, waiting.last_reply)
+        while True:
+            reply = self._look(turn, now)
+            if reply is not None:
+                has_waited = isinstance(reply, Message) and now > began and not reply.has_error()
+                if self.probe is not None and has_waited:
+                    self.probe.after = max(self.probe.after, 1.5 * (now - turn.at))
+                if isinstance(reply, Message):
+                    waiting.count(reply)
+                return reply
+            if waiting.grace is not None:
+                self._pull_early(waiting)
+            deadline = waiting.last_reply + turn.patience.seconds
+            if now >= waiting.ends:
+                why = f"after {waiting.quorum} others had replied (federation.grace)"
+                return Error(_NO_REPLY, f"the request was not answered {waiting.grace:g} s {why}")
+            if now >= deadline:
+                return Error(_NO_REPLY, f"the request was not answered in {turn.patience}")
+            self._probe_if_silent(turn, now)
+            # A poll costs a request: one every twentieth of the wait so far adds 5 % at most.
+            longest = _LONGEST_PAUSE if self._is_deployment else _LONGEST_IN_MEMORY
+            pause = min(max((now - began) / 20, _SHORTEST_PAUSE), longest)
+            time.sleep(min(pause, deadline - now, waiting.ends - now))
+            now = time.monotonic()
+
+    def _look(self, asked: "_Asked", now: float) -> Message | Error | None:
+        """Look once for a node's reply, or for why there will be none."""
+        # The answer to the probe first: a node that answers it has replied before, or never will.
+        answers = self._pull([asked.probe_id])
+        for reply in self._pull([asked.message_id]):
+            return reply
+        for answer in answers:
+            if not answer.has_error():
+                return Error(_FORGOTTEN, "its node answers, but has lost the request")
+            # An error of Flower's own, not of the node: the probe is gone.
+            asked.probe_id, asked.silent_since = None, now
+        if now - asked.at > _KEPT * asked.request.metadata.ttl:
+            return Error(_FORGOTTEN, "Flower no longer keeps the request, which is too old")
+        return None
+
+    def _probe_if_silent(self, asked: "_Asked", now: float) -> None:
+        if self.probe and not asked.probe_id and now - asked.silent_since > self.probe.after:
+            asked.probe_id, asked.silent_since = self._push(self.probe.to(asked.node)), now
+
+    def _pull_early(self, waiting: "_Waiting") -> None:
+        """Pull the replies that have arrived before their turn."""
+        missing = [asked.message_id for asked in waiting.asked]
+        for reply in self._pull([i for i in missing if i not in waiting.early]):
+            waiting.early[reply.metadata.reply_to_message_id] = reply
+            waiting.count(reply)
+
+    def _push(self, message: Message) -> str | None:
+        # One by one: of a batch, Flower drops those it cannot send without saying which.
+        return next(iter(self._grid.push_messages([message])), None) or None
+
+    def _pull(self, message_ids: Iterable[str | None]) -> Iterable[Message]:
+        sent = [message_id for message_id in message_ids if message_id is not None]
+        return list(self._grid.pull_messages(sent)) if sent else ()
+
+    def _received(self, reply: Message | Error, asked: "_Asked", took: float | None) -> Message:
+        """Return a reply, or an error in its place, that names the node that was asked."""
+        if isinstance(reply, Message):
+            reply = _wrong(reply, asked.node) or reply
+        message = Message(reply, reply_to=asked.request) if isinstance(reply, Error) else reply
+        self.meter.received(message)
+        if not _is_usable(message) and not _is_late(message):
+            # It may begin anew, and need as long as for its first window.
+            self._took.pop(asked.key, None)
+        elif took is not None:
+            self._took[asked.key] = (took, asked.steps)
+        return message
+
 
 @dataclass
 class Probe:
@@ -131,39 +315,69 @@ class Probe:
     """Seconds of silence before the first probe; grows to 1.5 times the longest reply."""
 
 
-def exchange(
-    grid: Grid, requests: Iterable[Message], *, patience: float, probe: Probe | None = None
-) -> Iterator[Message]:
-    """Send ``requests`` and yield one reply to each, in their order.
+@dataclass(frozen=True)
+class Late:
+    """A reply that was found after its node had been given up."""
 
-    A reply is pulled only when its turn comes. Flower holds the early ones, so the server app holds
-    one at a time whatever the number of clients, and sums have one order. A client gets an error
-    for a reply when it has not answered ``patience`` seconds after the last reply was received, or
-    when the ``probe`` finds that its node has lost the request.
-
-    Every reply names the node that was asked: Flower's own errors may come from node 1.
-    """
-    asked = [_push_request(grid, request) for request in requests]
-    last_reply = time.monotonic()
-    while asked:
-        turn = asked.pop(0)
-        reply = _wait(grid, turn, probe, last_reply, patience)
-        if isinstance(reply, Message):
-            last_reply = time.monotonic()
-            reply = _wrong(reply, turn.node) or reply
-        yield Message(reply, reply_to=turn.request) if isinstance(reply, Error) else reply
-        del reply, turn  # free their memory before the next one is received
+    message_type: str
+    reply: Message
+    seconds: float
+    """Between the request and the moment when it was found."""
 
 
 @dataclass(frozen=True)
+class Patience:
+    """How long to wait for a reply, and the reason of that limit."""
+
+    seconds: float
+    because: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s" + (f" ({self.because})" if self.because else "")
+
+
+@dataclass
 class _Asked:
     request: Message  # without its content, which has been sent
     message_id: str | None  # None: Flower did not accept it
+    steps: int  # of the window that it is about
     at: float
+    patience: Patience = Patience(math.inf)
+    silent_since: float = 0.0
+    probe_id: str | None = None
 
     @property
     def node(self) -> int:
         return self.request.metadata.dst_node_id
+
+    @property
+    def message_type(self) -> str:
+        return self.request.metadata.message_type
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.message_type, self.node
+
+
+@dataclass
+class _Waiting:
+    """The state of one exchange: the requests whose turn has not come, and what has arrived."""
+
+    asked: list[_Asked]
+    last_reply: float
+    early: dict[str, Message] = field(default_factory=dict)
+    has_given_up: bool = False
+    quorum: int = 0
+    grace: float | None = None
+    replied: int = 0
+    ends: float = math.inf
+
+    def count(self, reply: Message) -> None:
+        """Note that a reply has arrived."""
+        self.last_reply = time.monotonic()
+        self.replied += _is_usable(reply)
+        if self.grace is not None and self.replied == self.quorum:
+            self.ends = min(self.ends, self.last_reply + self.grace)
 
 
 def poll_for_objects_often() -> None:
@@ -181,12 +395,20 @@ def event_kind(reply: Message) -> EventKind:
     """Return as what kind of event to record that this reply cannot be used."""
     if not reply.has_error() or reply.error.code == _OTHER_NODE:
         return "refused"
-    return "late" if reply.error.code == _NO_REPLY else "failed"
+    return "late" if _is_late(reply) else "failed"
 
 
 def printable(text: str) -> str:
     """Replace control characters, so that a client's text cannot act on a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _is_late(reply: Message) -> bool:
+    return reply.has_error() and reply.error.code == _NO_REPLY
+
+
+def _is_usable(reply: Message) -> bool:
+    return not reply.has_error() and not _has_lost_state(reply)
 
 
 def _has_lost_state(reply: Message) -> bool:
@@ -195,52 +417,11 @@ def _has_lost_state(reply: Message) -> bool:
     )
 
 
-def _push_request(grid: Grid, request: Message) -> _Asked:
-    message_id = _push(grid, request)
-    bare = copy(request)
-    bare.content = RecordDict()
-    return _Asked(bare, message_id, time.monotonic())
-
-
-def _push(grid: Grid, message: Message) -> str | None:
-    # One by one: of a batch, Flower drops those it cannot send without saying which.
-    return next(iter(grid.push_messages([message])), None) or None
-
-
-def _wait(
-    grid: Grid, asked: _Asked, probe: Probe | None, last_reply: float, patience: float
-) -> Message | Error:
-    """Return the reply, or why there is none."""
-    if asked.message_id is None:
-        return Error(_NOT_SENT, "Flower did not accept the request")
-    began = now = time.monotonic()
-    silent_since = max(asked.at, last_reply)
-    probe_id = None
-    while True:
-        # The answer to the probe first: a node that answers it has replied before, or never will.
-        answers = _pull(grid, probe_id)
-        for reply in _pull(grid, asked.message_id):
-            if probe is not None and now > began and not reply.has_error():
-                probe.after = max(probe.after, 1.5 * (now - asked.at))
-            return reply
-        now = time.monotonic()
-        for answer in answers:
-            if not answer.has_error():
-                return Error(_FORGOTTEN, "its node answers, but has lost the request")
-            # An error of Flower's own, not of the node: the probe is gone.
-            probe_id, silent_since = None, now
-        if now >= last_reply + patience:
-            return Error(_NO_REPLY, f"the request was not answered in {patience:g} s")
-        if probe is not None and not probe_id and now - silent_since > probe.after:
-            probe_id, silent_since = _push(grid, probe.to(asked.node)), now
-        # A poll costs a request: one every twentieth of the wait so far adds 5 % at most.
-        longest = _LONGEST_PAUSE if isinstance(grid, HttpGrid) else _LONGEST_IN_MEMORY
-        pause = min(max((now - began) / 20, _SHORTEST_PAUSE), longest)
-        time.sleep(min(pause, last_reply + patience - now))
-
-
-def _pull(grid: Grid, message_id: str | None) -> Iterable[Message]:
-    return () if message_id is None else list(grid.pull_messages([message_id]))
+def _steps(request: Message) -> int:
+    """Return the number of steps of the window that a request is about, at least 1."""
+    config = records_of(ConfigRecord, request.content).get(CONFIG, ConfigRecord())
+    start, stop = config.get("start-step"), config.get("stop-step")
+    return max(1, stop - start) if isinstance(start, int) and isinstance(stop, int) else 1
 
 
 def _wrong(reply: Message, node: int) -> Error | None:

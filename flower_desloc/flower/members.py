@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_desloc.core.streams import starts_at_zero
-from flower_desloc.flower.exchange import event_kind, printable
+from flower_desloc.flower.exchange import Exchange, Late, event_kind, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.model_names import ModelNames
@@ -71,37 +71,59 @@ class Members:
     """
 
     def __init__(
-        self, grid: Grid, policy: Policy, seed: int, note: Callable[[EventKind, str, str], None]
+        self,
+        grid: Grid,
+        exchange: Exchange,
+        policy: Policy,
+        seed: int,
+        note: Callable[[EventKind, str, str], None],
     ) -> None:
-        self._grid, self._policy, self._seed, self._note = grid, policy, seed, note
+        self._grid, self._exchange = grid, exchange
+        self._policy, self._seed, self._note = policy, seed, note
         self._known: dict[str, Member] = {}
         self._moved_from: set[int] = set()  # nodes whose client is at another node now
         self._online: set[str] = set()  # when last asked
 
-    def wait_for_quorum(self) -> None:
+    def wait_for_quorum(self, listen: Callable[[], None]) -> None:
         """Wait until ``min_clients`` nodes are online and their number has stopped growing.
 
         A simulation registers its nodes one after the other while the server app already runs.
-        Raises ``FederationError`` after the policy's timeout.
+        Silent nodes do not count; ``listen`` looks whether one has answered. After the policy's
+        timeout it raises ``FederationError``, unless there are enough nodes with the silent ones:
+        then the window is below the quorum.
         """
         quorum, timeout = self._policy.min_clients, self._policy.timeout
         began = time.monotonic()
         before = -1
-        while (online := len(list(self._grid.get_node_ids()))) < quorum or online != before:
+        while (online := len(self._nodes())) < quorum or online != before:
             if online != before and online < quorum:
-                log(INFO, "waiting for clients: %d of %d online", online, quorum)
+                log(INFO, "waiting for clients: %d of %d online%s", online, quorum, self.silent)
             before = online
             if online < quorum and time.monotonic() - began > timeout:
+                if len(set(self._grid.get_node_ids())) >= quorum:
+                    return
                 raise FederationError(
                     f"only {online} of federation.min_clients={quorum} clients are online after "
-                    f"federation.timeout={timeout:g} s"
+                    f"federation.timeout={timeout:g} s{self.silent}"
                 )
             time.sleep(_POLL_INTERVAL)
+            listen()
+
+    @property
+    def silent(self) -> str:
+        """The clients that have not answered their last request, as the end of a sentence."""
+        names = {member.node_id: member.name for member in self._known.values()}
+        silent = [names.get(node_id, f"node {node_id}") for node_id in self._exchange.silent]
+        return f"; no answer from {', '.join(silent)}" if silent else ""
+
+    def too_few(self) -> bool:
+        """Return whether fewer than ``min_clients`` nodes are online and answer."""
+        return len(self._nodes()) < self._policy.min_clients
 
     def new_nodes(self) -> list[int]:
         """Return the nodes online whose client is not known."""
         known = {member.node_id for member in self._known.values()} | self._moved_from
-        return [node_id for node_id in sorted(self._grid.get_node_ids()) if node_id not in known]
+        return [node_id for node_id in sorted(self._nodes()) if node_id not in known]
 
     def add(self, replies: Iterable[Message]) -> Iterator[Member]:
         """Add the clients that answered a greeting, and yield them.
@@ -137,16 +159,19 @@ class Members:
             yield member
 
     def online(self) -> list[Member]:
-        """Return the clients that are online, in the fixed order of summation."""
-        nodes = set(self._grid.get_node_ids())
+        """Return the clients that are online and answer, in the fixed order of summation."""
+        nodes = self._nodes()
         members = in_order(m for m in self._known.values() if m.node_id in nodes)
         online = {member.name for member in members}
         for name in [n for n in self._known if (n in online) != (n in self._online)]:
-            node = f"node {self._known[name].node_id}"
+            node_id = self._known[name].node_id
             if name in online:
-                self._note("returned", name, f"{node} is online again")
+                self._note("returned", name, f"node {node_id} is online again")
+            elif node_id in self._exchange.silent:
+                self._note("left", name, "it is not waited for until it answers its last request")
             else:
-                self._note("left", name, f"{node} is not online")
+                self._exchange.forget(node_id)
+                self._note("left", name, f"node {node_id} is not online")
         self._online = online
         return members
 
@@ -156,19 +181,48 @@ class Members:
         begun = [begin for begin in attendance if begin <= step]
         return members[: attendance[max(begun)]] if begun else members
 
-    def drawn(self, step: int) -> list[Member]:
-        """Return the clients that train in the window that starts at ``step``."""
+    def drawn(self, step: int, failures: Mapping[str, int]) -> list[Member]:
+        """Return the clients that train in the window that starts at ``step``.
+
+        ``failures`` counts how often each client was left out of this window: when it is repeated,
+        others are drawn first.
+        """
         members, policy = self.present(step), self._policy
         number = max(policy.min_clients, round(policy.fraction_train * len(members)))
         if number >= len(members):
             return members
-        chosen = random.Random(f"{self._seed}/clients/{step}")  # noqa: S311
-        names = set(chosen.sample([member.name for member in members], number))
-        return [member for member in members if member.name in names]
+        names = [member.name for member in members]
+        if failures:
+            chosen = random.Random(f"{self._seed}/clients/{step}/{sum(failures.values())}")  # noqa: S311
+            chosen.shuffle(names)
+            names.sort(key=lambda name: failures.get(name, 0))
+        else:
+            names = random.Random(f"{self._seed}/clients/{step}").sample(names, number)  # noqa: S311
+        return [member for member in members if member.name in names[:number]]
 
     def at(self, node_id: int) -> Member:
         """Return the client at a node."""
         return next(m for m in self._known.values() if m.node_id == node_id)
+
+    def answered(self, late: Late) -> None:
+        """Note that a client that was given up has answered."""
+        node_id = late.reply.metadata.src_node_id
+        try:
+            member = self.at(node_id)
+        except StopIteration:
+            return  # it has moved
+        if late.reply.has_error():
+            what = f"after {late.seconds:.0f} s: {late.reply.error.reason}"
+            self._note("failed", member.name, what)
+        else:
+            what = f"it answered after {late.seconds:.0f} s, too late to be averaged"
+            self._online.add(member.name)
+            self._note("returned", member.name, what)
+        log(WARNING, "%s: %s", member.name, what)
+
+    def _nodes(self) -> set[int]:
+        """Return the nodes that are online, without silent ones."""
+        return set(self._grid.get_node_ids()) - set(self._exchange.silent)
 
 
 def in_order(members: Iterable[Member]) -> list[Member]:

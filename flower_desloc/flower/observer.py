@@ -150,6 +150,12 @@ class Observer:
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
 
+    def gave_up(self, failures: Mapping[str, int]) -> None:
+        """Called before the run ends because a window stayed below the quorum.
+
+        ``failures`` counts how often each client was left out of it.
+        """
+
 
 def count(text: str) -> int | None:
     """Return the number a client sent as text; None for anything that is no plausible count."""

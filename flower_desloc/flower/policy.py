@@ -53,7 +53,12 @@ class Policy:
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = 3600.0
     """Seconds to wait for the next reply, in the clients' order, before continuing without it; at
-    least what a whole window takes, including the time clients wait for a core."""
+    least what a whole window takes, including the time clients wait for a core. A client that has
+    replied before is waited for at most five times as long as the slowest client took last, and at
+    least a minute."""
+    grace: float | None = None
+    """Seconds to wait for the other replies once min_clients have arrived, which are then held in
+    memory until their turn; needs on_failure=continue. null: wait for all."""
     repeats: int = 2
     """How often a window below the quorum is repeated before the run stops."""
     min_steps: float = 1.0
@@ -73,6 +78,13 @@ class Policy:
         bound = self.norm_bound
         self._require("norm_bound", bound is None or 1 <= bound < math.inf, "at least 1 and finite")
         self._require("timeout", 0 < self.timeout < math.inf, "above 0 and finite")
+        grace = self.grace
+        self._require("grace", grace is None or 0 <= grace < math.inf, "at least 0 and finite")
+        if grace is not None and self.on_failure == "stop":
+            raise ValueError(
+                f"grace={grace}: a client that is not waited for is left out, which would end the "
+                "run; set on_failure=continue"
+            )
         self._require("repeats", self.repeats >= 0, "at least 0")
         self._require("min_steps", 0 < self.min_steps <= 1, "above 0 and at most 1")
         paces = self.step_seconds.values()

@@ -1,5 +1,6 @@
 """The checkpoints of a run: written after its windows, and resumed from."""
 
+from collections.abc import Mapping
 from logging import INFO, WARNING
 
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -52,22 +53,31 @@ class Recovery(Observer):
         is_last = record.step == self._num_steps
         if self._checkpoints is None or not self._checkpoints.is_due(record.round, is_last=is_last):
             return
+        self._write(self._checkpoints, record.round, {})
+
+    def gave_up(self, failures: Mapping[str, int]) -> None:
+        """Write a checkpoint of the last window, so that a resumed run draws other clients."""
+        if self._checkpoints is not None and self._checkpoints.every:
+            self._write(self._checkpoints, self._engine.round.number - 1, failures)
+
+    def _write(self, checkpoints: Checkpoints, number: int, failures: Mapping[str, int]) -> None:
         state, engine = self._state, self._engine
-        self._checkpoints.write(
+        checkpoints.write(
             Checkpoint(
                 run_key=engine.run_key,
-                round=record.round,
-                step=record.step,
+                round=number,
+                step=state.step,
                 evaluated=state.evaluated,
                 versions=state.versions,
                 former=state.former,
+                failures=failures,
                 attempts=engine.attempts,
                 paces=self._paces.seconds,
                 averages=state.to_checkpoint(),
                 outer=state.outer.state if state.outer else {},
             )
         )
-        engine.checkpoint = record.step
+        engine.checkpoint = state.step
 
     def _note_lost_states(self) -> None:
         state = self._state

@@ -238,9 +238,14 @@ class DesLoc(Strategy):
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window; each is sent the streams it lacks."""
         del server_round, arrays, grid  # the engine knows the round, the state all streams
-        members = self.engine.members.drawn(self.engine.round.window.start)
+        members = self._drawn()
         self._asked = [member.name for member in members]
         return [self._request(member, _TRAIN, config) for member in members]
+
+    def _drawn(self) -> list[Member]:
+        """Return the clients that train in this window."""
+        now = self.engine.round
+        return self.engine.members.drawn(now.window.start, now.failures)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -23,8 +23,8 @@ from flower_desloc.runs.record import yaml_mapping
 _MAY_DIFFER = {
     *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
     *("federation.client_cpus", "federation.client_gpus"),
-    *("federation.min_clients", "federation.on_failure"),
-    *("federation.timeout", "federation.repeats"),
+    *("federation.min_clients", "federation.fraction_train", "federation.on_failure"),
+    *("federation.timeout", "federation.grace", "federation.repeats"),
 }
 """Settings that affect how a run is executed, not what it computes."""
 

@@ -80,7 +80,7 @@ class FlowerStrategy(DesLoc):
         if not self.arrays:
             self.arrays = arrays
         # All that FedAvg needs of a grid. Never zero nodes: it would wait for one for ever.
-        nodes = range(max(1, len(self.engine.members.drawn(self.engine.round.window.start))))
+        nodes = range(max(1, len(self._drawn())))
         own = ConfigRecord({**config})
         for message in self.strategy.configure_train(
             server_round, self.arrays, own, cast(Grid, SimpleNamespace(get_node_ids=lambda: nodes))
