@@ -110,7 +110,10 @@ def _partitioner(num_rows: int, rule: PartitionRule, num_clients: int) -> Any:
             ends = np.rint(np.cumsum(fractions) * spare).astype(int)
             ends[-1] = spare
             return partitioner.SizePartitioner([1 + int(n) for n in np.diff(ends, prepend=0)])
-    raise AssertionError(rule.name)
+    raise ValueError(
+        f"data.partition={rule.name}: is for the task causal_lm; choose iid, dirichlet, "
+        "pathological or quantity"
+    )
 
 
 def shuffled(labels: Sequence[Any], seed: int) -> Dataset:
