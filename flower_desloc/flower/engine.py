@@ -7,7 +7,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
@@ -20,7 +20,7 @@ from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import Exchange
-from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
 from flower_desloc.flower.messages import (
@@ -77,6 +77,8 @@ class RoundEngine:
         Draws the clients of a window.
     resume : Checkpoint or None
         The checkpoint from which the run resumes.
+    code : Mapping
+        Digests of the app's own code (``flower_desloc.flower.fingerprint.code_of``).
 
     """
 
@@ -89,6 +91,7 @@ class RoundEngine:
         *,
         seed: int,
         resume: Checkpoint | None,
+        code: Mapping[str, str],
     ) -> None:
         self.run_key = run_key
         self.round = Round()
@@ -98,8 +101,11 @@ class RoundEngine:
         """Step of the server's last checkpoint; -1: none."""
         self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
         """The starts of the server (``WindowRequest.attempts``)."""
+        self.code = {PACKAGE: fingerprint(), **code}
+        """The code that every client must run."""
         self.exchange = Exchange(grid, policy.timeout)
-        self.members = Members(grid, policy, seed, self.note)
+        data = resume.data if resume else {}
+        self.members = Members(grid, policy, seed, self.note, data=data)
         self.observers: list[Observer] = []
         """Called in this order."""
         self._policy, self._settings = policy, settings
@@ -244,7 +250,7 @@ class RoundEngine:
             attempts=self.attempts,
             checkpoint=self.checkpoint,
             start=step,
-            code=fingerprint(),
+            code=self.code,
             config=self._settings,
         )
         nodes = self.members.new_nodes()

@@ -14,7 +14,7 @@ from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.exchange import event_kind, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
-from flower_desloc.flower.observer import EventKind
+from flower_desloc.flower.observer import DATA_VERSION, EventKind
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import records_of
 
@@ -62,13 +62,22 @@ class Member:
 class Members:
     """The clients that have answered the greeting of a run, by name.
 
-    ``note`` records an event: its kind, the client, and what happened.
+    ``note`` records an event: its kind, the client, and what happened. ``data`` has the versions of
+    the clients' data before this start of the server.
     """
 
     def __init__(
-        self, grid: Grid, policy: Policy, seed: int, note: Callable[[EventKind, str, str], None]
+        self,
+        grid: Grid,
+        policy: Policy,
+        seed: int,
+        note: Callable[[EventKind, str, str], None],
+        *,
+        data: Mapping[str, str],
     ) -> None:
         self._grid, self._policy, self._seed, self._note = grid, policy, seed, note
+        self.data = dict(data)
+        """Version of each client's data, as it stated it last."""
         self._known: dict[str, Member] = {}
         self._moved_from: set[int] = set()  # nodes whose client is at another node now
         self._online: set[str] = set()  # when last asked
@@ -127,6 +136,7 @@ class Members:
                 self._note("moved", member.name, f"from node {old.node_id} to node {node_id}")
             elif not is_start:
                 self._note("joined", member.name, f"at node {node_id}")
+            self._note_data(member)
             self._online.add(member.name)
             self._known[member.name] = member
             yield member
@@ -160,6 +170,17 @@ class Members:
         chosen = random.Random(f"{self._seed}/clients/{step}")  # noqa: S311
         names = set(chosen.sample([member.name for member in members], number))
         return [member for member in members if member.name in names]
+
+    def _note_data(self, member: Member) -> None:
+        """Warn if a client states another version of its data than before."""
+        now, name = member.about.get(DATA_VERSION), member.name
+        if now is None:
+            return
+        if (before := self.data.get(name, now)) != now:
+            what = f"it was {before}; it is {now}"
+            log(WARNING, "%s: its data has changed: %s", name, what)
+            self._note("data changed", name, what)
+        self.data[name] = now
 
     def at(self, node_id: int) -> Member:
         """Return the client at a node."""

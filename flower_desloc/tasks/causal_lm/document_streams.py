@@ -39,8 +39,8 @@ class StreamedDomain:
         if domain.files is not None:
             files = domain.files()
         else:
-            files = OpenFiles(shards_of(name, IterableDataset.from_generator(domain.train)), "")
-        self.version, self.shards = files.version, files.shards
+            files = OpenFiles(shards_of(name, IterableDataset.from_generator(domain.train)), "", "")
+        self.version, self.sizes, self.shards = files.version, files.sizes, files.shards
         self._source = source
         self._own_heldout = domain.heldout
         if self._own_heldout is not None and not any(True for _ in self._own_heldout()):

@@ -39,7 +39,9 @@ class OpenFiles:
 
     shards: Sequence[Shard]
     version: str
-    """Changes when the files' content changes under the same names."""
+    """Changes when the files' content changes under the same names, and when they are copied."""
+    sizes: str
+    """Changes with the number and the sizes of the files."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
 def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
     opened = [_open_files(source, *each, recut=True) for each in _by_builder(files)]
     shards = [shard for each in opened for shard in each.shards]
-    return OpenFiles(shards, " ".join(each.version for each in opened))
+    version, sizes = (" ".join(o.version for o in opened), " ".join(o.sizes for o in opened))
+    return OpenFiles(shards, version, sizes)
 
 
 def _open_files(
@@ -212,7 +215,8 @@ def _open_files(
     if recut and builder == "text":
         rows = rows.map(_recut, batched=True)
     shards = [Shard(name, partial(rows.shard, len(names), i)) for i, name in enumerate(names)]
-    return OpenFiles(shards, opened.config_id)
+    sizes = " ".join(str(Path(path).stat().st_size) for path in paths)
+    return OpenFiles(shards, opened.config_id, sizes)
 
 
 def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -312,7 +316,8 @@ def _open_config(source: Source, name: str, config: str) -> OpenFiles:
     opened = _load(source, config, lambda: load_dataset_builder(name, config))
     parts = _load(source, config, opened.as_streaming_dataset)
     rows = cast(IterableDataset, _first_split(source, config, parts, ("train",)))
-    return OpenFiles(shards_of(config, rows), f"{opened.config_id} {opened.hash}")
+    version = f"{opened.config_id} {opened.hash}"
+    return OpenFiles(shards_of(config, rows), version, version)
 
 
 def shards_of(name: str, rows: IterableDataset) -> list[Shard]:
