@@ -129,11 +129,12 @@ def test_a_process_computes_a_partition_once_for_all_its_clients(monkeypatch):
     made = Mock(side_effect=partition._partitioner)
     monkeypatch.setattr(partition, "_partitioner", made)
     labels = [n % 3 for n in range(90)]
-    for again in range(30):
+    for turn in range(30):
         clients = partition_rows(labels, rule("dirichlet"), 30)
-        clients[0].append(again)  # which the next caller must not see
+        clients[0].append(turn)  # which the next caller must not see
     assert made.call_count == 1
-    assert sorted(sum(partition_rows(labels, rule("dirichlet"), 30), [])) == list(range(90))
+    again = [row for rows in partition_rows(labels, rule("dirichlet"), 30) for row in rows]
+    assert sorted(again) == list(range(90))
     partition_rows([*labels[:-1], 0], rule("dirichlet"), 30)
     partition_rows(labels, rule("dirichlet", seed=1), 30)
     partition_rows(labels, rule("dirichlet"), 29)

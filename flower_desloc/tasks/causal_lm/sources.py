@@ -13,6 +13,7 @@ from datasets import IterableDataset, get_dataset_config_names, load_dataset, lo
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
+from flower_desloc.tasks.empty_files import without_empty
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import HELDOUT, Source
@@ -138,11 +139,12 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     """Return the domains of a file or folder, sorted by name.
 
     A folder with training and held-out files or folders side by side is one domain, named after
-    it; anything else in it is another domain. Hidden files and files of other formats are skipped.
+    it; anything else in it is another domain. Hidden files and files of other formats are skipped,
+    also empty files, which a warning names.
     A site's private files are one domain if they are streamed.
     """
     path = Path(source.source).expanduser().resolve()
-    domains = _files_by_domain(path)
+    domains = _files_by_domain(source, path)
     if not domains:
         raise ValueError(f"{source}: it holds no file of a supported format, {_FORMATS}")
     if source.endless and source.is_private:
@@ -160,7 +162,7 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     }
 
 
-def _files_by_domain(path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
+def _files_by_domain(source: Source, path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
     """Return the training and the held-out files of every domain, by file or folder name."""
     folder = path if path.is_dir() else path.parent
     names: dict[Path, list[str]] = {}  # of the folders that a file is in, and its stem
@@ -169,6 +171,7 @@ def _files_by_domain(path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
         is_hidden = file != path and any(part.startswith(".") for part in parts)
         if _builder(file) and file.is_file() and not is_hidden:
             names[file] = [*parts[:-1], _stem(file)]
+    names = {file: names[file] for file in without_empty(source, [*names])}
     tops = [name[0] for name in names.values()]
     together = any(map(_is_heldout, tops)) and any(map(_is_training, tops))
     domains: dict[str, tuple[list[Path], list[Path]]] = {}
@@ -229,8 +232,6 @@ def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 def _unreadable(source: Source, name: str, error: Exception) -> ValueError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
-        reason = "it is empty"  # how `datasets` reports an empty file
     return ValueError(f"{source}: cannot read {name} ({reason})")
 
 
