@@ -3,6 +3,7 @@
 from flwr.app import Context
 
 from client_app.worker import build_single_worker, device_of
+from flower_desloc.config.imports import make_importable
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.messages import Settings
@@ -24,4 +25,5 @@ def build_worker(config: Settings, context: Context) -> Worker:
     return build_ranks_worker(settings, frozen, context, device_of(node), parallelism)
 
 
+make_importable()  # the greeting compares a task's code before it is imported
 app = client_app(build_worker)

@@ -20,6 +20,7 @@ from flower_desloc.setup.machine import about_device
 from flower_desloc.setup.preflight import micro_batch_size
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
+from flower_desloc.tasks.data_version import data_version
 
 
 def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
@@ -54,6 +55,11 @@ def worker_of(
         torch.manual_seed(_mix(typed.run.seed, site.partition, step))
         return loss(module, data.train_batch(step))
 
+    def version() -> str:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_mix(typed.run.seed, site.partition, 0))  # as for the first step
+            return data_version(data)
+
     return Worker(
         module=module,
         optimizer=optimizer,
@@ -71,6 +77,7 @@ def worker_of(
             **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
             **{f"{DATA}{name}": str(size) for name, size in data.description.items()},
         },
+        data_version=version,
     )
 
 

@@ -14,12 +14,14 @@ from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
 from flower_desloc.config import Config, ConfigError, dump, load_run_config
+from flower_desloc.config.user_code import user_modules
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
@@ -72,6 +74,7 @@ def _run(grid: Grid, context: Context) -> None:
             run_key=f"{folder.path.name}-{secrets.token_hex(4)}",
             checkpoints=Checkpoints(folder.checkpoints, config.run.checkpoint_every, dump(config)),
             resume=checkpoint,
+            code=code_of(user_modules(config)),
         )
         result = strategy.start(
             grid,

@@ -115,6 +115,8 @@ class Run:
         self.folder, self.num_clients, self.num_steps = folder, num_clients, num_steps
         self.present = present
         self.keep_workers = False
+        self.data_versions: dict[int, str] = {}
+        """By client; those that are not in it have one that stays the same."""
         workers: dict[int, Worker] = {}
 
         def build(config: Any, context: Context) -> Worker:
@@ -128,6 +130,7 @@ class Run:
                 loss_at=lambda t: problem.loss(module, m, t),
                 num_examples=m + 1,
                 lr_schedule=lr_schedule or constant(),
+                data_version=lambda: self.data_versions.get(m, "the same"),
             )
             return workers[m]
 

@@ -24,6 +24,7 @@ from flower_desloc import (
     to_record,
 )
 from flower_desloc.core.streams import digest
+from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.messages import WindowReply
 from flower_desloc.flower.metrics import check_evaluation
 from flower_desloc.flower.observer import WindowRecord
@@ -250,6 +251,35 @@ def test_a_client_of_other_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("flower_desloc.flower.client.fingerprint", lambda: "other")
     with pytest.raises(FederationError, match="runs other code"):
         quadratic(tmp_path).start()
+
+
+def test_a_client_whose_task_is_another_version_is_refused_with_its_name_and_the_file(
+    tmp_path, monkeypatch
+):
+    run, file = quadratic(tmp_path / "run"), tmp_path / "task_here.py"
+    file.write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    run.strategy.code = code_of(["task_here"])
+    assert run.strategy.code
+    file.write_text("x = 2")
+    with pytest.raises(FederationError, match=rf"client-0 runs other code.* of {file}; copy"):
+        run.start()
+
+
+def test_data_that_changed_while_a_client_was_away_is_recorded(tmp_path):
+    run = quadratic(tmp_path)
+
+    def move(record: WindowRecord) -> None:
+        if record.step == 4:
+            run.data_versions[1] = "another"
+            run.renumber([2, 1, 0])
+
+    run.watch.after.append(move)
+    run.start()
+    events = [e for record in run.watch.records for e in record.events if e.kind != "moved"]
+    assert [(e.kind, e.client, e.what) for e in events] == [
+        ("data changed", "client-1", "it was the same; it is another")
+    ]
 
 
 # ------------------------------------------------------------------------------ Draws and settings

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -27,7 +28,7 @@ from flower_desloc.config import load
 from flower_desloc.runs.figures.partition import unlikeness
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.summary import fairness
-from flower_desloc.tasks import Site, build_task
+from flower_desloc.tasks import Site, build_task, partition
 from flower_desloc.tasks.image_classification import ImageClassification
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
@@ -36,7 +37,7 @@ from flower_desloc.tasks.image_classification.batches import (
     shuffled_batch,
 )
 from flower_desloc.tasks.image_classification.sources import read
-from flower_desloc.tasks.partition import ClientRows, PartitionRule
+from flower_desloc.tasks.partition import ClientRows, PartitionRule, partition_rows
 from flower_desloc.tasks.source import Source
 
 DIGITS = Source("builtin", validation_fraction=0.2)
@@ -122,6 +123,27 @@ def test_the_seed_decides_who_gets_which_image(name):
         return client_rows(DIGITS, rule(name, seed=seed), 12)
 
     assert rows(3) == rows(3) != rows(4)
+
+
+def test_a_process_computes_a_partition_once_for_all_its_clients(monkeypatch):
+    made = Mock(side_effect=partition._partitioner)
+    monkeypatch.setattr(partition, "_partitioner", made)
+    labels = [n % 3 for n in range(90)]
+    for turn in range(30):
+        clients = partition_rows(labels, rule("dirichlet"), 30)
+        clients[0].append(turn)  # which the next caller must not see
+    assert made.call_count == 1
+    again = [row for rows in partition_rows(labels, rule("dirichlet"), 30) for row in rows]
+    assert sorted(again) == list(range(90))
+    partition_rows([*labels[:-1], 0], rule("dirichlet"), 30)
+    partition_rows(labels, rule("dirichlet", seed=1), 30)
+    partition_rows(labels, rule("dirichlet"), 29)
+    assert made.call_count == 4
+
+
+def test_a_partition_of_text_alone_is_refused_for_labels():
+    with pytest.raises(ValueError, match=r"data\.partition=by_domain: is for the task causal_lm"):
+        partition_rows([0, 1], rule("by_domain"), 2)
 
 
 def unlikeness_of(sizes: np.ndarray) -> float:

@@ -299,6 +299,24 @@ def test_a_resumed_run_takes_a_client_without_files_as_a_new_one(tmp_path):
     assert [(e.kind, e.client) for e in events] == [("state lost", "client-1")]
 
 
+def test_data_and_code_that_changed_since_the_checkpoint_are_recorded(tmp_path):
+    case = Case()
+    killed(case, tmp_path, Whole(case, tmp_path / "whole").at("after the checkpoint")[2])
+    file = Checkpoints(tmp_path / "checkpoints").all()[-1]
+    last = Checkpoint.read(file)
+    assert last.data == dict.fromkeys(["client-0", "client-1", "client-2"], "the same")
+    data = last.data | {"client-1": "3 rows", "client-9": "of one that is away"}
+    code = last.code | {"mine.py": "a digest"}
+    Checkpoints(file.parent).write(dataclasses.replace(last, data=data, code=code))
+    events = [e for r in case.run(tmp_path, resume=True).watch.records for e in r.events]
+    assert [(e.kind, e.client, e.what) for e in events] == [
+        ("data changed", "client-1", "it was 3 rows; it is the same"),
+        ("code changed", "", "mine.py changed since the checkpoint; the run continues with it"),
+    ]
+    last = Checkpoint.read(Checkpoints(file.parent).all()[-1])
+    assert (last.data["client-1"], last.data["client-9"]) == ("the same", "of one that is away")
+
+
 def a_checkpoint(**changes: Any) -> Checkpoint:
     about: dict[str, Any] = {
         "run_key": "run",

@@ -1,6 +1,7 @@
 """A whole run that is killed and resumed, through the app and the command."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.record import load as read_run
 from flower_desloc.runs.report.tables import events
 from flower_desloc.runs.resume import begun_in, resumable
+from flower_desloc.tasks.causal_lm.batches import TextShard
 
 
 def run(output_dir: Path, *overrides: str) -> Path:
@@ -73,6 +75,18 @@ def test_a_failed_run_is_resumed_in_its_folder(how, cut_off, whole):
     assert not (cut_off.parent / ".clients").exists()
     with pytest.raises(ConfigError, match=r"is complete; run\.init_from"):
         run(cut_off.parent, f"run.resume={cut_off}")
+
+
+def test_a_run_that_resumes_on_other_data_names_the_clients(cut_off, monkeypatch):
+    """Such as the built-in text after another package was installed."""
+    digest = TextShard.data_digest
+    monkeypatch.setattr(
+        TextShard, "data_digest", lambda data: "new" if data._site.partition == 1 else digest(data)
+    )
+    folder = run(cut_off.parent, "run.resume=auto")
+    [row] = [row for row in events(read_run(folder)).rows if row[2] == "data changed"]
+    assert row[1] == "client-1"
+    assert re.fullmatch(r"it was (\d+ examples), digest \w+; it is \1, digest new", row[4])
 
 
 def test_resuming_is_refused_for_other_settings_a_running_run_or_no_checkpoint(cut_off, tmp_path):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,14 @@ def test_the_next_pass_has_the_same_documents_in_another_order_and_one_line_says
     assert sorted(first) == sorted(second)
     assert first != second
     assert epoch(part, 1) == second
+
+
+def test_further_passes_are_said_at_doublings(tmp_path, caplog):
+    source = Source(str(write(tmp_path / "one.jsonl", ["one"] * 3)), streaming=True)
+    stream = DocumentStream(DomainShare(source, "one", 0, 1, 1.0), [0])
+    assert [*islice(stream, 3 * 700)] == ["one"] * 3 * 700
+    said = [int(line.rpartition(" ")[2]) for line in caplog.messages]
+    assert said == [2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
@@ -340,7 +348,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, cache, m
         def web() -> Any:
             return datasets.load_dataset("json", data_files=[server.url], streaming=True)["train"]
 
-        return {"a": Domain(web, None, lambda: OpenFiles(shards_of("a", web()), ""))}
+        return {"a": Domain(web, None, lambda: OpenFiles(shards_of("a", web()), "", ""))}
 
     monkeypatch.setattr(document_streams, "domains_of", units)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)

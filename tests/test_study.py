@@ -24,14 +24,15 @@ from recorded import a_plan, windows_of
 from tiny import TINY
 
 from flower_desloc.config import ConfigError, dump, load
+from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.observer import EvaluationRecord
 from flower_desloc.runs import RunFolder
 from flower_desloc.runs.folder import read_lines
 from flower_desloc.runs.recorder import to_line
 from flower_desloc.runs.summary import build
-from flower_desloc.tools.study.cells import study_state
+from flower_desloc.tools.study.cells import counts, study_state
 from flower_desloc.tools.study.figures import draw
-from flower_desloc.tools.study.grid import config_digest, with_run
+from flower_desloc.tools.study.grid import code_once, config_digest, with_run
 from flower_desloc.tools.study.results import markdown, table, write
 from flower_desloc.tools.study.run_study import run_study
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -203,7 +204,8 @@ def leave(store, run, end, *, diverged=False):
     status = "failed" if diverged else "completed"
     folder.write_summary(build(read_lines(folder.metrics), config=config, plan=plan, status=status))
     outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
-    (folder.path / OUTCOME).write_text(json.dumps({**outcome, "config": dump(config)}))
+    outcome |= {"config": dump(config), "library": fingerprint()}
+    (folder.path / OUTCOME).write_text(json.dumps(outcome))
 
 
 def test_results_are_mean_and_standard_deviation_over_the_seeds_at_the_tuned_value(tmp_path):
@@ -276,6 +278,60 @@ def test_a_run_with_other_settings_does_not_count_as_finished(tmp_path):
     for text, finished in ((whole, True), (other, False), ("half a fi", False)):
         outcome.write_text(text)
         assert bool(Store(tmp_path, "mine").finished(run)) == finished
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Return a study of a task of one's own, which is read again, and the task's file."""
+    file = tmp_path / "task_of_a_study.py"
+    file.write_text("import helper_of_a_study\n\nTask = None\n")
+    (tmp_path / "helper_of_a_study.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def read():
+        code_once.cache_clear()
+        return study(tmp_path, "base: [task=task_of_a_study:Task]", SHORT)
+
+    yield read, file
+    for name in ("task_of_a_study", "helper_of_a_study"):  # or the next test would find these
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("changed", ["task_of_a_study.py", "helper_of_a_study.py"])
+def test_a_run_of_other_code_does_not_count_as_finished(mine, changed):
+    read, file = mine
+    made, store = read()
+    leave(store, made.cells[0].run(0), 1.0)
+    file = file.with_name(changed)
+    before = file.read_text()
+    for text, finished in ((before, 1), (before + "y = 2\n", 0), (before, 1)):
+        file.write_text(text)
+        assert counts(study_state(*read()))[0] == finished
+
+
+def test_code_that_changes_while_a_study_runs_stops_the_rest_of_it(mine):
+    read, file = mine
+    made, store = read()
+    run = made.cells[0].run(0)
+    file.write_text("Task = 1\n")
+    outcome = run_to_end(run, store.path)
+    assert outcome["status"] == "failed"
+    assert "has changed since the study was started" in outcome["error"]
+    assert store.failed_path(run).is_dir()
+
+
+def test_runs_of_another_version_of_this_package_are_kept_and_counted(tmp_path, monkeypatch):
+    text = "axes: {who: {A: [], B: []}}"
+    made, store = study(tmp_path, text)
+    for cell in made.cells:
+        leave(store, cell.run(0), 1.0)
+    dry_run = ["study", tmp_path / "mine.yaml", "--output-dir", tmp_path, "--dry-run"]
+    assert "another version" not in accepted(*dry_run)
+    file = store.final_path(made.cells[0].run(0)) / OUTCOME
+    file.write_text(file.read_text().replace(fingerprint(), "another"))
+    said = " ".join(accepted(*dry_run).split())
+    assert "1 of 2 finished runs were computed by another version of flower-desloc" in said
+    assert "2 runs done, 0 to run" in said
 
 
 # --- The runs ----------------------------------------------------------------------------------

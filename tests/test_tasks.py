@@ -1,15 +1,22 @@
 """Laws of every task: pure functions of the seed, and evaluation that changes nothing."""
 
+import copy
+import json
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
 from flower_desloc.config import load
 from flower_desloc.tasks import Site, Task, build_task
+from flower_desloc.tasks.data_version import data_version
 
 MODEL = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=1"]
 TEXT = [*MODEL, "data.max_bytes=60000", "data.seq_len=32", "evaluation.sequences=4"]
@@ -103,3 +110,134 @@ def test_the_loss_is_the_metric_of_its_batch_and_falls(make):
 def test_a_partition_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"partition-id=4: .* below num-partitions=4"):
         Site(4, 4)
+
+
+# ----------------------------------------------------------------------------- Versions of the data
+
+
+class Drawn:
+    """A client's data without a digest of its own."""
+
+    num_examples = 7
+    description: ClassVar[dict[str, int]] = {"rows": 7}
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def train_batch(self, step: int) -> Any:
+        assert step == 0
+        return self.batch
+
+    def heldout(self) -> list[Any]:
+        return []
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+VALUES: list[Any] = [
+    torch.arange(4),
+    torch.arange(4.0),
+    torch.arange(4.0, dtype=torch.bfloat16).view(2, 2).T,
+    torch.tensor(3),
+    np.arange(4),
+    np.arange(4).reshape(2, 2),
+    np.arange(0.0),
+    np.array(["a", "b"]),
+    np.array(["a", None], dtype=object),
+    {"x": torch.zeros(2)},
+    {"y": torch.zeros(2)},
+    (torch.zeros(2), "a"),
+    (torch.zeros(2), "b"),
+    Pair(1, 2.0),
+    Pair(1, None),
+    b"bytes",
+    [True],
+    object(),  # its content is unknown
+]
+
+
+def test_the_version_of_data_is_that_of_its_first_batch():
+    versions = [data_version(Drawn(value)) for value in VALUES]
+    assert versions == [data_version(Drawn(copy.deepcopy(value))) for value in VALUES]
+    assert len({*versions}) == len(VALUES)
+    assert versions[0].startswith("7 examples, digest ")
+
+
+def test_the_version_of_every_tasks_data_is_the_same_in_a_new_process_and_of_another_client_not(
+    make,
+):
+    def version(client: int) -> str:
+        return data_version(make().client_data(Site(client, 4)))
+
+    assert version(1) == version(1)
+    assert version(1) != version(2)
+
+
+DOCUMENTS = [f"{n} " + "many small words " * 20 for n in range(60)]
+PIXELS = np.random.default_rng(0).integers(0, 255, (60, 4, 4)).tolist()
+LABELS = [n % 3 for n in range(60)]
+
+
+def text_file(folder: Path, documents: list[str]) -> Path:
+    folder.mkdir()
+    rows = "\n".join(json.dumps({"text": text}) for text in documents)
+    (folder / "a.jsonl").write_text(rows)
+    return folder / "a.jsonl"
+
+
+def image_file(folder: Path, pixels: list[Any], labels: list[int]) -> Path:
+    folder.mkdir()
+    Dataset.from_dict({"image": pixels, "label": labels}).to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def image_folder(folder: Path, pixels: list[Any], labels: list[int]) -> Path:
+    for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+        (folder / str(label)).mkdir(parents=True, exist_ok=True)
+        picture = PIL.Image.fromarray(np.array(image, dtype=np.uint8))
+        picture.save(folder / str(label) / f"{number}.bmp")
+    return folder
+
+
+OTHER_PIXELS = [*PIXELS[:-1], [[9] * 4] * 4]
+OTHER_LABELS = [*LABELS[:-1], 0]
+STORED: dict[str, tuple[Callable[..., Path], tuple[Any, ...], list[tuple[Any, ...]]]] = {
+    "text": (
+        text_file,
+        (DOCUMENTS,),
+        [([*DOCUMENTS, "one more"],), ([*DOCUMENTS[:-1], DOCUMENTS[-1].upper()],)],
+    ),
+    "streamed text": (text_file, (DOCUMENTS,), [([*DOCUMENTS, "one more"],)]),
+    "images": (
+        image_file,
+        (PIXELS, LABELS),
+        [(OTHER_PIXELS, LABELS), (PIXELS, OTHER_LABELS), (PIXELS[1:], LABELS[1:])],
+    ),
+    "images, convolutional": (  # the sizes of files stand for their content
+        image_folder,
+        (PIXELS, LABELS),
+        [(PIXELS, OTHER_LABELS), (PIXELS[1:], LABELS[1:])],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_copy_of_the_data_has_its_version_and_changed_data_another(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write, content, changes = STORED[kind]
+    preset, small = TASKS[kind]
+    folders = (tmp_path / str(number) for number in count())
+
+    def versions(*values: Any) -> set[str]:
+        path = write(next(folders), *values)
+        own = [f"data.source={path}", "data.domains=[]", "data.seq_len=15"]
+        task = build_task(load(preset, [*small, *own, "data.partition=iid"]))
+        return {data_version(task.client_data(Site(client, 2))) for client in range(2)}
+
+    before = versions(*content)
+    assert versions(*content) == before
+    for change in changes:
+        assert versions(*change) != before

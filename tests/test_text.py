@@ -372,7 +372,6 @@ def test_text_that_cannot_be_used_is_an_error_that_names_the_setting(
 
 LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(500))
 UNREADABLE = {
-    "empty": ("alone/b.jsonl", b"", "it is empty"),
     "torn": ("site/b.jsonl", LINES[:-9], "JSON"),
     "latin-1": (
         "site/b.jsonl",
@@ -390,7 +389,6 @@ UNREADABLE = {
 def test_of_many_files_the_one_that_cannot_be_read_is_named(tmp_path, name, data, said, streaming):
     for number in range(3):
         write(tmp_path / "text" / "site" / f"a-{number}.jsonl", prose(str(number)))
-    (tmp_path / "text" / "alone").mkdir()
     (tmp_path / "text" / name).write_bytes(data)
     source = Source(str(tmp_path / "text"), streaming=streaming)
     with pytest.raises(ValueError, match=rf"^data\.source=.*/text: cannot read \S*{name} .*{said}"):

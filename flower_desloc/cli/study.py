@@ -13,7 +13,7 @@ from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, fai
 from flower_desloc.config import ConfigError
 from flower_desloc.config.app_folder import STUDIES
 from flower_desloc.runs.terminal import number_table
-from flower_desloc.tools.study.cells import CellState, counts, study_state
+from flower_desloc.tools.study.cells import CellState, counts, of_other_library, study_state
 from flower_desloc.tools.study.grid import Study
 from flower_desloc.tools.study.results import table, write
 from flower_desloc.tools.study.run_study import StudyProgress, run_study
@@ -67,6 +67,7 @@ def _run(study: Study, store: Store, jobs: int | None) -> None:
     client_cpus = max(c.run(study.seeds[0]).config.federation.client_cpus for c in study.cells)
     jobs = jobs or default_jobs(client_cpus)
     console = Console() if sys.stdout.isatty() else Console(width=160)  # no wrapped lines in a log
+    _note_other_library(study_state(study, store))
     with WorkerPool(jobs) as pool, StudyProgress(study, store, jobs, console) as progress:
         failed = run_study(study, store, pool, progress)
     cells = list(study_state(study, store).values())
@@ -85,6 +86,15 @@ def _run(study: Study, store: Store, jobs: int | None) -> None:
         fail(FAILED, f"the study is not complete; the same command retries these:{errors}")
 
 
+def _note_other_library(states: Mapping[str, CellState]) -> None:
+    if other := of_other_library(states):
+        finished, _, _ = counts(states)
+        typer.echo(
+            f"{other} of {finished} finished runs were computed by another version of "
+            "flower-desloc, and are kept; delete their folders to repeat them"
+        )
+
+
 def _print_states(states: Mapping[str, CellState], store: Store) -> None:
     for state in states.values():
         typer.echo(state.cell.name)
@@ -96,6 +106,7 @@ def _print_states(states: Mapping[str, CellState], store: Store) -> None:
             typer.echo(
                 f"  then     more of {state.cell.search.key}, and the other seeds at its best"
             )
+    _note_other_library(states)
     finished, missing, later = counts(states)
     more = f", and at least {later} after those" if later else ""
     typer.echo(f"{finished} runs done, {missing} to run{more}; folder: {store.path}")

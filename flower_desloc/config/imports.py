@@ -18,14 +18,19 @@ def is_path(name: str) -> bool:
     return ":" in name
 
 
+def make_importable() -> None:
+    """Put the folder in which `desloc` was called last on ``sys.path``."""
+    folder = os.environ.get(IMPORT_FROM)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+
+
 def imported(path: str, key: str) -> Any:
     """Return what ``module:name``, the value of the setting ``key``, names.
 
     Raises ``ConfigError`` with the reason when it cannot be imported.
     """
-    folder = os.environ.get(IMPORT_FROM)
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
+    make_importable()
     try:
         return resolve_name(path)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported

@@ -138,6 +138,9 @@ class Data:
     validation_fraction: float = bounded(0.1, 0.001, 0.5)
     """Fraction of each domain's documents, or each label's images, that is held out if the source
     has no validation part."""
+    drop_missing: bool = False
+    """Leave out rows that have no label, domain, text or image; false: refuse them, with their
+    number. Text that is read while it is trained on is always left out if it is missing."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
     `tokenizer.json`, or a name or folder for transformers."""

@@ -90,6 +90,8 @@ class Worker:
     gradients of the next two batches: ``loss_at`` is then called with steps beyond the last."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
+    data_version: Callable[[], str] | None = None
+    """A short text that changes when the client's data does; the server warns of a change."""
 
     def steps(self, start: int, stop: int, origin: int = 0) -> StepMetrics:
         """Take the local steps ``start + 1 .. stop`` of the federation.

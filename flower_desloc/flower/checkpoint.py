@@ -52,6 +52,10 @@ class Checkpoint:
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
     """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
     versions do not name them, and "" stands for all."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the code that every client ran (``WindowRequest.code``)."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Version of each client's data, as it stated it."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -74,7 +78,7 @@ class Checkpoint:
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
-_LATER = {"attempts", "paces"}
+_LATER = {"attempts", "code", "data", "paces"}
 """What checkpoints of older versions do not have."""
 
 

@@ -32,7 +32,7 @@ from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
-from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.fingerprint import PACKAGE, differing, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
     ABOUT,
@@ -48,6 +48,7 @@ from flower_desloc.flower.messages import (
 )
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
+from flower_desloc.flower.observer import DATA_VERSION
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays
@@ -71,7 +72,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
     @app.query(HELLO.partition(".")[2])
     def hello(message: Message, context: Context) -> Message:
         request = WindowRequest.from_content(message.content)
-        _require_same_code(request)
+        _require_same_code(request, client_name(context))
         worker = build(request.config, context)
         check_trainable(worker.module, worker.optimizer)
         files = state_files(context, request.run_key)
@@ -82,6 +83,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
                 **worker.about,
                 "client": client_name(context),
                 "num-examples": worker.num_examples,
+                **({DATA_VERSION: worker.data_version()} if worker.data_version else {}),
                 "bundles": True,
                 **ModelNames.of(worker).to_config(),
                 "held-streams": list(held.versions) if held else [],
@@ -513,11 +515,18 @@ def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
         return use()
 
 
-def _require_same_code(request: WindowRequest) -> None:
-    if request.code != fingerprint():
+def _require_same_code(request: WindowRequest, client: str) -> None:
+    code = dict(request.code)
+    if code.pop(PACKAGE, "") != fingerprint():
         raise RuntimeError(
-            f"this client runs other code ({Path(__file__).parents[1]}) than the server: another "
+            f"{client} runs other code ({Path(__file__).parents[1]}) than the server: another "
             "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "
             "in a folder that holds a copy of the app; install the server's version, and start it "
             "in an empty folder"
+        )
+    if files := differing(code):
+        more = f", and {len(files) - 3} more" if len(files) > 3 else ""
+        raise RuntimeError(
+            f"{client} runs other code than the server: it has another version, or none, of "
+            f"{', '.join(map(str, files[:3]))}{more}; copy the server's version there"
         )

@@ -7,7 +7,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +21,7 @@ from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import Exchange
-from flower_desloc.flower.fingerprint import fingerprint
+from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
 from flower_desloc.flower.messages import (
@@ -80,6 +80,8 @@ class RoundEngine:
         Draws the clients of a window.
     resume : Checkpoint or None
         The checkpoint from which the run resumes.
+    code : Mapping
+        Digests of the app's own code (``flower_desloc.flower.fingerprint.code_of``).
 
     """
 
@@ -92,6 +94,7 @@ class RoundEngine:
         *,
         seed: int,
         resume: Checkpoint | None,
+        code: Mapping[str, str],
     ) -> None:
         self.run_key = run_key
         self.round = Round()
@@ -101,10 +104,13 @@ class RoundEngine:
         """Step of the server's last checkpoint; -1: none."""
         self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
         """The starts of the server (``WindowRequest.attempts``)."""
+        self.code = {PACKAGE: fingerprint(), **code}
+        """The code that every client must run."""
         self.exchange = Exchange(
             grid, policy.timeout, quorum=policy.min_clients, grace=policy.grace
         )
-        self.members = Members(grid, self.exchange, policy, seed, self.note)
+        data = resume.data if resume else {}
+        self.members = Members(grid, self.exchange, policy, seed, self.note, data=data)
         self.observers: list[Observer] = []
         """Called in this order."""
         self._policy, self._settings, self._resume = policy, settings, resume
@@ -273,7 +279,7 @@ class RoundEngine:
             attempts=self.attempts,
             checkpoint=self.checkpoint,
             start=step,
-            code=fingerprint(),
+            code=self.code,
             config=self._settings,
         )
         self._listen()

@@ -16,7 +16,7 @@ from flower_desloc.flower.exchange import Exchange, Late, event_kind, printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.model_names import ModelNames
-from flower_desloc.flower.observer import EventKind
+from flower_desloc.flower.observer import DATA_VERSION, EventKind
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import records_of
 
@@ -67,7 +67,8 @@ class Member:
 class Members:
     """The clients that have answered the greeting of a run, by name.
 
-    ``note`` records an event: its kind, the client, and what happened.
+    ``note`` records an event: its kind, the client, and what happened. ``data`` has the versions of
+    the clients' data before this start of the server.
     """
 
     def __init__(
@@ -77,9 +78,13 @@ class Members:
         policy: Policy,
         seed: int,
         note: Callable[[EventKind, str, str], None],
+        *,
+        data: Mapping[str, str],
     ) -> None:
         self._grid, self._exchange = grid, exchange
         self._policy, self._seed, self._note = policy, seed, note
+        self.data = dict(data)
+        """Version of each client's data, as it stated it last."""
         self._known: dict[str, Member] = {}
         self._moved_from: set[int] = set()  # nodes whose client is at another node now
         self._online: set[str] = set()  # when last asked
@@ -154,6 +159,7 @@ class Members:
                 self._note("moved", member.name, f"from node {old.node_id} to node {node_id}")
             elif not is_start:
                 self._note("joined", member.name, f"at node {node_id}")
+            self._note_data(member)
             self._online.add(member.name)
             self._known[member.name] = member
             yield member
@@ -199,6 +205,17 @@ class Members:
         else:
             names = random.Random(f"{self._seed}/clients/{step}").sample(names, number)  # noqa: S311
         return [member for member in members if member.name in names[:number]]
+
+    def _note_data(self, member: Member) -> None:
+        """Warn if a client states another version of its data than before."""
+        now, name = member.about.get(DATA_VERSION), member.name
+        if now is None:
+            return
+        if (before := self.data.get(name, now)) != now:
+            what = f"it was {before}; it is {now}"
+            log(WARNING, "%s: its data has changed: %s", name, what)
+            self._note("data changed", name, what)
+        self.data[name] = now
 
     def at(self, node_id: int) -> Member:
         """Return the client at a node."""

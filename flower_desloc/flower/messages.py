@@ -46,8 +46,9 @@ class WindowRequest:
     attempts: Mapping[str, int] = field(default_factory=dict)
     """In a greeting: the starts of the server that led to this one, in order and with this one,
     each with the step from which it resumed; -1 for a start without a checkpoint."""
-    code: str = ""
-    """In a greeting: the fingerprint of the server's code; the client must run the same."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """In a greeting: digests of the server's code, of ``PACKAGE`` and of the files of ``code_of``
+    (``flower_desloc.flower.fingerprint``); the client must run the same."""
     checkpoint: int = -1
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
     start: int = 0
@@ -88,7 +89,8 @@ class WindowRequest:
                 "attempt": self.attempt,
                 "attempts": list(self.attempts),
                 "attempt-starts": list(self.attempts.values()),
-                "code": self.code,
+                "code": list(self.code),
+                "code-digests": list(self.code.values()),
                 "checkpoint-step": self.checkpoint,
                 "start-step": self.start,
                 "stop-step": self.stop,
@@ -120,11 +122,12 @@ class WindowRequest:
         formats = _values(config, "stream-formats", str)
         attempts = _values(config, "attempts", str)
         starts = _values(config, "attempt-starts", int)
+        code, digests = _values(config, "code", str), _values(config, "code-digests", str)
         return cls(
             run_key=_value(config, "run-key", str),
             attempt=_value(config, "attempt", str),
             attempts=dict(zip(attempts, starts, strict=True)),
-            code=_value(config, "code", str),
+            code=dict(zip(code, digests, strict=True)),
             checkpoint=_value(config, "checkpoint-step", int),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),

@@ -10,6 +10,9 @@ from flower_desloc.core.averaging import Drift
 DATA = "data/"
 """Prefix of the size of a domain or label in a client's description: ``data/NAME``."""
 
+DATA_VERSION = "data-version"
+"""A text that changes when the client's data does."""
+
 MEMORY_TOTAL, MEMORY_FREE = "memory-total", "memory-free"
 """Bytes of memory of the client's device."""
 
@@ -78,6 +81,8 @@ EventKind = Literal[
     "moved",  # it came back at another node
     "left",
     "returned",
+    "data changed",  # since a checkpoint or the client's last greeting
+    "code changed",  # since the checkpoint
     "state lost",  # it has lost its state, and continues from the averages
     "repeated",  # too few replies could be used, so the window was asked for again
 ]

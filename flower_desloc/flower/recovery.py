@@ -46,6 +46,7 @@ class Recovery(Observer):
         if self._resume is None:
             return
         log(INFO, "resuming after step %d", self._resume.step)
+        self._note_changed_code(self._resume.code)
         self._note_lost_states()
 
     def window(self, record: WindowRecord) -> None:
@@ -73,11 +74,21 @@ class Recovery(Observer):
                 failures=failures,
                 attempts=engine.attempts,
                 paces=self._paces.seconds,
+                code=engine.code,
+                data=engine.members.data,
                 averages=state.to_checkpoint(),
                 outer=state.outer.state if state.outer else {},
             )
         )
         engine.checkpoint = state.step
+
+    def _note_changed_code(self, before: Mapping[str, str]) -> None:
+        now = self._engine.code
+        names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if before and names:
+            what = f"{', '.join(names)} changed since the checkpoint; the run continues with it"
+            log(WARNING, "%s", what)
+            self._engine.note("code changed", "", what)
 
     def _note_lost_states(self) -> None:
         state = self._state

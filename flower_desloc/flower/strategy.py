@@ -97,6 +97,9 @@ class DesLoc(Strategy):
         Resume from this checkpoint (``Checkpoint.read(last_checkpoint(folder))``), under its
         ``run_key``. The clients go back to what they held then; the parameters given to ``start``
         only set names and shapes.
+    code : Mapping[str, str], optional
+        Digests of the app's own source files (``flower_desloc.flower.fingerprint.code_of``). A
+        client where one of them differs cannot take part.
 
     Raises
     ------
@@ -126,6 +129,7 @@ class DesLoc(Strategy):
         seed: int = 0,
         checkpoints: Checkpoints | None = None,
         resume: Checkpoint | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> None:
         if num_steps < 1 or eval_every < 0:
             raise ValueError(
@@ -149,6 +153,7 @@ class DesLoc(Strategy):
             self._streams_held(schedule), states or {}, formats or {}, outer
         )
         self.checkpoints, self.resume = checkpoints, resume
+        self.code = code or {}
         self.engine: RoundEngine
         self._paces = Paces(self.policy, resume.paces if resume else {})
         self._asked: list[str] = []  # for the window's local steps
@@ -523,6 +528,7 @@ class DesLoc(Strategy):
             settings_of(config),
             seed=self.seed,
             resume=self.resume,
+            code=self.code,
         )
         recovery = Recovery(self.checkpoints, self.resume, self.engine, self.state, self._paces)
         self.engine.observers = [self._paces, observer or LogLines(), recovery]

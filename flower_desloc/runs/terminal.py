@@ -19,7 +19,15 @@ from flower_desloc.config import Config, units
 from flower_desloc.config.errors import one_line
 from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
-from flower_desloc.flower.observer import DATA, MEMORY_FREE, MEMORY_TOTAL, Plan, count, holdings
+from flower_desloc.flower.observer import (
+    DATA,
+    DATA_VERSION,
+    MEMORY_FREE,
+    MEMORY_TOTAL,
+    Plan,
+    count,
+    holdings,
+)
 from flower_desloc.runs.folder import Line
 from flower_desloc.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.runs.record import RunRecord
@@ -271,6 +279,6 @@ def _about(about: Mapping[str, str]) -> str:
             shown["data"] = data
         elif key in (MEMORY_TOTAL, MEMORY_FREE) and (size := count(value)) is not None:
             shown[key] = units.bytes_text(size)
-        else:
+        elif key != DATA_VERSION:
             shown[key] = value
     return f": {', '.join(f'{key} {value}' for key, value in shown.items())}" if shown else ""

@@ -7,7 +7,7 @@ synchronisation periods, streams or Flower.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -71,6 +71,14 @@ class ClientData(Protocol):
 
     def heldout(self) -> Iterable[Batch]:
         """Return the batches of the client's held-out part, the same in every call."""
+
+
+@runtime_checkable
+class HasDigest(Protocol):
+    """Client data that is compared by more than its description and its first batch."""
+
+    def data_digest(self) -> str:
+        """Return a text that changes when the data does; it may take a second."""
 
 
 class Task(Protocol):

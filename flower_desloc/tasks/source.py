@@ -25,6 +25,7 @@ class Source:
     streaming: bool = False
     max_bytes: int = 0
     validation_fraction: float = 0.1
+    drop_missing: bool = False
     key: str = "data.source"
     """The setting that named it, for messages."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flower_desloc.config import Config
 from flower_desloc.tasks.causal_lm.corpus import client_rows, read
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
+from flower_desloc.tasks.data_version import digest
 from flower_desloc.tasks.partition import PartitionRule
 from flower_desloc.tasks.protocol import FEWER_CLIENTS, MORE_TEXT, Site
 from flower_desloc.tasks.source import Source
@@ -105,6 +106,10 @@ class TextShard:
     def heldout(self) -> Iterable[TextBatch]:
         """Return the batches of the client's held-out part."""
         return heldout_batches(self._heldout, self._config)
+
+    def data_digest(self) -> str:
+        """Return a digest of the client's tokens."""
+        return digest([self._train.ids, self._heldout.ids])
 
 
 def _client_documents(config: Config, site: Site) -> tuple[Dataset, Dataset]:

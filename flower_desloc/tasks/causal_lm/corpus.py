@@ -1,6 +1,7 @@
 """Documents by domain, read into memory from any source, and which client gets which."""
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import chain
 from datasets import Dataset, Features, Value
 
 from flower_desloc.tasks.causal_lm.sources import Domain, Row, cell, document, domains_of, selected
+from flower_desloc.tasks.missing import MissingValues, name_of
 from flower_desloc.tasks.partition import (
     ClientRows,
     PartitionRule,
@@ -21,6 +23,8 @@ from flower_desloc.tasks.partition import (
 )
 from flower_desloc.tasks.protocol import FEWER_CLIENTS, MORE_TEXT
 from flower_desloc.tasks.source import Source
+
+_log = logging.getLogger(__name__)
 
 Texts = dict[str, list[str]]
 """Documents by domain."""
@@ -45,7 +49,14 @@ def read(source: Source) -> Corpus:
     the message names the setting.
     """
     found = domains_of(source)
-    train, heldout = (_by_column if source.domain_field else _by_domain)(source, found)
+    columns = {"domain_field": source.domain_field, "text_field": source.text_field}
+    missing = MissingValues(source, columns)
+    train, heldout = (_by_column if source.domain_field else _by_domain)(source, found, missing)
+    missing.refuse()
+    if (lost := sorted(heldout.keys() - train.keys())) and not source.domains:
+        _log.warning(
+            "%s: domains with held-out text only are left out: %s", source, ", ".join(lost)
+        )
     parts = {domain: _split(source, domain, train, heldout) for domain in train}
     return Corpus(
         tuple(parts),
@@ -54,40 +65,55 @@ def read(source: Source) -> Corpus:
     )
 
 
-def _by_domain(source: Source, found: dict[str, Domain]) -> tuple[Texts, Texts]:
+def _by_domain(
+    source: Source, found: dict[str, Domain], missing: MissingValues
+) -> tuple[Texts, Texts]:
     train: Texts = {}
     heldout: Texts = {}
     for name in selected(source, found):
         domain = found[name]
-        train |= _collect(source, ((name, row) for row in domain.train()), {name})
+        train |= _collect(source, ((name, row) for row in domain.train()), {name}, missing)
         train.setdefault(name, [])
         if domain.heldout:
-            heldout |= _collect(source, ((name, row) for row in domain.heldout()), {name})
+            heldout |= _collect(source, ((name, row) for row in domain.heldout()), {name}, missing)
     return train, heldout
 
 
-def _by_column(source: Source, found: dict[str, Domain]) -> tuple[Texts, Texts]:
-    train = _regrouped(source, [domain.train for domain in found.values()])
-    heldout = _regrouped(source, [d.heldout for d in found.values() if d.heldout])
+def _by_column(
+    source: Source, found: dict[str, Domain], missing: MissingValues
+) -> tuple[Texts, Texts]:
+    train = _regrouped(source, [domain.train for domain in found.values()], missing)
+    heldout = _regrouped(source, [d.heldout for d in found.values() if d.heldout], missing)
     return {name: train[name] for name in selected(source, sorted(train))}, heldout
 
 
-def _regrouped(source: Source, parts: Iterable[Callable[[], Iterable[Row]]]) -> Texts:
+def _regrouped(
+    source: Source, parts: Iterable[Callable[[], Iterable[Row]]], missing: MissingValues
+) -> Texts:
     rows = chain.from_iterable(part() for part in parts)
     column = source.domain_field
-    named = ((str(cell(source, row, "domain_field", column)), row) for row in rows)
-    return _collect(source, named, source.domains)
+    named = ((cell(source, row, "domain_field", column), row) for row in rows)
+    return _collect(source, named, source.domains, missing)
 
 
-def _collect(source: Source, rows: Iterable[tuple[str, Row]], wanted: Collection[str]) -> Texts:
-    """Return the documents by domain, at most ``max_bytes`` of each.
+def _collect(
+    source: Source,
+    rows: Iterable[tuple[object, Row]],
+    wanted: Collection[str],
+    missing: MissingValues,
+) -> Texts:
+    """Return the documents by domain, at most ``max_bytes`` of each; count incomplete rows.
 
     Stops reading when all ``wanted`` domains are full; reads everything if none is given.
     """
     texts: Texts = {}
     limit = source.max_bytes or sys.maxsize
     remaining: dict[str, int] = {}
-    for domain, row in rows:
+    for value, row in rows:
+        text_value = cell(source, row, "text_field", source.text_field)
+        if missing.found(domain_field=value, text_field=text_value):
+            continue
+        domain = name_of(value)
         encoded = document(source, row).encode()
         left = remaining.get(domain, limit)
         if text := encoded[:left].decode(errors="ignore"):

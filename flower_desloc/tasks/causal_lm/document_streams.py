@@ -39,9 +39,10 @@ class StreamedDomain:
         if domain.files is not None:
             files = domain.files()
         else:
-            files = OpenFiles(shards_of(name, IterableDataset.from_generator(domain.train)), "")
-        self.version, self.shards = files.version, files.shards
+            files = OpenFiles(shards_of(name, IterableDataset.from_generator(domain.train)), "", "")
+        self.version, self.sizes, self.shards = files.version, files.sizes, files.shards
         self._source = source
+        self._missing = 0  # rows without a text that were read
         self._own_heldout = domain.heldout
         if self._own_heldout is not None and not any(True for _ in self._own_heldout()):
             self._own_heldout = None
@@ -62,17 +63,33 @@ class StreamedDomain:
         """
         heldout = self._source.validation_fraction if self._own_heldout is None else 0.0
         for row in read_rows(self._source, self.shards[index].name, rows):
-            text = document(self._source, row)
+            text = self._document(row)
             if text and (_hashed(text, "held out") >= heldout) == train:
                 yield text
 
     def heldout(self) -> Iterator[str]:
         """Yield the held-out documents."""
         if self._own_heldout is not None:
-            yield from filter(None, (document(self._source, row) for row in self._own_heldout()))
+            yield from filter(None, map(self._document, self._own_heldout()))
             return
         for index in range(len(self.shards)):
             yield from self.texts(index, self.open_shard(index), train=False)
+
+    def _document(self, row: Row) -> str:
+        """Return the row's document; warn of rows without a text, which cannot be counted before.
+
+        Refusing them would end a run in its middle.
+        """
+        text = document(self._source, row)
+        if not text and row[self._source.text_field] is None and not self._source.drop_missing:
+            self._missing += 1
+            if _doubles(self._missing):
+                _log.warning(
+                    "%s: rows without a text in %r (data.text_field) are left out, %d so far; "
+                    "data.drop_missing=true says that this is meant",
+                    *(self._source, self._source.text_field, self._missing),
+                )
+        return text
 
 
 @lru_cache(maxsize=64)
@@ -179,10 +196,11 @@ class DocumentStream:
                     "leave that domain out"
                 )
             self.epoch, self._shard, found = self.epoch + 1, 0, False
-            _log.warning(
-                "%s: part %d of %d of domain %r has been read; it begins again, for pass %d",
-                *(share.source, share.turn, share.holders, share.domain, self.epoch + 1),
-            )
+            if _doubles(self.epoch + 1):
+                _log.warning(
+                    "%s: part %d of %d of domain %r has been read; it begins again, for pass %d",
+                    *(share.source, share.turn, share.holders, share.domain, self.epoch + 1),
+                )
 
     def _pass(self) -> Iterator[str]:
         share = self._share
@@ -202,6 +220,11 @@ class DocumentStream:
 
     def _is_mine(self, text: str) -> bool:
         return int(_hashed(text, "dealt") * self._share.holders) == self._share.turn
+
+
+def _doubles(count: int) -> bool:
+    """Return whether a count is 1, 2, 4, 8 and so on, when a warning is repeated."""
+    return count & (count - 1) == 0
 
 
 def _hashed(text: str, purpose: str) -> float:

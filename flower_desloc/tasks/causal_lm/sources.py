@@ -14,6 +14,7 @@ from datasets import IterableDataset, get_dataset_config_names, load_dataset, lo
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.caches import cache_error
 from flower_desloc.tasks.causal_lm.builtin import BUILTIN
+from flower_desloc.tasks.empty_files import without_empty
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import HELDOUT, Source
@@ -40,7 +41,9 @@ class OpenFiles:
 
     shards: Sequence[Shard]
     version: str
-    """Changes when the files' content changes under the same names."""
+    """Changes when the files' content changes under the same names, and when they are copied."""
+    sizes: str
+    """Changes with the number and the sizes of the files."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,12 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     """Return the domains of a file or folder, sorted by name.
 
     A folder with training and held-out files or folders side by side is one domain, named after
-    it; anything else in it is another domain. Hidden files and files of other formats are skipped.
+    it; anything else in it is another domain. Hidden files and files of other formats are skipped,
+    also empty files, which a warning names.
     A site's private files are one domain if they are streamed.
     """
     path = Path(source.source).expanduser().resolve()
-    domains = _files_by_domain(path)
+    domains = _files_by_domain(source, path)
     if not domains:
         raise ValueError(f"{source}: it holds no file of a supported format, {_FORMATS}")
     if source.endless and source.is_private:
@@ -159,7 +163,7 @@ def _local_domains(source: Source) -> dict[str, Domain]:
     }
 
 
-def _files_by_domain(path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
+def _files_by_domain(source: Source, path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
     """Return the training and the held-out files of every domain, by file or folder name."""
     folder = path if path.is_dir() else path.parent
     names: dict[Path, list[str]] = {}  # of the folders that a file is in, and its stem
@@ -168,6 +172,7 @@ def _files_by_domain(path: Path) -> dict[str, tuple[list[Path], list[Path]]]:
         is_hidden = file != path and any(part.startswith(".") for part in parts)
         if _builder(file) and file.is_file() and not is_hidden:
             names[file] = [*parts[:-1], _stem(file)]
+    names = {file: names[file] for file in without_empty(source, [*names])}
     tops = [name[0] for name in names.values()]
     together = any(map(_is_heldout, tops)) and any(map(_is_training, tops))
     domains: dict[str, tuple[list[Path], list[Path]]] = {}
@@ -193,7 +198,8 @@ def _file_rows(source: Source, files: list[Path]) -> Iterator[Row]:
 def _open_domain(source: Source, files: list[Path]) -> OpenFiles:
     opened = [_open_files(source, *each, recut=True) for each in _by_builder(files)]
     shards = [shard for each in opened for shard in each.shards]
-    return OpenFiles(shards, " ".join(each.version for each in opened))
+    version, sizes = (" ".join(o.version for o in opened), " ".join(o.sizes for o in opened))
+    return OpenFiles(shards, version, sizes)
 
 
 def _open_files(
@@ -213,7 +219,8 @@ def _open_files(
     if recut and builder == "text":
         rows = rows.map(_recut, batched=True)
     shards = [Shard(name, partial(rows.shard, len(names), i)) for i, name in enumerate(names)]
-    return OpenFiles(shards, opened.config_id)
+    sizes = " ".join(str(Path(path).stat().st_size) for path in paths)
+    return OpenFiles(shards, opened.config_id, sizes)
 
 
 def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -226,8 +233,6 @@ def read_rows(source: Source, name: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 def _unreadable(source: Source, name: str, error: Exception) -> Exception:
     why = " ".join(f"{type(error).__name__}: {error}".split())
-    if any(isinstance(each, StopIteration) for each in (error, error.__cause__)):
-        why = "it is empty"  # how `datasets` reports an empty file
     return cache_error(error, ValueError(f"{source}: cannot read {name} ({why})"))
 
 
@@ -313,7 +318,8 @@ def _open_config(source: Source, name: str, config: str) -> OpenFiles:
     opened = _load(source, config, lambda: load_dataset_builder(name, config))
     parts = _load(source, config, opened.as_streaming_dataset)
     rows = cast(IterableDataset, _first_split(source, config, parts, ("train",)))
-    return OpenFiles(shards_of(config, rows), f"{opened.config_id} {opened.hash}")
+    version = f"{opened.config_id} {opened.hash}"
+    return OpenFiles(shards_of(config, rows), version, version)
 
 
 def shards_of(name: str, rows: IterableDataset) -> list[Shard]:

@@ -26,6 +26,7 @@ from flower_desloc.tasks.causal_lm.document_streams import (
     open_domain,
 )
 from flower_desloc.tasks.causal_lm.tokens import Tokens, joined, load_tokenizer
+from flower_desloc.tasks.data_version import digest
 from flower_desloc.tasks.protocol import Site
 from flower_desloc.tasks.retry import retry_network
 from flower_desloc.tasks.source import Source
@@ -263,6 +264,11 @@ class StreamedShard:
                 max(1, round(self._config.evaluation.sequences * share.weight / total)),
             )
         ]
+
+    def data_digest(self) -> str:
+        """Return a digest of the first block, and of the sizes of all files."""
+        sizes = [open_domain(share.source, share.domain).sizes for share in self._shares]
+        return digest([self._sequences.batch(0, BLOCK), sizes])
 
 
 def streamed_heldout(config: Config) -> dict[str, list[TextBatch]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_desloc.config import Config
+from flower_desloc.tasks.data_version import digest
 from flower_desloc.tasks.image_classification.sources import (
     ImageCorpus,
     LabelledImages,
@@ -28,6 +30,9 @@ from flower_desloc.tasks.partition import (
 )
 from flower_desloc.tasks.protocol import FEWER_CLIENTS, Site
 from flower_desloc.tasks.source import Source
+
+_DIGESTED = 1000
+"""Images of each part that a client's digest covers."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,18 @@ class ImageShard:
         """Return the batches of the client's held-out part."""
         return heldout_batches(self._heldout, self._config)
 
+    def data_digest(self) -> str:
+        """Return a digest of the client's rows and labels, and of a sample of its images."""
+        parts = (self._corpus.train, self._rows.train), (self._corpus.heldout, self._rows.heldout)
+        return digest(
+            [
+                np.array(rows),
+                part.labels[rows],
+                [_stored(part.images[row]) for row in _spread(rows)],
+            ]
+            for part, rows in parts
+        )
+
     # Decoded when first used: the client's description needs the labels only.
 
     @cached_property
@@ -213,6 +230,19 @@ def decode_rows(config: Config, part: LabelledImages, rows: Rows) -> ImageBatch:
     # Copied, because indexing a view of a transposed array is slow.
     images = torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2).copy())
     return ImageBatch(images, torch.from_numpy(part.labels[rows]))
+
+
+def _spread(rows: Rows) -> Rows:
+    """Return at most ``_DIGESTED`` of the rows, evenly spread."""
+    return rows[:: -(-len(rows) // _DIGESTED)]
+
+
+def _stored(image: StoredImage) -> object:
+    """Return what tells images apart, without decoding them."""
+    if isinstance(image, Mapping):  # the bytes of a file, or its path
+        file = Path(image["path"] or "")
+        return image["bytes"] or (file.name, file.stat().st_size if file.is_file() else 0)
+    return image
 
 
 def _picture(image: StoredImage) -> PIL.Image.Image:

@@ -1,20 +1,36 @@
 """Sources of labelled images: scikit-learn's digits, local files and data sets known by name."""
 
 import glob
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Array2D, Array3D, ClassLabel, Features, Image, List, Value, load_dataset
+from datasets import (
+    Array2D,
+    Array3D,
+    ClassLabel,
+    Features,
+    Image,
+    List,
+    Value,
+    load_dataset,
+    load_dataset_builder,
+)
 from numpy.typing import NDArray
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.tasks.caches import cache_error
+from flower_desloc.tasks.empty_files import without_empty
+from flower_desloc.tasks.missing import MissingValues, name_of
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import HELDOUT, Source
+
+_log = logging.getLogger(__name__)
 
 StoredImage = Any
 """An image as its source stores it: the bytes or path of an encoded file, or an array."""
@@ -53,6 +69,9 @@ def read(source: Source, names: tuple[str, ...] = ()) -> ImageCorpus:
     names = names or train.names or _sorted({*train.labels, *(heldout or train).labels})
     if heldout is None:
         train, heldout = _split(train, _numbers(source, train, names), source.validation_fraction)
+    elif not source.is_private and (unseen := {*heldout.labels} - {*train.labels}):
+        listed = ", ".join(_sorted(unseen))
+        _log.warning("%s: labels of held-out images only, never trained on: %s", source, listed)
     parts = [LabelledImages(p.images, _numbers(source, p, names)) for p in (train, heldout)]
     for part, what in zip(parts, ("to train on", "held out"), strict=True):
         if not len(part):
@@ -126,23 +145,43 @@ def _stored_parts(source: Source) -> tuple[_Stored, _Stored | None]:
 
 def _load(source: Source) -> Mapping[str, Any]:
     path = Path(source.source).expanduser().resolve()
+    if path.exists():
+        return _local_parts(source, path)
+    name, _, config = source.source.partition(":")
+    with _loading(source):
+        return dict(load_dataset(name, config or None, streaming=source.streaming))
+
+
+def _local_parts(source: Source, path: Path) -> Mapping[str, Any]:
+    """Return the parts of a file or folder as streams: no copy of private images in a cache."""
+    with _loading(source):
+        opened = (
+            load_dataset_builder("parquet", data_files=glob.escape(str(path)))
+            if path.is_file()
+            else load_dataset_builder(str(path))
+        )
+    parts: dict[Any, list[str]] = opened.config.data_files or {}
+    files = [Path(file) for part in parts.values() for file in part if Path(file).is_file()]
+    empty = {*files} - {*without_empty(source, files)}
+    for name, part in [*parts.items()]:
+        part[:] = [file for file in part if Path(file) not in empty]
+        if not part:
+            del parts[name]
+    with _loading(source):
+        return dict(opened.as_streaming_dataset())
+
+
+@contextmanager
+def _loading(source: Source) -> Iterator[None]:
     try:
         with quiet():
-            # Files as a stream: no copy of private images in a cache.
-            if path.is_file():
-                parts = load_dataset("parquet", data_files=glob.escape(str(path)), streaming=True)
-            elif path.is_dir():
-                parts = load_dataset(str(path), streaming=True)
-            else:
-                name, _, config = source.source.partition(":")
-                parts = load_dataset(name, config or None, streaming=source.streaming)
+            yield
     except Exception as error:
         wrong = ValueError(
             f"{source}: neither `builtin`, nor a Parquet file or a folder of images here, nor a "
             f"data set that could be loaded ({one_line(error)})"
         )
         raise cache_error(error, wrong) from error
-    return dict(parts)
 
 
 def _read_rows(source: Source, part: Any) -> _Stored:
@@ -161,12 +200,21 @@ def _read_rows(source: Source, part: Any) -> _Stored:
     except Exception as error:
         wrong = ValueError(f"{source}: cannot be read ({one_line(error)})")
         raise cache_error(error, wrong) from error
-    images, labels = [each for each, _ in rows], [value for _, value in rows]
     feature = part.features[label]
-    if not isinstance(feature, ClassLabel):
-        return _Stored(images, [str(value) for value in labels])
-    if any(number is None or number < 0 for number in labels):
-        raise ValueError(f"{source}: it holds images without a label")
+    numbered = isinstance(feature, ClassLabel)
+    missing = MissingValues(source, {"image_field": image, "label_field": label})
+    complete = [
+        (each, value)
+        for each, value in rows
+        # Below zero a class label stands for none.
+        if not missing.found(
+            image_field=each, label_field=None if numbered and (value or 0) < 0 else value
+        )
+    ]
+    missing.refuse()
+    images, labels = [each for each, _ in complete], [value for _, value in complete]
+    if not numbered:
+        return _Stored(images, [name_of(value) for value in labels])
     return _Stored(images, [feature.names[number] for number in labels], tuple(feature.names))
 
 

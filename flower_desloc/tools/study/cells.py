@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flower_desloc.config import ConfigError
+from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.runs.groups import Spread
 from flower_desloc.tools.study.grid import Cell, Study, StudyRun
 from flower_desloc.tools.study.search import best, is_bracketed, untried
@@ -125,6 +126,12 @@ def counts(states: Mapping[str, CellState]) -> tuple[int, int, int]:
     finished = set[Path]().union(*(state.finished for state in states.values()))
     missing = sum(len(state.missing) for state in states.values())
     return len(finished), missing, sum(state.later for state in states.values())
+
+
+def of_other_library(states: Mapping[str, CellState]) -> int:
+    """Return how many finished runs were computed by other code of flower-desloc than this."""
+    runs = {r.folder.path: r for s in states.values() for r in (*s.runs, *s.search_runs)}
+    return sum(run.outcome.get("library") != fingerprint() for run in runs.values())
 
 
 def _find(

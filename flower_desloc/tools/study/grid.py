@@ -4,12 +4,14 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 from flower_desloc.config import Config, load
+from flower_desloc.config.user_code import user_modules
+from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.runs.groups import flat
 from flower_desloc.runs.metric import Direction
 from flower_desloc.tools.study.search import Search
@@ -93,12 +95,13 @@ class Cell:
             tuned = f"{self.search.key}={value:g}"
             overrides = (*overrides, f"{self.search.key}={value}")
         config = load_once(self.config, overrides)
-        return StudyRun(self, seed, tuned, with_run(config, name=self.slug[:80], seed=seed))
+        named = with_run(config, name=self.slug[:80], seed=seed)
+        return StudyRun(self, seed, tuned, named, code_once(user_modules(config)))
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a cell. Two runs with the same configuration have the same folder."""
+    """One run of a cell. Two runs with the same configuration and code have the same folder."""
 
     cell: Cell
     seed: int
@@ -106,13 +109,15 @@ class StudyRun:
     """The key that the cell's search tunes, and its value: ``key=value``; empty without one."""
     config: Config
     """The configuration to run. Its name is the cell's, by which a report groups runs."""
+    code: str = ""
+    """A digest of the user's own code (``code_digest``) when the study was started."""
 
     @cached_property
     def folder(self) -> str:
-        """Name of the run's folder: the tuned value, the seed, a digest of its settings."""
+        """Name of the run's folder: the tuned value, the seed, a digest of settings and code."""
         key, _, value = self.tuned.partition("=")
         tuned = [f"{key.rpartition('.')[2]}-{value}"] if self.tuned else []
-        return "-".join([*tuned, f"seed-{self.seed}", config_digest(self.config)])
+        return "-".join([*tuned, f"seed-{self.seed}", config_digest(self.config, self.code)])
 
     @property
     def title(self) -> str:
@@ -125,10 +130,11 @@ def with_run(config: Config, **values: Any) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **values))
 
 
-def config_digest(config: Config) -> str:
+def config_digest(config: Config, code: str = "") -> str:
     """Return eight hexadecimal digits of the values that are not defaults, except the run's name.
 
-    A key that a later version adds does not change the digest of earlier runs.
+    They also depend on ``code``. A key that a later version adds does not change the digest of
+    earlier runs.
     """
     default = flat(dataclasses.asdict(Config()))
     changed = {
@@ -136,7 +142,21 @@ def config_digest(config: Config) -> str:
         for key, value in flat(dataclasses.asdict(config)).items()
         if key != "run.name" and (key not in default or default[key] != value)
     }
+    if code:
+        changed["code"] = code
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def code_digest(modules: Iterable[str]) -> str:
+    """Return a digest of the files of ``code_of``; empty if there is none."""
+    code = code_of(modules)
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest() if code else ""
+
+
+@cache  # a study has one version of the code: its workers keep the modules they have imported
+def code_once(modules: tuple[str, ...]) -> str:
+    """Return the digest of a user's modules when this process first needed it."""
+    return code_digest(modules)
 
 
 @cache

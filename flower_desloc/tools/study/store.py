@@ -29,6 +29,8 @@ class Outcome(TypedDict):
     """Wall-clock of the whole run, its start included."""
     config: str
     """The resolved configuration, YAML."""
+    library: str
+    """The fingerprint of flower-desloc's own code."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from typing import Final, Literal, Self
 import psutil
 
 from flower_desloc.config import Config, dump
+from flower_desloc.config.user_code import user_modules
+from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.setup.machine import cores, memory
-from flower_desloc.tools.study.grid import StudyRun
+from flower_desloc.tools.study.grid import StudyRun, code_digest
 from flower_desloc.tools.study.store import LOG, OUTCOME, Outcome, Store
 
 _WORKER_BYTES: Final = 1_500_000_000
@@ -28,6 +30,11 @@ _WORKER_BYTES: Final = 1_500_000_000
 _NOT_FINITE: Final = "has values that are not finite"
 """In the error of every run that diverged: the server and the clients validate all tensors by
 ``check_finite``. A client's error reaches the server as text only."""
+
+_CODE_CHANGED: Final = (
+    "the code of the task or the optimizer has changed since the study was started; the same "
+    "command runs everything with the new code"
+)
 
 
 class WorkerPool:
@@ -61,7 +68,7 @@ class WorkerPool:
                 continue
             except Exception as error:  # outside of the run itself, for example a full disk
                 reason = f"{type(error).__name__}: {error}"
-                outcome = Outcome(status="failed", error=reason, seconds=0.0, config="")
+                outcome = Outcome(status="failed", error=reason, seconds=0.0, config="", library="")
             self._idle.append(worker)
             yield run, outcome
 
@@ -109,12 +116,19 @@ def run_to_end(run: StudyRun, folder: Path) -> Outcome:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     with _output_to(scratch / LOG):
-        error = _train(run.config, scratch)
+        is_current = code_digest(user_modules(run.config)) == run.code
+        error = _train(run.config, scratch) if is_current else _CODE_CHANGED
     status: Literal["completed", "diverged", "failed"] = "completed"
     if error is not None:
         status = "diverged" if _NOT_FINITE in error else "failed"
     seconds = time.perf_counter() - began
-    outcome = Outcome(status=status, error=error, seconds=seconds, config=dump(run.config))
+    outcome = Outcome(
+        status=status,
+        error=error,
+        seconds=seconds,
+        config=dump(run.config),
+        library=fingerprint(),
+    )
     written.mkdir(exist_ok=True)
     (scratch / LOG).rename(written / LOG)
     (written / OUTCOME).write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
