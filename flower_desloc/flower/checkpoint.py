@@ -47,6 +47,9 @@ class Checkpoint:
     """The app's own settings; it compares them with those it resumes with."""
     paces: Mapping[str, float] = field(default_factory=dict)
     """Seconds per local step of every client, as measured."""
+    lengths: Mapping[str, float] = field(default_factory=dict)
+    """The median length of the clients' last updates of every stream
+    (``flower_desloc.core.robust``)."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
     """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
     versions do not name them, and "" stands for all."""
@@ -72,7 +75,7 @@ class Checkpoint:
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
-_LATER = {"attempts", "paces"}
+_LATER = {"attempts", "paces", "lengths"}
 """What checkpoints of older versions do not have."""
 
 

@@ -7,7 +7,7 @@ clients and keeps the record of the round. Messages pass through its ``exchange`
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
@@ -16,10 +16,10 @@ from flwr.app import MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_desloc.core.averaging import Drift
+from flower_desloc.core.averaging import Drift, Stream
 from flower_desloc.core.schedule import Window
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.exchange import Exchange
+from flower_desloc.flower.exchange import Exchange, reason_of
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
@@ -73,6 +73,8 @@ class RoundEngine:
         Names the run in the clients' own files.
     settings : Mapping
         The app's settings, for the greeting.
+    like : Mapping
+        Tensors like those of each stream, as far as known; may grow.
     seed : int
         Draws the clients of a window.
     resume : Checkpoint or None
@@ -86,6 +88,7 @@ class RoundEngine:
         policy: Policy,
         run_key: str,
         settings: Settings,
+        like: Mapping[str, Stream],
         *,
         seed: int,
         resume: Checkpoint | None,
@@ -98,7 +101,7 @@ class RoundEngine:
         """Step of the server's last checkpoint; -1: none."""
         self.attempts = {**(resume.attempts if resume else {}), self.attempt: self.checkpoint}
         """The starts of the server (``WindowRequest.attempts``)."""
-        self.exchange = Exchange(grid, policy.timeout)
+        self.exchange = Exchange(grid, policy.timeout, like)
         self.members = Members(grid, policy, seed, self.note)
         self.observers: list[Observer] = []
         """Called in this order."""
@@ -171,7 +174,8 @@ class RoundEngine:
 
     def add(self, member: Member, metrics: Metrics) -> None:
         """Record that a reply with these metrics was averaged."""
-        self.round.clients[member.name] = client_record(metrics)
+        steps = self.round.window.stop - self.round.window.start
+        self.round.clients[member.name] = client_record(metrics, steps)
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
         if member.held and STATE_NEW in metrics:
             self.note("state lost", member.name, "it started from the last averages")
@@ -184,7 +188,7 @@ class RoundEngine:
             yield member
         except ValueError as error:
             # As text: an exception keeps the reply alive through its traceback.
-            reason = f"{prefix}{error}"
+            reason = f"{prefix}{reason_of(error)}"
         else:
             return
         self.leave_out(member, reason, kind)

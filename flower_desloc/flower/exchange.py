@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from flwr.app import DEFAULT_TTL, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
+from flower_desloc.core.averaging import Stream
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.internals import HttpGrid, http_grid, pull_objects
-from flower_desloc.flower.messages import ARE_YOU_THERE, STATE_LOST, WindowRequest
+from flower_desloc.flower.internals import DecodeError, HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.limits import Limits, most_objects, shortened
+from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.records import records_of
@@ -22,7 +25,10 @@ _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this pro
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
-_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
+_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN, _BEYOND_LIMITS, _UNREADABLE = range(100, 106)
+# What Flower raises for objects that are no message; an error of the connection is none of these.
+_DECODING = (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError)
+_LONGEST_REASON = 1 << 16  # characters of an error that are read; Flower wraps the client's own
 
 
 class Exchange:
@@ -34,16 +40,19 @@ class Exchange:
         Flower's connection to the nodes.
     timeout : float
         Seconds without any reply after which a node that has not replied is given up.
+    like : Mapping
+        Tensors like those of each stream, as far as known, for the limits of replies; may grow.
 
     """
 
-    def __init__(self, grid: Grid, timeout: float) -> None:
+    def __init__(self, grid: Grid, timeout: float, like: Mapping[str, Stream]) -> None:
         self.meter = TrafficMeter()
+        self._like = like
         self._grid, self._timeout = grid, timeout
         self._is_deployment = isinstance(grid, HttpGrid)
         self._probe: Probe | None = None
         if self._is_deployment:
-            poll_for_objects_often()
+            poll_for_objects_often(lambda: most_objects(self._like))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self._probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
@@ -89,17 +98,39 @@ class Exchange:
         self, requests: Iterable[Message], *, patience: float | None = None
     ) -> Iterator[Message]:
         """Send ``requests`` and yield one reply to each, in their order (see ``exchange``)."""
-        counted, patience = self._counted(requests), patience or self._timeout
-        for reply in exchange(self._grid, counted, patience=patience, probe=self._probe):
+        patience = patience or self._timeout
+        asked: list[Message] = []
+        sent = self._sent(requests, asked)
+        for reply in exchange(self._grid, sent, patience=patience, probe=self._probe):
+            if wrong := self._beyond_limits(reply, asked[0]):
+                reply = Message(wrong, reply_to=asked[0])
+            del asked[0]
             self.meter.received(reply)
             yield reply
             del reply  # free its memory before the next one is received
 
-    def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
+    def _sent(self, requests: Iterable[Message], asked: list[Message]) -> Iterator[Message]:
+        """Count each request, and add it to ``asked`` without its streams."""
         for message in requests:
             self.meter.sent(message)
+            asked.append(bare := copy(message))
+            bare.content = RecordDict({CONFIG: message.content[CONFIG]})
             yield message
         self._bundles.clear()
+
+    def _beyond_limits(self, reply: Message, asked: Message) -> Error | None:
+        """Return what is wrong with a reply that holds more than was asked for.
+
+        Before anything else reads it: a hostile reply may take minutes to be decoded.
+        """
+        if not reply.has_content():
+            return None
+        request = WindowRequest.from_content(asked.content)
+        try:
+            Limits.of(request.due, request.stop - request.start, self._like).check(reply.content)
+        except ValueError as error:
+            return Error(_BEYOND_LIMITS, reason_of(error))
+        return None
 
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, group: str = "0"
@@ -166,20 +197,28 @@ class _Asked:
         return self.request.metadata.dst_node_id
 
 
-def poll_for_objects_often() -> None:
+def poll_for_objects_often(most: Callable[[], int]) -> None:
     """Let Flower's grid of a deployment ask twice a second for what is still being uploaded.
+
+    A reply of more than ``most()`` objects raises ``ValueError``, before they are downloaded.
 
     A reply is announced when its upload begins. Flower 1.41 then waits for its objects 1, 2, 4, 8
     and 10 seconds, so that it reads a reply up to half its upload time late. Flower's limit of 500
     attempts would be four minutes now; its limit of two hours stays.
     """
     often = partial(pull_objects, initial_backoff=0.1, backoff_cap=0.5, max_tries_per_object=None)
-    http_grid.pull_objects = often  # type: ignore[attr-defined]
+
+    def bounded(object_ids: list[str], **options: Any) -> dict[str, bytes]:
+        if len(object_ids) > (limit := most()):
+            raise ValueError(f"it has {len(object_ids)} objects, expected at most {limit}")
+        return often(object_ids, **options)
+
+    http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
 
 
 def event_kind(reply: Message) -> EventKind:
     """Return as what kind of event to record that this reply cannot be used."""
-    if not reply.has_error() or reply.error.code == _OTHER_NODE:
+    if not reply.has_error() or reply.error.code in (_OTHER_NODE, _BEYOND_LIMITS, _UNREADABLE):
         return "refused"
     return "late" if reply.error.code == _NO_REPLY else "failed"
 
@@ -187,6 +226,11 @@ def event_kind(reply: Message) -> EventKind:
 def printable(text: str) -> str:
     """Replace control characters, so that a client's text cannot act on a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error that a client's reply has led to, for logs and records."""
+    return shortened(printable(str(error)))
 
 
 def _has_lost_state(reply: Message) -> bool:
@@ -220,12 +264,14 @@ def _wait(
         # The answer to the probe first: a node that answers it has replied before, or never will.
         answers = _pull(grid, probe_id)
         for reply in _pull(grid, asked.message_id):
+            if isinstance(reply, Error):
+                return reply
             if probe is not None and now > began and not reply.has_error():
                 probe.after = max(probe.after, 1.5 * (now - asked.at))
             return reply
         now = time.monotonic()
         for answer in answers:
-            if not answer.has_error():
+            if isinstance(answer, Error) or not answer.has_error():
                 return Error(_FORGOTTEN, "its node answers, but has lost the request")
             # An error of Flower's own, not of the node: the probe is gone.
             probe_id, silent_since = None, now
@@ -239,8 +285,14 @@ def _wait(
         time.sleep(min(pause, last_reply + patience - now))
 
 
-def _pull(grid: Grid, message_id: str | None) -> Iterable[Message]:
-    return () if message_id is None else list(grid.pull_messages([message_id]))
+def _pull(grid: Grid, message_id: str | None) -> Iterable[Message | Error]:
+    if message_id is None:
+        return ()
+    try:
+        return list(grid.pull_messages([message_id]))
+    except _DECODING as error:
+        # Flower decodes the objects of a reply when it is pulled.
+        return (Error(_UNREADABLE, f"Flower cannot decode its reply: {reason_of(error)}"),)
 
 
 def _wrong(reply: Message, node: int) -> Error | None:
@@ -254,7 +306,10 @@ def _wrong(reply: Message, node: int) -> Error | None:
 
 def _unwrapped(reason: str | None) -> str:
     """Return a client's own message, without the exceptions that Flower has wrapped it in."""
-    text = " ".join(_COLOUR.sub("", reason or "").split())
+    text = reason or ""
+    if len(text) > _LONGEST_REASON:  # the end has the client's own message
+        text = f"{text[: _LONGEST_REASON // 2]} ... {text[-_LONGEST_REASON // 2 :]}"
+    text = " ".join(_COLOUR.sub("", text).split())
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped[1]
-    return printable(text.rpartition("occurred. Message: ")[2]) or "no reason given"
+    return shortened(printable(text.rpartition("occurred. Message: ")[2])) or "no reason given"

@@ -63,6 +63,7 @@ class Recovery(Observer):
                 former=state.former,
                 attempts=engine.attempts,
                 paces=self._paces.seconds,
+                lengths=state.lengths,
                 averages=state.to_checkpoint(),
                 outer=state.outer.state if state.outer else {},
             )
