@@ -7,7 +7,8 @@ DES-LOC-ADOPT, with the real strategy and client in one process. The last client
 others, but replaces its update of params and its first moment:
 
 - flipped: multiplied by -10;
-- noise: normal noise with ten times their norm.
+- noise: normal noise with ten times their norm;
+- huge: multiplied by 100,000.
 
 Its second moment is unchanged. The table shows the held-out loss of the final averaged model in
 nats per image (2.30 for guessing), as mean and standard deviation over the seeds, and how often the
@@ -24,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 import typer
-from common import report
+from common import report, table
 from flower_runs import Windows
 from flwr.app import Context, Message
-from paired import table
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
@@ -43,10 +43,16 @@ from flower_desloc.optim import ADOPT
 CLIENTS, STEPS, BATCH = 8, 192, 16
 PERIODS = {"params": 8, "exp_avg": 24, "exp_avg_sq": 48}
 GUARDS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "median": {"average": "median"},
-    "trimmed mean, 1 a side": {"average": "trimmed_mean", "trim": 1, "min_clients": 3},
+    "mean": {"norm_bound": None},
+    "median": {"average": "median", "norm_bound": None},
+    "trimmed mean, 1 a side": {
+        "average": "trimmed_mean",
+        "trim": 1,
+        "min_clients": 3,
+        "norm_bound": None,
+    },
     "norm bound, 3 medians": {"norm_bound": 3.0},
+    "norm bound, 30 medians (default)": {},
 }
 Stream = dict[str, torch.Tensor]
 Attack = Callable[[Stream, Stream, torch.Generator], Stream]
@@ -65,7 +71,16 @@ def noise(last: Stream, own: Stream, noise: torch.Generator) -> Stream:
     return lie
 
 
-ATTACKS: dict[str, Attack | None] = {"nobody": None, "flipped": flipped, "noise": noise}
+def huge(last: Stream, own: Stream, _noise: torch.Generator) -> Stream:
+    return {key: last[key] + 1e5 * (own[key] - last[key]) for key in own}
+
+
+ATTACKS: dict[str, Attack | None] = {
+    "nobody": None,
+    "flipped": flipped,
+    "noise": noise,
+    "huge": huge,
+}
 
 
 class Data:

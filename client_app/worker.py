@@ -14,7 +14,7 @@ from flower_desloc.config import Config, dump, parse
 from flower_desloc.config.schema import AUTO
 from flower_desloc.core import streams
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.observer import DATA, MICRO_BATCH
+from flower_desloc.flower.observer import MICRO_BATCH, described
 from flower_desloc.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
 from flower_desloc.setup.machine import about_device
 from flower_desloc.setup.preflight import micro_batch_size
@@ -75,7 +75,7 @@ def worker_of(
         about={
             **about_device(device),
             **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
-            **{f"{DATA}{name}": str(size) for name, size in data.description.items()},
+            **described(data.description),
         },
         data_version=version,
     )

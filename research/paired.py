@@ -14,7 +14,7 @@ from scipy import stats
 from flower_desloc.runs.figures import style
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import Overrides, about, commit_of  # noqa: F401
+from common import Overrides, about, commit_of, table  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 RESEARCH = ROOT / "research"
@@ -55,12 +55,6 @@ class Estimate(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mean:+.2f} ± {self.reach:.2f}"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def published(name: str) -> Path:

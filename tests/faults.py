@@ -180,7 +180,7 @@ class Faults:
             reply.content = self._before[node].content
             return [reply]
 
-        words = "its reply is for the steps"
+        words = "its reply is for the steps|its reply has the stream"
         self._plan(Fault(node, window, "unheard", "refused", words, reply=stale))
 
     # Injection

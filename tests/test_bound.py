@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flower_desloc import SyncSchedule
 from flower_desloc.config import load
+from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import ADOPT, Adam
 from flower_desloc.optim.bounds import moment_ratio
 
@@ -91,7 +92,8 @@ def test_a_worker_without_gradients_of_a_coordinate_does_not_throw_it_away(tmp_p
     """It has v = 0 there; an average of u alone would be divided by epsilon."""
 
     def scalar(**options) -> float:
-        trained = run(tmp_path / str(options), problem=OneSided(), **options)
+        policy = Policy(norm_bound=None)  # which would leave this worker out
+        trained = run(tmp_path / str(options), problem=OneSided(), policy=policy, **options)
         return max(abs(state["params"]["scalar"].item()) for state in trained.start())
 
     assert scalar() < 10

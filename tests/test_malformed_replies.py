@@ -216,11 +216,14 @@ def of_metrics() -> st.SearchStrategy[Wrong]:
     lists = st.lists(st.integers(-3, 3), max_size=3)
     other = st.integers(-(2**63), 2**64 - 1).filter(lambda n: n not in (0, 1)) | lists
     floats = st.sampled_from([np.nan, np.inf, -np.inf, 0.5])
-    never = [0, -1, -(2**63), 2**63, 2**64 - 1, 0.0, np.nan, np.inf, -np.inf, -0.5, 1e19]
+    never = [0, -1, -(2**63), 10**15 + 1, 2**64 - 1, 0.0, np.nan, np.inf, -np.inf, -0.5, 1e19]
     return st.one_of(
         required.map(lambda name: (f"no {name}", lambda c: c["metrics"].pop(name))),
         st.builds(is_now, required, lists),
         st.builds(is_now, st.just("num-examples"), st.sampled_from(never)),
+        st.sampled_from(["start-step", "stop-step"]).map(
+            lambda name: (f"no {name}", lambda c: c["metrics"].pop(name))
+        ),
         st.builds(is_now, st.sampled_from(["start-step", "stop-step"]), other | floats),
         # Flower's MetricRecord accepts integers that its wire format cannot represent.
         st.builds(is_now, st.text(max_size=9), st.sampled_from([2**64, -(2**63) - 1, 10**400])),
@@ -312,6 +315,8 @@ def good(message: Message, m: int) -> RecordDict:
             return content
         case "evaluate":
             told = {"num-examples": 1, "loss": 2.0, "totals/nats": 4.0, "totals/tokens": 2.0}
+            step = message.content["config"]["stop-step"]
+            told |= {"start-step": step, "stop-step": step}
             return RecordDict({"metrics": MetricRecord(told)})
         case "query.hello":
             held: dict[str, Any] = {"held-streams": [], "held-versions": []}

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from scipy.stats import trim_mean
 
 from flower_desloc import Mean
 from flower_desloc.config import ConfigError, dump, load, parse
-from flower_desloc.core.robust import Gathered, beyond, coordinate_median, trimmed_mean
+from flower_desloc.core.robust import Gathered, NormBound, coordinate_median, trimmed_mean
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
 
@@ -65,12 +66,6 @@ def test_the_type_stays_and_half_precision_is_added_in_fp32(dtype):
     assert torch.equal(trimmed_mean(rows, 1), rows[0])  # the sum of two overflows fp16
 
 
-def test_a_norm_is_measured_by_the_median_of_all():
-    assert beyond([1.0, 2.0, 3.0, 6.1], 2.0) == [3]  # the median is 2.5
-    assert beyond([0.0, 0.0, 0.0], 2.0) == []
-    assert beyond([float("inf"), 1.0, 1.0], 2.0) == [0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_large_tensors_are_averaged_as_their_pieces_contiguous_or_not(dtype):
     noise = torch.Generator().manual_seed(0)
@@ -100,17 +95,6 @@ def test_the_mean_of_what_is_gathered_is_the_mean_bit_for_bit():
         assert asdict(drifts[name]) == pytest.approx(asdict(drift), rel=1e-6)
 
 
-def test_who_is_dropped_is_as_if_it_had_never_been_there():
-    gathered, others = Gathered(average="median"), Gathered(average="median")
-    for m in range(5):
-        gathered.add(client(m))
-        if m != 3:
-            others.add(client(m))
-    gathered.drop({3})
-    assert gathered.count == 4
-    assert_same([gathered.result()], [others.result()])
-
-
 def test_other_tensors_than_the_first_clients_are_refused():
     gathered = Gathered()
     gathered.add(client(0))
@@ -118,6 +102,71 @@ def test_other_tensors_than_the_first_clients_are_refused():
         gathered.add({"params": client(1)["params"]})
     with pytest.raises(ValueError, match="no client"):
         Gathered(average="median").result()
+
+
+# --------------------------------------------------------------------------------- A bound of norms
+
+
+def judged(
+    norms: list[float],
+    *,
+    bound: float = 2.0,
+    before: dict[str, float] | None = None,
+    stream: str = "exp_avg",
+) -> tuple[list[tuple[int, bool]], int]:
+    """Return which replies are accepted, in order, and how many were held at once."""
+    of = NormBound[int](bound, {"params": {"x": torch.zeros(1)}}, before or {})
+    decided: list[tuple[int, str]] = []
+    held = 0
+    for index, norm in enumerate(norms):
+        decided += of.judge(index, {stream: {"x": torch.tensor([norm])}})
+        held = max(held, index + 1 - len(decided))
+    decided += of.rest()
+    return [(index, not why) for index, why in decided], held
+
+
+def accepted(norms: list[float], **options: Any) -> list[bool]:
+    decided, _ = judged(norms, **options)
+    assert [index for index, _ in decided] == [*range(len(norms))]  # in order, each once
+    return [is_in for _, is_in in decided]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_long_update_is_left_out_wherever_it_is_in_the_order(place):
+    norms = [1.0, 1.1, 0.9]
+    norms.insert(place, 30.0)
+    assert accepted(norms) == [index != place for index in range(4)]
+    assert accepted(norms, before={"exp_avg": 1.0}) == [index != place for index in range(4)]
+
+
+def test_at_most_two_replies_are_held_and_none_where_the_last_window_vouches_for_them():
+    norms = [1.0, 1.2, 0.9, 1.0, 1.1]
+    assert judged(norms) == ([(i, True) for i in range(5)], 2)
+    assert judged(norms, before={"exp_avg": 1.0}) == ([(i, True) for i in range(5)], 0)
+    # A new scale that all share is no outlier: it is judged by the window itself.
+    assert judged(norms, before={"exp_avg": 0.01}) == ([(i, True) for i in range(5)], 2)
+    assert judged(norms, before={"params": 1.0}) == ([(i, True) for i in range(5)], 2)
+
+
+def test_two_clients_are_judged_with_the_window_before():
+    assert accepted([1.0, 50.0]) == [True, True]
+    assert accepted([1.0, 50.0], before={"exp_avg": 1.0}) == [True, False]
+    assert accepted([50.0, 1.0], before={"exp_avg": 1.0}) == [False, True]
+    assert accepted([50.0], before={"exp_avg": 1.0}) == [True]
+
+
+def test_a_median_of_zero_is_no_scale():
+    assert accepted([0.0, 0.0, 1.0]) == [True, True, True]
+
+
+def test_second_moments_are_measured_by_their_root_and_params_from_their_average():
+    assert accepted([1.0, 1.0, 3.9], stream="exp_avg_sq") == [True, True, True]
+    assert accepted([1.0, 1.0, 4.1], stream="exp_avg_sq") == [True, True, False]
+    of = NormBound[int](2.0, {"params": {"x": torch.full((1,), 100.0)}}, {})
+    for index, value in enumerate([101.0, 99.0, 103.0]):
+        decided = of.judge(index, {"params": {"x": torch.tensor([value])}})
+    assert [bool(why) for _, why in decided] == [False, False, True]
+    assert of.medians() == {"params": 1.0}
 
 
 # ---------------------------------------------------------------------------------- In a federation
@@ -161,12 +210,13 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 
 def test_a_malicious_client_moves_the_mean(honest, tmp_path):
-    assert (final(tmp_path, malicious=True) - honest).abs().max() > 100
+    assert (final(tmp_path, malicious=True, norm_bound=None) - honest).abs().max() > 100
 
 
 @pytest.mark.parametrize(
     "policy",
     [
+        {},
         {"average": "median"},
         {"average": "trimmed_mean", "min_clients": 3},
         {"norm_bound": 4.0},

@@ -125,7 +125,6 @@ def test_a_reply_without_its_weights_is_refused(weights):
         ),
         (f"quickstart {HALF} federation.step_seconds.client-1=0", "federation.step_seconds"),
         (f"quickstart {HALF} federation.average=median", "median.*min_steps=1"),
-        (f"quickstart {HALF} federation.norm_bound=4", "norm_bound=4.*min_steps=1"),
         (
             f"quickstart {HALF} optimizer.name=amsgrad sync.max_exp_avg_sq=96",
             r"federation.min_steps=0.5: Adam's max_exp_avg_sq .* federation.min_steps=1",

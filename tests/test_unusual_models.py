@@ -194,7 +194,9 @@ def test_a_model_in_bfloat16_is_trained_saved_and_started_from(tmp_path):
     first = run(Half, tmp_path, "run.checkpoint_every=1", "evaluation.federated=true")
     found = tiny.summary(first)
     numel = sum(p.numel() for p in Half(load("quickstart")).build_model().parameters())
-    assert found["bytes"]["measured"]["up"]["params"] == 2 * 2 * 2 * numel  # two clients, twice, two bytes
+    assert (
+        found["bytes"]["measured"]["up"]["params"] == 2 * 2 * 2 * numel
+    )  # two clients, twice, two bytes
     lossy = ["wire.params=int8", "wire.exp_avg=int8", "wire.exp_avg_sq=bf16"]
     second = run(Half, tmp_path, f"run.init_from={first}", *lossy)
     assert tiny.summary(second)["status"] == "completed"

@@ -152,6 +152,9 @@ def _unused(config: Config) -> Iterator[str]:
     trim = config.federation.trim
     if config.federation.average != "trimmed_mean" and trim != Policy.trim:
         yield f"federation.{trim=}: it needs federation.average=trimmed_mean"
+    max_share = config.federation.max_share
+    if config.federation.weighting != "examples" and max_share != Policy.max_share:
+        yield f"federation.{max_share=}: it needs federation.weighting=examples"
     optimizer, default = config.optimizer, Optimizer()
     for key in unused(optimizer.name):
         value = getattr(optimizer, key)
@@ -274,7 +277,8 @@ def _gradients(config: Config) -> Iterator[str]:
     """Yield what data parallelism cannot do."""
     if GRADIENTS in config.sync:
         why = "sync.gradients averages every step, and optimizer is then the server's"
-        yield from _stated(config, ["sync_delay", "federation.min_steps", "outer.name"], why)
+        names = ["sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"]
+        yield from _stated(config, names, why)
 
 
 def _stated(config: Config, keys: Iterable[str], why: str) -> Iterator[str]:

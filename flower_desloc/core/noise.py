@@ -1,5 +1,6 @@
 """The gradient noise scale of McCandlish et al., "An Empirical Model of Large-Batch Training"."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -34,14 +35,16 @@ def noise_totals(losses: Iterable[Tensor], params: Sequence[Tensor]) -> dict[str
 def noise_scale(totals: Mapping[str, float]) -> float | None:
     """Return tr(S) / |G|^2 in batches: the noise of one batch's gradient over the gradient itself.
 
-    Both terms are unbiased. None without two batches of a client, or where the estimate of |G|^2
-    is not positive: then too few batches were measured.
+    Both terms are unbiased. None without all totals of two batches of a client, or where the
+    estimate of |G|^2 is not positive: then too few batches were measured.
     """
-    if not totals.get(_PAIRS):
+    pairs, batches = totals.get(_PAIRS, 0.0), totals.get(_BATCHES, 0.0)
+    if not (pairs > 0 and batches > 0 and totals.keys() >= {_SQUARES, _SQUARE_OF_SUM}):
         return None
-    signal = (totals[_SQUARE_OF_SUM] - totals[_SQUARES]) / totals[_PAIRS]
-    noise = totals[_SQUARES] / totals[_BATCHES] - signal
-    return noise / signal if signal > 0 else None
+    signal = (totals[_SQUARE_OF_SUM] - totals[_SQUARES]) / pairs
+    noise = totals[_SQUARES] / batches - signal
+    scale = noise / signal if signal > 0 else math.nan
+    return scale if math.isfinite(scale) else None
 
 
 def _square(tensors: Iterable[Tensor]) -> float:

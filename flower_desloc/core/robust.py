@@ -5,13 +5,14 @@ Distributed Learning: Towards Optimal Statistical Rates" (2018, arXiv:1803.01498
 norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?"
 (2019, arXiv:1911.07963).
 
-They need all replies at once: ``Gathered`` keeps them, while ``Mean`` keeps none.
+Median and trimmed mean need all replies at once: ``Gathered`` keeps them, while ``Mean`` keeps
+none. The bound, ``NormBound``, is in front of either, and holds two replies at most.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ from flower_desloc.core.averaging import (
     require_same,
     weights_of,
 )
+from flower_desloc.core.formats import NEVER_NEGATIVE
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+
+T = TypeVar("T")
 
 Average = Literal["mean", "median", "trimmed_mean"]
 
@@ -56,14 +61,85 @@ def coordinate_median(tensors: Sequence[Tensor]) -> Tensor:
     return trimmed_mean(tensors, (len(tensors) - 1) // 2)
 
 
-def beyond(norms: Sequence[float], bound: float) -> list[int]:
-    """Return the indices of the ``norms`` above ``bound`` times their median.
+Lengths = Mapping[str, float]
+"""By stream: how long a client's update is, in the sense of ``length``."""
 
-    >>> beyond([1.0, 1.2, 0.9, 30.0], 3.0)
-    [3]
+_VOTES = 3  # a median of fewer than three lengths does not tell which of them is wrong
+
+
+def length(name: str, stream: Stream, last: Stream | None) -> float:
+    """Return how long a client's update of a stream is.
+
+    That of params and buffers is the distance from their last average, that of a moment its norm,
+    and that of a second moment the root of its norm: it is a square of gradients, and grows twice
+    as fast with their scale.
     """
-    most = bound * median(norms)
-    return [index for index, norm in enumerate(norms) if norm > most]
+    if name in (PARAMS, BUFFERS):
+        return distance(stream, last)
+    norm = distance(stream)
+    return math.sqrt(norm) if name in NEVER_NEGATIVE else norm
+
+
+class NormBound(Generic[T]):
+    """Finds the replies of a window that have a much longer update than the others.
+
+    A stream's update is too long above ``bound`` times the median over the replies of the window so
+    far. While these are fewer than three, a reply passes that is not too long compared with
+    ``before``; any other is held back until there are three. So no more than two are ever held, and
+    replies are decided in the order in which they arrive.
+
+    Args:
+        bound: How many medians are too long.
+        last: The last averages.
+        before: The median length of each stream in the last window that averaged it.
+
+    """
+
+    def __init__(self, bound: float, last: Mapping[str, Stream], before: Lengths) -> None:
+        self._bound, self._last, self._before = bound, last, before
+        self._seen: list[Lengths] = []
+        self._accepted: list[Lengths] = []
+        self._held: list[tuple[T, Lengths]] = []
+
+    def judge(self, reply: T, streams: Mapping[str, Stream]) -> list[tuple[T, str]]:
+        """Return the replies that are decided now, each with why it is left out, or "".
+
+        ``reply`` is what the caller wants back for these ``streams``.
+        """
+        lengths = {n: length(n, stream, self._last.get(n)) for n, stream in streams.items()}
+        self._seen.append(lengths)
+        self._held.append((reply, lengths))
+        if len(self._seen) >= _VOTES:
+            return self._decided(self._seen)
+        is_plain = lengths.keys() <= self._before.keys() and not self._why(lengths, [self._before])
+        return self._decided([]) if is_plain and len(self._held) == 1 else []
+
+    def rest(self) -> list[tuple[T, str]]:
+        """Return the replies that were held to the end; the lengths before count as one more."""
+        votes = [*self._seen, self._before] if self._before else self._seen
+        return self._decided(votes if len(votes) >= _VOTES else [])
+
+    def medians(self) -> dict[str, float]:
+        """Return the median length of each stream over the accepted replies, if there are two."""
+        if len(self._accepted) < _VOTES - 1:
+            return {}
+        return {name: median(each[name] for each in self._accepted) for name in self._accepted[0]}
+
+    def _decided(self, votes: Sequence[Lengths]) -> list[tuple[T, str]]:
+        decided = [(reply, lengths, self._why(lengths, votes)) for reply, lengths in self._held]
+        self._held = []
+        self._accepted += [lengths for _, lengths, why in decided if not why]
+        return [(reply, why) for reply, _, why in decided]
+
+    def _why(self, lengths: Lengths, votes: Sequence[Lengths]) -> str:
+        """Return why these lengths are too long; "" if they are not."""
+        for name, own in lengths.items():
+            known = [each[name] for each in votes if name in each]
+            typical = median(known) if known else 0.0
+            # A median of zero gives no scale: the others did not change the stream at all.
+            if own > self._bound * typical > 0:
+                return f"its update of {name} has the norm {own:.4g}, the median is {typical:.4g}"
+        return ""
 
 
 class Gathered:
@@ -96,26 +172,6 @@ class Gathered:
         if self._held:
             require_same(streams, self._held[0][0])
         self._held.append((streams, weights_of(streams, weight)))
-
-    def outliers(self, bound: float) -> dict[int, str]:
-        """Return the indices of clients whose updates are too long, with the reason.
-
-        A stream's update is its distance from the last average, or from zero; it is too long above
-        ``bound`` times the median of all clients.
-        """
-        found: dict[int, str] = {}
-        for name in self._held[0][0] if self._held else ():
-            lengths = [
-                distance(streams[name], self._reference.get(name)) for streams, _ in self._held
-            ]
-            for index in beyond(lengths, bound):
-                why = f"its update of {name} has the norm {lengths[index]:.4g}, the median is "
-                found.setdefault(index, f"{why}{median(lengths):.4g}")
-        return found
-
-    def drop(self, indices: Collection[int]) -> None:
-        """Remove the streams of these clients."""
-        self._held = [it for index, it in enumerate(self._held) if index not in indices]
 
     def result(self) -> dict[str, dict[str, Tensor]]:
         """Return the average of every stream; raises ``ValueError`` when nothing was added."""

@@ -7,6 +7,7 @@ behind an index.
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from flwr.app import Array, ArrayRecord
 
@@ -17,7 +18,7 @@ _SMALL = 4 << 20  # bytes; Flower cuts what is larger than 5 MiB
 _FULL = 64 << 20  # bytes; the receiver of an array holds it twice for a moment
 _MANY = 4096  # arrays
 _LONG = 256  # characters of a name
-_INDEX = 16 << 20  # bytes: more than so many of such names need
+_INDEX = 8 << 20  # bytes: more than so many of such names need
 _ALIGNMENT = 64  # bytes
 
 _Row = tuple[int, str, Array]
@@ -50,6 +51,14 @@ def unbundled(record: ArrayRecord) -> dict[str, Array]:
     return dict(placed[i] if i in placed else next(rest) for i in range(total))
 
 
+def length(key: str, bundle: Array) -> int:
+    """Return the number of arrays that the index of a bundle lists; no data is copied.
+
+    Raises ``ValueError`` for an index that cannot be read.
+    """
+    return len(_index(key, bundle.data)[0])
+
+
 def _groups(record: ArrayRecord) -> Iterator[list[_Row]]:
     group: list[_Row] = []
     size = 0
@@ -79,15 +88,26 @@ def _padding(size: int) -> int:
     return -size % _ALIGNMENT
 
 
-def _rows(key: str, bundle: Array) -> list[_Row]:
-    data = bundle.data
-    rows = []
+def _index(key: str, data: bytes) -> tuple[list[Any], int]:
+    """Return the rows of a bundle's index, and where the index ends."""
+    length = int.from_bytes(data[:8], "little")
     try:
-        length = int.from_bytes(data[:8], "little")
         if length > _INDEX:
             raise ValueError(f"its index of {length} bytes is too long")
-        end = 8 + length
-        for position, name, dtype, shape, stype, size in json.loads(data[8:end]):
+        rows = json.loads(data[8 : 8 + length])
+        if not isinstance(rows, list) or len(rows) > _MANY:
+            raise ValueError(f"its index is no list of at most {_MANY} arrays")
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(key, error) from error
+    return rows, 8 + length
+
+
+def _rows(key: str, bundle: Array) -> list[_Row]:
+    data = bundle.data
+    index, end = _index(key, data)
+    rows = []
+    try:
+        for position, name, dtype, shape, stype, size in index:
             begin = end + _padding(end)
             end = begin + _whole(size, 1, len(data))
             array = Array(str(dtype), tuple(map(_whole, shape)), str(stype), data[begin:end])
@@ -95,8 +115,12 @@ def _rows(key: str, bundle: Array) -> list[_Row]:
         if end + _padding(end) != len(data):
             raise ValueError(f"it has {len(data)} bytes, its arrays {end}")
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the bundle {key!r} cannot be read: {error}") from error
+        raise _unreadable(key, error) from error
     return rows
+
+
+def _unreadable(key: str, error: Exception) -> ValueError:
+    return ValueError(f"the bundle {key!r} cannot be read: {error}")
 
 
 def _whole(value: object, least: int = 0, most: int = 2**63) -> int:

@@ -49,6 +49,9 @@ class Checkpoint:
     """Seconds per local step of every client, as measured."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """How often each client was left out of the window after this one, which ended the run."""
+    lengths: Mapping[str, float] = field(default_factory=dict)
+    """The median length of the clients' last updates of every stream
+    (``flower_desloc.core.robust``)."""
     attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
     """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
     versions do not name them, and "" stands for all."""
@@ -78,7 +81,7 @@ class Checkpoint:
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
-_LATER = {"attempts", "code", "data", "paces"}
+_LATER = {"attempts", "code", "data", "paces", "lengths"}
 """What checkpoints of older versions do not have."""
 
 

@@ -238,13 +238,15 @@ def _saved(worker: Worker, request: WindowRequest, files: StateFiles) -> Mapping
 
 def evaluated(worker: Worker, step: int) -> WindowReply:
     """Evaluate the model as it is after ``step`` steps on the client's held-out data, if any."""
+    window = {"start-step": step, "stop-step": step}
     if worker.evaluate is None:
-        return WindowReply(metrics={"num-examples": 0})
+        return WindowReply(metrics={"num-examples": 0, **window})
     totals = worker.evaluate()
     noise = worker.noise(step) if step >= worker.noise_from else {}
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
+            **window,
             **worker.metrics(totals),
             **{f"{TOTALS}{name}": value for name, value in {**totals, **noise}.items()},
         }

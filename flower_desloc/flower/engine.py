@@ -17,10 +17,10 @@ from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_desloc.core.averaging import Drift
+from flower_desloc.core.averaging import Drift, Stream
 from flower_desloc.core.schedule import Window
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.exchange import Exchange
+from flower_desloc.flower.exchange import Exchange, reason_of
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
@@ -76,6 +76,8 @@ class RoundEngine:
         Names the run in the clients' own files.
     settings : Mapping
         The app's settings, for the greeting.
+    like : Mapping
+        Tensors like those of each stream, as far as known; may grow.
     seed : int
         Draws the clients of a window.
     resume : Checkpoint or None
@@ -91,6 +93,7 @@ class RoundEngine:
         policy: Policy,
         run_key: str,
         settings: Settings,
+        like: Mapping[str, Stream],
         *,
         seed: int,
         resume: Checkpoint | None,
@@ -107,7 +110,7 @@ class RoundEngine:
         self.code = {PACKAGE: fingerprint(), **code}
         """The code that every client must run."""
         self.exchange = Exchange(
-            grid, policy.timeout, quorum=policy.min_clients, grace=policy.grace
+            grid, policy.timeout, like, quorum=policy.min_clients, grace=policy.grace
         )
         data = resume.data if resume else {}
         self.members = Members(grid, self.exchange, policy, seed, self.note, data=data)
@@ -186,7 +189,8 @@ class RoundEngine:
 
     def add(self, member: Member, metrics: Metrics) -> None:
         """Record that a reply with these metrics was averaged."""
-        self.round.clients[member.name] = client_record(metrics)
+        steps = self.round.window.stop - self.round.window.start
+        self.round.clients[member.name] = client_record(metrics, steps)
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
         if member.held and STATE_NEW in metrics:
             self.note("state lost", member.name, "it started from the last averages")
@@ -199,7 +203,7 @@ class RoundEngine:
             yield member
         except ValueError as error:
             # As text: an exception keeps the reply alive through its traceback.
-            reason = f"{prefix}{error}"
+            reason = f"{prefix}{reason_of(error)}"
         else:
             return
         self.leave_out(member, reason, kind)

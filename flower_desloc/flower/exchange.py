@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from flwr.app import (
     DEFAULT_TTL,
@@ -19,8 +20,10 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
+from flower_desloc.core.averaging import Stream
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.internals import HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.internals import DecodeError, HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.limits import Limits, most_objects, shortened
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
@@ -33,7 +36,10 @@ _KEPT = 0.9  # of its time to live: an expired request cannot be asked for in a 
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
-_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN = 100, 101, 102, 103
+_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN, _BEYOND_LIMITS, _UNREADABLE = range(100, 106)
+# What Flower raises for objects that are no message; an error of the connection is none of these.
+_DECODING = (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError)
+_LONGEST_REASON = 1 << 16  # characters of an error that are read; Flower wraps the client's own
 
 
 class Exchange:
@@ -52,22 +58,31 @@ class Exchange:
         Flower's connection to the nodes.
     timeout : float
         Seconds without any reply after which a node that has not replied is given up.
+    like : Mapping
+        Tensors like those of each stream, as far as known, for the limits of replies; may grow.
     quorum, grace : int, float or None
         Once ``quorum`` nodes have replied, ``ask`` waits at most ``grace`` seconds for the others.
 
     """
 
     def __init__(
-        self, grid: Grid, timeout: float, *, quorum: int = 1, grace: float | None = None
+        self,
+        grid: Grid,
+        timeout: float,
+        like: Mapping[str, Stream],
+        *,
+        quorum: int = 1,
+        grace: float | None = None,
     ) -> None:
         self.meter = TrafficMeter()
+        self._like = like
         self._grid, self._timeout = grid, timeout
         self._quorum, self._grace = quorum, grace
         self._is_deployment = isinstance(grid, HttpGrid)
         self.probe: Probe | None = None
         """How to find out whether a silent node has lost its request; None: it cannot."""
         if self._is_deployment:
-            poll_for_objects_often()
+            poll_for_objects_often(lambda: most_objects(self._like))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
@@ -175,6 +190,20 @@ class Exchange:
             yield message
         self._bundles.clear()
 
+    def _beyond_limits(self, reply: Message, asked: Message) -> Error | None:
+        """Return what is wrong with a reply that holds more than was asked for.
+
+        Before anything else reads it: a hostile reply may take minutes to be decoded.
+        """
+        if not reply.has_content():
+            return None
+        request = WindowRequest.from_content(asked.content)
+        try:
+            Limits.of(request.due, request.stop - request.start, self._like).check(reply.content)
+        except ValueError as error:
+            return Error(_BEYOND_LIMITS, reason_of(error))
+        return None
+
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, group: str = "0"
     ) -> Message:
@@ -191,7 +220,8 @@ class Exchange:
     def _send(self, request: Message, at_most: float) -> "_Asked":
         message_id = self._push(request)
         bare = copy(request)
-        bare.content = RecordDict()
+        # Without its streams, which have been sent.
+        bare.content = RecordDict({CONFIG: request.content[CONFIG]})
         asked = _Asked(bare, message_id, _steps(request), at=time.monotonic())
         asked.patience = min(self._patience(asked), Patience(at_most), key=lambda p: p.seconds)
         return asked
@@ -254,11 +284,11 @@ class Exchange:
     def _look(self, asked: "_Asked", now: float) -> Message | Error | None:
         """Look once for a node's reply, or for why there will be none."""
         # The answer to the probe first: a node that answers it has replied before, or never will.
-        answers = self._pull([asked.probe_id])
-        for reply in self._pull([asked.message_id]):
+        answer = self._pull(asked.probe_id)
+        if (reply := self._pull(asked.message_id)) is not None:
             return reply
-        for answer in answers:
-            if not answer.has_error():
+        if answer is not None:
+            if isinstance(answer, Error) or not answer.has_error():
                 return Error(_FORGOTTEN, "its node answers, but has lost the request")
             # An error of Flower's own, not of the node: the probe is gone.
             asked.probe_id, asked.silent_since = None, now
@@ -273,22 +303,31 @@ class Exchange:
     def _pull_early(self, waiting: "_Waiting") -> None:
         """Pull the replies that have arrived before their turn."""
         missing = [asked.message_id for asked in waiting.asked]
-        for reply in self._pull([i for i in missing if i not in waiting.early]):
-            waiting.early[reply.metadata.reply_to_message_id] = reply
-            waiting.count(reply)
+        for message_id in [i for i in missing if i is not None and i not in waiting.early]:
+            if (reply := self._pull(message_id)) is not None:
+                waiting.early[message_id] = reply
+                if isinstance(reply, Message):
+                    waiting.count(reply)
 
     def _push(self, message: Message) -> str | None:
         # One by one: of a batch, Flower drops those it cannot send without saying which.
         return next(iter(self._grid.push_messages([message])), None) or None
 
-    def _pull(self, message_ids: Iterable[str | None]) -> Iterable[Message]:
-        sent = [message_id for message_id in message_ids if message_id is not None]
-        return list(self._grid.pull_messages(sent)) if sent else ()
+    def _pull(self, message_id: str | None) -> Message | Error | None:
+        """Return the reply to a message, if there is one by now, or why it cannot be read."""
+        if message_id is None:
+            return None
+        try:
+            return next(iter(list(self._grid.pull_messages([message_id]))), None)
+        except _DECODING as error:
+            # Flower decodes the objects of a reply when it is pulled.
+            return Error(_UNREADABLE, f"Flower cannot decode its reply: {reason_of(error)}")
 
     def _received(self, reply: Message | Error, asked: "_Asked", took: float | None) -> Message:
         """Return a reply, or an error in its place, that names the node that was asked."""
         if isinstance(reply, Message):
-            reply = _wrong(reply, asked.node) or reply
+            wrong = _wrong(reply, asked.node) or self._beyond_limits(reply, asked.request)
+            reply = wrong or reply
         message = Message(reply, reply_to=asked.request) if isinstance(reply, Error) else reply
         self.meter.received(message)
         if not _is_usable(message) and not _is_late(message):
@@ -338,7 +377,7 @@ class Patience:
 
 @dataclass
 class _Asked:
-    request: Message  # without its content, which has been sent
+    request: Message  # without its streams, which have been sent
     message_id: str | None  # None: Flower did not accept it
     steps: int  # of the window that it is about
     at: float
@@ -365,7 +404,7 @@ class _Waiting:
 
     asked: list[_Asked]
     last_reply: float
-    early: dict[str, Message] = field(default_factory=dict)
+    early: dict[str, Message | Error] = field(default_factory=dict)
     has_given_up: bool = False
     quorum: int = 0
     grace: float | None = None
@@ -380,20 +419,28 @@ class _Waiting:
             self.ends = min(self.ends, self.last_reply + self.grace)
 
 
-def poll_for_objects_often() -> None:
+def poll_for_objects_often(most: Callable[[], int]) -> None:
     """Let Flower's grid of a deployment ask twice a second for what is still being uploaded.
+
+    A reply of more than ``most()`` objects raises ``ValueError``, before they are downloaded.
 
     A reply is announced when its upload begins. Flower 1.41 then waits for its objects 1, 2, 4, 8
     and 10 seconds, so that it reads a reply up to half its upload time late. Flower's limit of 500
     attempts would be four minutes now; its limit of two hours stays.
     """
     often = partial(pull_objects, initial_backoff=0.1, backoff_cap=0.5, max_tries_per_object=None)
-    http_grid.pull_objects = often  # type: ignore[attr-defined]
+
+    def bounded(object_ids: list[str], **options: Any) -> dict[str, bytes]:
+        if len(object_ids) > (limit := most()):
+            raise ValueError(f"it has {len(object_ids)} objects, expected at most {limit}")
+        return often(object_ids, **options)
+
+    http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
 
 
 def event_kind(reply: Message) -> EventKind:
     """Return as what kind of event to record that this reply cannot be used."""
-    if not reply.has_error() or reply.error.code == _OTHER_NODE:
+    if not reply.has_error() or reply.error.code in (_OTHER_NODE, _BEYOND_LIMITS, _UNREADABLE):
         return "refused"
     return "late" if _is_late(reply) else "failed"
 
@@ -409,6 +456,11 @@ def _is_late(reply: Message) -> bool:
 
 def _is_usable(reply: Message) -> bool:
     return not reply.has_error() and not _has_lost_state(reply)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error that a client's reply has led to, for logs and records."""
+    return shortened(printable(str(error)))
 
 
 def _has_lost_state(reply: Message) -> bool:
@@ -435,7 +487,10 @@ def _wrong(reply: Message, node: int) -> Error | None:
 
 def _unwrapped(reason: str | None) -> str:
     """Return a client's own message, without the exceptions that Flower has wrapped it in."""
-    text = " ".join(_COLOUR.sub("", reason or "").split())
+    text = reason or ""
+    if len(text) > _LONGEST_REASON:  # the end has the client's own message
+        text = f"{text[: _LONGEST_REASON // 2]} ... {text[-_LONGEST_REASON // 2 :]}"
+    text = " ".join(_COLOUR.sub("", text).split())
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped[1]
-    return printable(text.rpartition("occurred. Message: ")[2]) or "no reason given"
+    return shortened(printable(text.rpartition("occurred. Message: ")[2])) or "no reason given"

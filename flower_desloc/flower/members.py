@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_desloc.core.streams import starts_at_zero
-from flower_desloc.flower.exchange import Exchange, Late, event_kind, printable
+from flower_desloc.flower.exchange import Exchange, Late, event_kind, printable, reason_of
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.model_names import ModelNames
@@ -149,8 +149,8 @@ class Members:
                         "give each SuperNode its own partition-id or name in its node config"
                     )
             except ValueError as error:
-                self._note(event_kind(reply), f"node {node_id}", str(error))
-                self._policy.fail(f"node {node_id} cannot take part", str(error))
+                self._note(event_kind(reply), f"node {node_id}", reason_of(error))
+                self._policy.fail(f"node {node_id} cannot take part", reason_of(error))
                 continue
             greeted[member.name] = node_id
             if (old := self._known.get(member.name)) is not None:

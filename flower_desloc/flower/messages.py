@@ -4,6 +4,7 @@ Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is se
 Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,11 @@ CONFIG = "config"
 METRICS = "metrics"
 ABOUT = "about"
 STATE_LOST = "state-lost"
+TENSOR_NAMES = ("trained", "buffers", "untrained", "other-tensors")
+"""Lists of tensors' names in the reply to the greeting (``model_names``)."""
 STATE_NEW = "state-new"
+MOST_EXAMPLES = 10**15
+"""Larger numbers are not exact as floats."""
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
 ARE_YOU_THERE = "query.there"
@@ -182,24 +187,23 @@ class WindowReply:
                 raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
         return cls(metrics=dict(metrics), streams=_streams(content))
 
-    def check(self, window: Window, due: frozenset[str], like: Mapping[str, Stream]) -> None:
+    def check(self, window: Window, like: Mapping[str, Stream]) -> None:
         """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
 
         ``like`` gives names, shapes and types of the streams known so far. Values are not read:
         see ``check_values``.
         """
+        if STATE_LOST in self.metrics:
+            raise ValueError("it has lost its state, also after it was sent everything")
         steps = (window.start, window.stop)
-        answered = (
-            self.metrics.get("start-step", steps[0]),
-            self.metrics.get("stop-step", steps[1]),
-        )
+        answered = (self.metrics.get("start-step"), self.metrics.get("stop-step"))
         if answered != steps:
             raise ValueError(f"its reply is for the steps {answered}, expected {steps}")
-        if due:
+        if window.due:
             self._check_metrics()
-        if self.streams.keys() != due:
+        if self.streams.keys() != window.due:
             raise ValueError(
-                f"its reply has the streams {sorted(self.streams)}, expected {sorted(due)}"
+                f"its reply has the streams {sorted(self.streams)}, expected {sorted(window.due)}"
             )
         for name, stream in self.streams.items():
             if name in like:
@@ -241,17 +245,20 @@ class WindowReply:
             if not isinstance(self.metrics.get(name), (int, float)):
                 raise ValueError(f"its metrics have no number {name!r}")
         examples: Any = self.metrics["num-examples"]
-        if not 0 < examples < 2**63:
-            raise ValueError(f"its num-examples is {examples}; it must be a positive number")
+        if not 0 < examples <= MOST_EXAMPLES:
+            raise ValueError(
+                f"its num-examples is {examples}; it must be above 0 and at most {MOST_EXAMPLES:g}"
+            )
 
 
 def limits(name: str, dtype: torch.dtype) -> tuple[float, float]:
     """Return the least and the greatest value of a stream that can be averaged.
 
-    The greatest is half of the type's, so that the difference of two values is finite.
+    The greatest second moment is half of the type's greatest value, so that the difference of two
+    is finite; any other's is the root of that, so that its square is finite too.
     """
     most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
-    return 0.0 if name in NEVER_NEGATIVE else -most, most
+    return (0.0, most) if name in NEVER_NEGATIVE else (-math.sqrt(most), math.sqrt(most))
 
 
 def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:

@@ -16,8 +16,7 @@ from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, buffers, plain_name, some, trained, untrained
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.internals import log
-
-_TRAINED, _BUFFERS, _LEFT, _OTHERS = "trained", "buffers", "untrained", "other-tensors"
+from flower_desloc.flower.messages import TENSOR_NAMES
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ModelNames:
     @classmethod
     def pop(cls, about: dict[str, object]) -> Self | None:
         """Take the names out of what a client says of itself; None if it does not state them."""
-        lists = [about.pop(key, None) for key in (_TRAINED, _BUFFERS, _LEFT, _OTHERS)]
+        lists = [about.pop(key, None) for key in TENSOR_NAMES]
         groups = [
             tuple(sys.intern(str(name)) for name in names)
             for names in lists
@@ -56,7 +55,7 @@ class ModelNames:
     def to_config(self) -> dict[str, list[str]]:
         """Return what ``pop`` reads, for a ConfigRecord."""
         groups = self.trained, self.buffers, self.untrained, self.others
-        return dict(zip((_TRAINED, _BUFFERS, _LEFT, _OTHERS), map(list, groups), strict=True))
+        return dict(zip(TENSOR_NAMES, map(list, groups), strict=True))
 
 
 def initial_names(

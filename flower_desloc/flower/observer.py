@@ -20,6 +20,7 @@ MICRO_BATCH = "micro-batch"
 """How many examples the client computes on at once."""
 
 _MAX_DIGITS = 15  # larger numbers are not exact as floats
+_MAX_DESCRIBED = 1000  # domains or labels of one client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ EventKind = Literal[
     "failed",  # a client raised or died
     "late",  # it did not answer in time
     "refused",  # its reply cannot be used
-    "outlier",  # its update is too far from the others'
+    "outlier",  # its update or evaluation is too far from the others'
+    "capped",  # it stated more examples than count
     "joined",
     "moved",  # it came back at another node
     "left",
@@ -174,6 +176,18 @@ def holdings(about: Mapping[str, str]) -> dict[str, int]:
         for key, text in about.items()
         if key.startswith(DATA) and (size := count(text)) is not None
     }
+
+
+def described(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return what a client says of the ``sizes`` of its domains or labels, the smallest together.
+
+    A server refuses a description that is too long.
+    """
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MAX_DESCRIBED]
+    texts = {f"{DATA}{name}": str(size) for name, size in sizes.items() if name in {*largest}}
+    if rest := sizes.keys() - {*largest}:
+        texts[f"{DATA}({len(rest)} others)"] = str(sum(sizes[name] for name in rest))
+    return texts
 
 
 def client_data(plan: Plan) -> dict[str, dict[str, int]]:

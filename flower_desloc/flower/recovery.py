@@ -76,6 +76,7 @@ class Recovery(Observer):
                 paces=self._paces.seconds,
                 code=engine.code,
                 data=engine.members.data,
+                lengths=state.lengths,
                 averages=state.to_checkpoint(),
                 outer=state.outer.state if state.outer else {},
             )

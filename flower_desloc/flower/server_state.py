@@ -36,6 +36,8 @@ class ServerState:
     """Step of the last average or reset of every stream; 0 before the first."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are sent in a lossy format."""
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The median length of the clients' last updates of every stream (``core/robust.py``)."""
     like: dict[str, Stream] = field(default_factory=dict)
     """Meta tensors with the names, shapes and types of each stream, as far as known."""
     difference: ArrayRecord | None = None
@@ -185,6 +187,7 @@ class ServerState:
                 self.averages[name] = to_record(stream)
         self.step, self.evaluated = to.step, to.evaluated
         self.versions, self.former = dict(to.versions), to.former
+        self.lengths = dict(to.lengths)
 
 
 def meta(stream: Stream) -> dict[str, Tensor]:

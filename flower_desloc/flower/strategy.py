@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from logging import INFO
+from logging import INFO, WARNING
 from typing import cast
 
 import torch
@@ -17,9 +17,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Mean, Stream
+from flower_desloc.core.averaging import Mean, Stream, Weight
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.robust import Average, Gathered
+from flower_desloc.core.robust import Average, Gathered, NormBound
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
@@ -31,14 +31,25 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import WindowReply, WindowRequest, settings_of
-from flower_desloc.flower.metrics import FromTotals, check_evaluation, pooled, weight_of
+from flower_desloc.flower.metrics import (
+    FromTotals,
+    check_evaluation,
+    number,
+    pooled,
+    trained,
+    unusual,
+    weight_of,
+)
 from flower_desloc.flower.model_names import initial_names
-from flower_desloc.flower.observer import Observer, Plan
+from flower_desloc.flower.observer import Observer, Plan, count
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.recovery import Recovery
 from flower_desloc.flower.server_state import ServerState
+
+_Usable = tuple[Member, WindowReply, Weight]
+_Judged = tuple[_Usable, str]
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -156,7 +167,8 @@ class DesLoc(Strategy):
         self.code = code or {}
         self.engine: RoundEngine
         self._paces = Paces(self.policy, resume.paces if resume else {})
-        self._asked: list[str] = []  # for the window's local steps
+        self._asked: list[Member] = []  # for the window's local steps
+        self._capped: set[str] = set()  # clients with more examples than count
         self._given: dict[str, str] = {}  # the names in the app's arrays
         self._windows = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         if resume is not None:
@@ -244,7 +256,7 @@ class DesLoc(Strategy):
         """Ask the clients drawn for this window; each is sent the streams it lacks."""
         del server_round, arrays, grid  # the engine knows the round, the state all streams
         members = self._drawn()
-        self._asked = [member.name for member in members]
+        self._asked = members
         return [self._request(member, _TRAIN, config) for member in members]
 
     def _drawn(self) -> list[Member]:
@@ -274,31 +286,25 @@ class DesLoc(Strategy):
         """
         del server_round
         now = self.engine.round
-        averager = self._averager(now.window)
+        averager, bound = self._averager(now.window), self._norm_bound(now.window)
         added: list[Member] = []
         for message in replies:
             with self.engine.timed("averaging"):
-                added += self._add(averager, message)
+                added += self._add(averager, self._judged(bound, message))
             del message  # free its memory before the next one is received
         with self.engine.timed("averaging"):
-            self._leave_out_outliers(averager, added)
+            added += self._add(averager, bound.rest() if bound else [])
             if averager.count < self.policy.min_clients:
                 return None, None  # the clients will go back to what they held before
             for member in added:
                 member.held = dict(self.state.versions)
-            averages, count = averager.result(), averager.count
+            averages = averager.result()
+            self.state.lengths |= bound.medians() if bound else {}
             now.drift = averager.drift(averages)
             del averager  # publish frees a stream's memory once it is encoded
             self._publish(averages, now.window)
-        clients = now.clients.values()
-        metrics = MetricRecord(
-            {
-                "num-examples": sum(client.num_examples for client in clients),
-                "train-loss": sum(client.train_loss for client in clients) / count,
-            }
-        )
         has_params = self.state.versions[PARAMS] == now.window.stop
-        return self.state.averages[PARAMS] if has_params else None, metrics
+        return self.state.averages[PARAMS] if has_params else None, trained(now.clients)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -306,55 +312,92 @@ class DesLoc(Strategy):
         """Return the metrics of all clients together, and each one's as ``client/metric``."""
         del server_round
         usable: dict[str, WindowReply] = {}
+        members: dict[str, Member] = {}
         for message in replies:
             sender, kind = message.metadata.src_node_id, event_kind(message)
             with self.engine.leaving_out(sender, kind, "evaluation: ") as member:
-                reply = self._read(message, frozenset())
+                reply = self._read(message, _after(self.engine.round.window))
                 check_evaluation(reply, self.metrics)
                 member.held |= {name: self.state.versions[name] for name in self._model_streams()}
                 usable[member.name] = reply
+                members[member.name] = member
+        for name, why in unusual(usable).items():
+            del usable[name]
+            self.engine.leave_out(members[name], f"evaluation: {why}", "outlier")
         return pooled(usable, self.metrics)
 
-    def _add(self, averager: Mean | Gathered, message: Message) -> list[Member]:
-        """Add a reply to the average; return its client, or none if it is left out."""
+    def _judged(self, bound: NormBound[_Usable] | None, message: Message) -> list[_Judged]:
+        """Read a reply; return the replies that can be decided now, each with why it is left out.
+
+        A reply that cannot be used is left out at once.
+        """
         sender, kind = message.metadata.src_node_id, event_kind(message)
         with self.engine.leaving_out(sender, kind) as member:
-            due = self.engine.round.window.due
-            reply = self._read(message, due)
+            window = self.engine.round.window
+            reply = self._read(message, window)
             reply.check_values()
-            averager.add(reply.streams, weight_of(reply, due, self.policy))
-            self.engine.add(member, reply.metrics)
-            return [member]
+            usable = member, reply, self._weight(member, reply, window.due)
+            return bound.judge(usable, reply.streams) if bound else [(usable, "")]
         return []
 
-    def _read(self, message: Message, due: frozenset[str]) -> WindowReply:
+    def _add(self, averager: Mean | Gathered, judged: Iterable[_Judged]) -> list[Member]:
+        """Add replies to the average; return the clients of those that are not left out."""
+        added = []
+        for (member, reply, weight), why in judged:
+            if why:
+                reason = f"{why}; federation.norm_bound={self.policy.norm_bound:g}"
+                self.engine.leave_out(member, reason, "outlier")
+                continue
+            with self.engine.leaving_out(member.node_id, "refused"):
+                averager.add(reply.streams, weight)
+                self.engine.add(member, reply.metrics)
+                added.append(member)
+        return added
+
+    def _weight(self, member: Member, reply: WindowReply, due: frozenset[str]) -> Weight:
+        """Return a client's weight; with weighting by examples at most ``policy.max_share``."""
+        policy, most = self.policy, math.inf
+        if policy.weighting == "examples" and policy.max_share < 1:
+            asked = [m for m in self._asked if m.name != member.name]
+            others = sum(count(m.about.get("num-examples", "")) or 0 for m in asked)
+            if others > 0:
+                most = others * policy.max_share / (1 - policy.max_share)
+        if (stated := number(reply.metrics["num-examples"])) > most:
+            if member.name not in self._capped:
+                what = f"its {stated:g} examples count as {most:g}; federation.max_share="
+                what += f"{policy.max_share:g}"
+                log(WARNING, "%s: %s", member.name, what)
+                self.engine.note("capped", member.name, what)
+            self._capped.add(member.name)
+        return weight_of(reply, due, policy, most)
+
+    def _read(self, message: Message, window: Window) -> WindowReply:
         """Decode and validate a reply; raises ``ValueError`` saying what is wrong with it."""
         if message.has_error():
             raise ValueError(message.error.reason)
         reply = WindowReply.from_content(message.content)
-        if self.state.formats and reply.streams.keys() == due:  # if not, the check says so
+        if self.state.formats and reply.streams.keys() == window.due:  # if not, the check says so
             reply = replace(reply, streams=self.state.decoded(reply.streams))
-        reply.check(self.engine.round.window, due, self.state.like)
+        reply.check(window, self.state.like)
         return reply
 
     def _averager(self, window: Window) -> Mean | Gathered:
         """Return what averages the replies of a window."""
-        last = {n: self.state.average(n) for n in window.due if n in self.state.averages}
-        if self.policy.average == "mean" and self.policy.norm_bound is None:
+        last = self._last_averages(window)
+        if self.policy.average == "mean":
             return Mean(last)
         return Gathered(last, cast(Average, self.policy.average), self.policy.trim)
 
-    def _leave_out_outliers(self, averager: Mean | Gathered, added: list[Member]) -> None:
-        """Remove the clients whose updates are longer than the policy's ``norm_bound``."""
-        bound = self.policy.norm_bound
-        if not isinstance(averager, Gathered) or bound is None:
-            return
-        outliers = averager.outliers(bound)
-        averager.drop(outliers)
-        for index, why in outliers.items():
-            del self.engine.round.clients[added[index].name]
-            reason = f"{why}; federation.norm_bound={bound:g}"
-            self.engine.leave_out(added[index], reason, "outlier")
+    def _last_averages(self, window: Window) -> dict[str, Stream]:
+        return {n: self.state.average(n) for n in window.due if n in self.state.averages}
+
+    def _norm_bound(self, window: Window) -> NormBound[_Usable] | None:
+        """Return what finds the replies with a much longer update than the others'."""
+        if self.policy.norm_bound is None or len(self._asked) == 1:
+            return None
+        # A client of fewer steps has a shorter update.
+        bound = self.policy.norm_bound / self.policy.min_steps
+        return NormBound(bound, self._last_averages(window), self.state.lengths)
 
     def _publish(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         for name, stream in averages.items():
@@ -433,7 +476,7 @@ class DesLoc(Strategy):
         window, names = self.engine.round.window, self._lacks(member)
         if message_type == _EVALUATE:
             # It follows an average of params: every client lacks what a model is made of.
-            window = Window(window.stop, window.stop, frozenset())
+            window = _after(window)
             names = self._model_streams()
         sent = {name: self.state.to_send(name, member.held.get(name)) for name in names}
         request = WindowRequest(
@@ -442,7 +485,7 @@ class DesLoc(Strategy):
             checkpoint=self.engine.checkpoint,
             start=window.start,
             stop=window.stop,
-            steps=self._paces.steps(member.name, self._asked, window),
+            steps=self._paces.steps(member.name, [m.name for m in self._asked], window),
             before_merge=self._delay(window),
             ahead=self._steps_ahead(),
             bound=self.sync_bound,
@@ -526,6 +569,7 @@ class DesLoc(Strategy):
             self.policy,
             self.run_key,
             settings_of(config),
+            self.state.like,
             seed=self.seed,
             resume=self.resume,
             code=self.code,
@@ -551,3 +595,8 @@ class DesLoc(Strategy):
         )
         for each in self.engine.observers:
             each.started(plan)
+
+
+def _after(window: Window) -> Window:
+    """Return the window of an evaluation after ``window``: no steps, and nothing due."""
+    return Window(window.stop, window.stop, frozenset())

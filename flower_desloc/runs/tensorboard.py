@@ -1,7 +1,9 @@
 """Curves for TensorBoard; the x axis is the global step."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
@@ -53,8 +55,10 @@ class TensorBoard:
             self._curve(f"grad_norm/{name}", client["grad_norms"], line)
             self._writer.add_scalar(f"update_norm/{name}", client["update_norm"], step)
             self._writer.add_scalar(f"param_norm/{name}", client["param_norm"], step)
-        losses = zip(*(client["losses"] for client in clients.values()), strict=False)
-        self._curve("loss/mean", [fmean(each) for each in losses], line)
+        # A site may have sent fewer, or none that is finite.
+        losses = zip_longest(*(c["losses"] for c in clients.values()), fillvalue=math.nan)
+        finite = ([loss for loss in each if math.isfinite(loss)] for each in losses)
+        self._curve("loss/mean", [fmean(each) if each else math.nan for each in finite], line)
         for client in list(clients.values())[:1]:  # all clients have the same learning rate
             self._curve("learning_rate", client["learning_rates"], line)
         for where, evaluation in line.get("evaluation", {}).items():

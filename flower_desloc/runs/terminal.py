@@ -238,12 +238,14 @@ def _by_client(fairness: Mapping[str, Any] | None) -> Iterator[str]:
     if fairness is None or fairness["clients"] < 2:
         return
     name = "accuracy" if "accuracy" in fairness["std"] else "loss"
+    if name not in fairness["std"]:
+        return  # not all clients have it
     ends = (
         f"{fairness[end]['client']} {metric_text(fairness[end][name], name)}"
         for end in ("best", "worst")
     )
-    spread = metric_text(fairness["std"][name], name)
-    yield f"{name} by client: {' to '.join(ends)}; standard deviation {spread}"
+    middle, spread = (metric_text(fairness[key][name], name) for key in ("median", "std"))
+    yield f"{name} by client: {' to '.join(ends)}; median {middle}, standard deviation {spread}"
 
 
 def _from_to(course: Mapping[str, Any], metric: str) -> str:

@@ -99,8 +99,9 @@ class Needs:
         """Return the memory that the ServerApp needs."""
         f = self.config.federation
         due = self._due(self.sizes)
-        is_mean = f.average == "mean" and f.norm_bound is None
-        replies = 1 if is_mean else f.num_clients
+        # Under a bound, two more are held until there are three to compare.
+        held = min(2, f.num_clients - 1) if f.norm_bound is not None else 0
+        replies = 1 + held if f.average == "mean" else f.num_clients
         return {
             "Python": _SERVER,
             "weights": self.sketch.weights,

@@ -103,6 +103,9 @@ class FlowerStrategy(DesLoc):
         del window  # params are due in every one
         return FlowerAverage(self)
 
+    def _norm_bound(self, window: Window) -> None:
+        """Return None: the strategy averages what it is given."""
+
     def _lacks(self, member: Member) -> list[str]:
         del member
         return [PARAMS]  # in every round, as Flower sends them

@@ -28,6 +28,10 @@ _MAX_NUMBERED: Final = 16
 """With more clients, the cells have no numbers."""
 _MAX_NAMED: Final = 34
 """With more names on an axis, only some are written."""
+_MAX_SKIPPED: Final = 3
+"""If only one of more names than this is written, the cells have no numbers."""
+_LONGEST: Final = 40
+"""Characters of a name that are written."""
 
 
 def draw_partition(data: Holdings, path: Path, *, task: str, title: str) -> None:
@@ -131,10 +135,12 @@ def _draw_cells(panel: Axes, sizes: NDArray[np.int64], names: Sequence[str], tas
     panel.invert_yaxis()
     panel.tick_params(length=0)
     every = math.ceil(len(names) / _MAX_NAMED)
-    panel.set_yticks(range(0, len(names), every), names[::every])
+    # The names are what clients say: "$" does not begin a formula in them.
+    shown = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[::every]]
+    panel.set_yticks(range(0, len(names), every), shown, parse_math=False)
     for row, total in list(enumerate(sizes.sum(axis=0).tolist()))[::every]:
         style.aside(panel, row, size_text(total, task), style.GREY)
-    if len(sizes) > _MAX_NUMBERED:
+    if len(sizes) > _MAX_NUMBERED or every > _MAX_SKIPPED:
         return
     for (client, name), size in np.ndenumerate(sizes):
         if size:
