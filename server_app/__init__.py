@@ -21,6 +21,7 @@ from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
@@ -37,6 +38,7 @@ app = ServerApp()
 
 
 @app.main()
+@exits_as_errors()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
     run_config = context.run_config
@@ -55,6 +57,7 @@ def main(grid: Grid, context: Context) -> None:
     with (
         _folder(config, output_dir) as (folder, checkpoint),
         RunRecorder(config, folder, resumed=checkpoint) as recorder,
+        exits_as_errors(),  # before the recorder takes it for the signal that stopped the run
     ):
         strategy = _strategy(
             config,

@@ -11,7 +11,7 @@ from flwr.app import DEFAULT_TTL, ArrayRecord, Error, Message, MetricRecord, Rec
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.internals import HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.internals import HttpGrid, InMemoryGrid, http_grid, pull_objects
 from flower_desloc.flower.messages import ARE_YOU_THERE, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
@@ -46,6 +46,11 @@ class Exchange:
             poll_for_objects_often()
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self._probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
+        if isinstance(grid, InMemoryGrid):
+            # Imported here: it needs Ray.
+            from flower_desloc.flower.worker_pool import replace_dead_workers
+
+            replace_dead_workers()
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
 
     def request(

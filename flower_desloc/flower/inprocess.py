@@ -8,6 +8,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.internals import Run, TaskIdentity
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
@@ -80,7 +81,8 @@ class InProcessGrid(Grid):
             # Like every Flower runtime, give the app a message of its own.
             own = copy.copy(message)
             own.content = RecordDict({**message.content})
-            return self.client_app(own, context)
+            with exits_as_errors():
+                return self.client_app(own, context)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)

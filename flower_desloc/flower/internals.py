@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flwr.common import serde as serde
     from flwr.proto import message_pb2 as message_pb2
+    from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend as RayBackend
+    from flwr.simulation.ray_transport.ray_actor import (
+        pool_size_from_resources as pool_size_from_resources,
+    )
     from flwr.supercore.cli.flower_superexec import flower_superexec as flower_superexec
     from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
     from flwr.supercore.run import Run as Run
     from flwr.supercore.superexec.executor import subprocess_executor as subprocess_executor
     from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
     from flwr.superlink.grid import HttpGrid as HttpGrid
+    from flwr.superlink.grid import InMemoryGrid as InMemoryGrid
     from flwr.superlink.grid import http_grid as http_grid
     from flwr.supernode import start_client_internal as start_client_internal
     from flwr.supernode.cli import flower_supernode as flower_supernode
@@ -30,6 +35,9 @@ log = logging.getLogger("flwr").log
 
 _MODULES = {
     "HttpGrid": "flwr.superlink.grid",  # a deployment's connection to the clients
+    "InMemoryGrid": "flwr.superlink.grid",  # a simulation's
+    "RayBackend": "flwr.server.superlink.fleet.vce.backend.raybackend",  # dead workers are replaced
+    "pool_size_from_resources": "flwr.simulation.ray_transport.ray_actor",
     "Run": "flwr.supercore.run",  # what an in-process grid returns
     "TaskIdentity": "flwr.supercore.task_identity",  # needed to make a Message outside of Flower
     "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,
