@@ -59,7 +59,10 @@ def test_a_server_app_that_exits_has_failed(tmp_path, task):
         trained(tmp_path, task)
     for written in tmp_path.glob("*/summary.json"):
         found = tiny.summary(written.parent)
-        assert (found["status"], found["error"]) == ("failed", "RuntimeError: it called sys.exit(0)")
+        assert (found["status"], found["error"]) == (
+            "failed",
+            "RuntimeError: it called sys.exit(0)",
+        )
 
 
 def test_any_client_app_that_exits_has_failed():
