@@ -16,6 +16,7 @@ from yaml import YAMLError
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.check import NAME
 from flower_desloc.config.errors import one_line, suggestion
+from flower_desloc.config.paths import absolute_paths
 from flower_desloc.runs.groups import flat
 from flower_desloc.runs.metric import DIRECTIONS
 from flower_desloc.setup.build import check_streams
@@ -132,6 +133,8 @@ def _cell(
     changes = [o for values in (base, *chosen.values()) for o in values["overrides"]]
     cell = Cell(labels=labels, config=config, overrides=(*changes, *overrides))
     try:
+        absolute = absolute_paths(load_once(cell.config, cell.overrides))
+        cell = replace(cell, overrides=(*cell.overrides, *_overrides(absolute, "base")))
         check_streams(load_once(cell.config, cell.overrides))
     except ConfigError as error:
         raise ConfigError(f"in the cell {cell.name!r}: {error}") from error
