@@ -45,12 +45,7 @@ class Sketch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps: dict[int, int] = {}
-        try:
-            with _without_values():
-                self.model = offline_task(config).build_model()
-        except (Exception, SystemExit):  # a model that needs values to be built
-            with estimating("the model cannot be built"):
-                self.model = offline_task(config).build_model()
+        self.model = unallocated_model(config)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             _move_to_cpu(self.model)
@@ -103,6 +98,19 @@ class Sketch:
         finally:
             self.model.zero_grad(set_to_none=True)
         return self._steps.setdefault(micro_batch, memory.peak)
+
+
+def unallocated_model(config: Config) -> nn.Module:
+    """Return the model of a run, whose parameters have no memory unless it needs their values.
+
+    Raises ``ValueError`` if the model cannot be built.
+    """
+    try:
+        with _without_values():
+            return offline_task(config).build_model()
+    except (Exception, SystemExit):  # a model that needs values to be built
+        with estimating("the model cannot be built"):
+            return offline_task(config).build_model()
 
 
 @contextmanager
