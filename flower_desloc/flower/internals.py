@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from flwr.supernode.cli import flwr_clientapp as flwr_clientapp
     from flwr.supernode.servicer.runtime import runtime_handlers as runtime_handlers
 
+    ray: Any
+
 log = logging.getLogger("flwr").log
 """Flower's own log."""
 
@@ -38,6 +40,7 @@ _MODULES = {
     "InMemoryGrid": "flwr.superlink.grid",  # a simulation's
     "RayBackend": "flwr.server.superlink.fleet.vce.backend.raybackend",  # dead workers are replaced
     "pool_size_from_resources": "flwr.simulation.ray_transport.ray_actor",
+    "ray": "flwr.simulation.ray_transport.ray_actor",  # the library, which Flower depends on
     "Run": "flwr.supercore.run",  # what an in-process grid returns
     "TaskIdentity": "flwr.supercore.task_identity",  # needed to make a Message outside of Flower
     "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,

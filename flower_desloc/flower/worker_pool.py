@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Context, Message
 
 from flower_desloc.flower.client_state import client_name
-from flower_desloc.flower.internals import RayBackend, log, pool_size_from_resources
+from flower_desloc.flower.internals import RayBackend, log, pool_size_from_resources, ray
 
 _LOCK = threading.Lock()
 _PAUSE = 0.05  # seconds
@@ -30,9 +30,6 @@ def replace_dead_workers() -> None:
 
 def _process_message(backend: Any, message: Message, context: Context) -> tuple[Message, Context]:
     """Take the place of ``RayBackend.process_message``; several threads call it at once."""
-    import ray  # only a simulation needs it
-    from ray.exceptions import RayError, RayTaskError
-
     pool, client = backend.pool, client_name(context)
     partition = str(context.node_config["partition-id"])
     for attempt in (1, 2):
@@ -40,9 +37,9 @@ def _process_message(backend: Any, message: Message, context: Context) -> tuple[
         try:
             future = worker.run.remote(backend.app_fn, message, partition, context)
             _, reply, updated = ray.get(future)
-        except RayTaskError:  # raised by the app, in a process that is still there
+        except ray.exceptions.RayTaskError:  # raised by the app, in a process that is still there
             raise
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             worker = _successor(pool, worker)
             died = f"the process that simulates {client} has died ({_reason(error)})"
             if attempt == 2:
@@ -71,8 +68,6 @@ def _idle_worker(pool: Any) -> Any:
 
 def _successor(pool: Any, worker: Any) -> Any:
     """Return a new worker, or None if the machine that the dead one used has left the cluster."""
-    import ray
-
     ray.kill(worker)  # frees its CPUs if it is only out of reach
     with _LOCK:
         try:

@@ -11,9 +11,10 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import TEXT, bytes_text, count_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.flower.inprocess import num_threads
 from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.setup.build import build_schedule
-from flower_desloc.setup.machine import cores, memory, num_threads
+from flower_desloc.setup.machine import cores, memory
 from flower_desloc.setup.preflight import Hardware, Needs, Parts
 from flower_desloc.setup.sketch import Sketch, estimating, sample
 

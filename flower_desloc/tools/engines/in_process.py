@@ -8,9 +8,8 @@ from flwr.app import Context, RecordDict
 from flower_desloc.config import load_run_config
 from flower_desloc.config.app_folder import make_importable
 from flower_desloc.config.run_config import RunConfig
-from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.inprocess import InProcessGrid, num_threads
 from flower_desloc.runs.client_files import client_files
-from flower_desloc.setup.machine import num_threads
 
 
 def run_in_process(run_config: RunConfig, num_clients: int) -> None:
@@ -25,8 +24,9 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
     from server_app import app as server_app
 
     config = load_run_config(run_config)
+    threads = config.federation.client_cpus
     with (
-        num_threads(config.federation.client_cpus),
+        num_threads(threads),
         torch.random.fork_rng(),
         client_files(Path(str(run_config["output-dir"]))) as state_dir,
     ):
@@ -35,4 +35,5 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
             for i in range(num_clients)
         ]
         context = Context(1, 0, {}, RecordDict(), dict(run_config))
-        server_app(InProcessGrid(client_app, nodes), context)
+        grid = InProcessGrid(client_app, nodes, run_config=run_config, threads=threads)
+        server_app(grid, context)
