@@ -54,6 +54,14 @@ def main(grid: Grid, context: Context) -> None:
     schedule.require([PARAMS, *streams], config.optimizer.name)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
+    if not isinstance(grid, InProcessGrid) and not output_dir.expanduser().is_absolute():
+        log(
+            INFO,
+            "output-dir=%s is relative to the folder where the SuperLink was started: the run is "
+            "written to %s; an absolute path is independent of it",
+            output_dir,
+            output_dir.resolve(),
+        )
     with (
         _folder(config, output_dir) as (folder, checkpoint),
         RunRecorder(config, folder, resumed=checkpoint) as recorder,

@@ -51,7 +51,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         return done.stdout + done.stderr
 
     short = [*SMALL, "run.steps=4", "run.eval_every=2"]
-    run_config = f'overrides="{" ".join(short)}" output-dir="{tmp_path}" learning-rate=0.003 seed=3'
+    run_config = f'overrides="{" ".join(short)}" output-dir="here" learning-rate=0.003 seed=3'
     try:
         said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
 
@@ -62,9 +62,11 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         wait_until(is_over, lambda: said, limit=300)
     finally:
         end_all(home)
-    assert (tmp_path / "quickstart" / "summary.json").exists(), "\n".join(said)
-    assert summary(tmp_path / "quickstart")["status"] == "completed", "\n".join(said)
-    config = parse((tmp_path / "quickstart" / "config.yaml").read_text())
+    folder = tmp_path / "here" / "quickstart"
+    assert (folder / "summary.json").exists(), "\n".join(said)
+    assert summary(folder)["status"] == "completed", "\n".join(said)
+    assert f"the run is written to {folder.parent};" in said[0]
+    config = parse((folder / "config.yaml").read_text())
     assert config == load("quickstart", [*short, "optimizer.lr=0.003", "run.seed=3"])
     assert "Installed:" not in said[0]
     assert not list(ROOT.glob("*.fab"))

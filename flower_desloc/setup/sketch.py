@@ -147,7 +147,7 @@ def _without_values() -> Iterator[None]:
             id(param), (param, nn.Parameter(_meta(param), param.requires_grad))
         )[1]
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
