@@ -40,7 +40,9 @@ file.** A value for every run is set in `pyproject.toml`, which
 
 {keys}
 Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
-`overrides` and `output-dir`. Any other setting is an override.
+`overrides` and `output-dir`. Any other setting is an override. Under `flwr run` a relative path,
+as `output-dir=runs` is, starts at the folder where the SuperLink was started; the run's log states
+the absolute path. `desloc` makes paths absolute.
 
 A file may build on a preset with `extends: quickstart`, or on another file with
 `extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,

@@ -21,6 +21,7 @@ from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, inst
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
@@ -39,6 +40,7 @@ app = ServerApp()
 
 
 @app.main()
+@exits_as_errors()
 def main(grid: Grid, context: Context) -> None:
     """Run the strategy as the run config says; an exception is the run's failure."""
     try:
@@ -61,9 +63,18 @@ def _run(grid: Grid, context: Context) -> None:
     schedule.require([PARAMS, *streams], config.optimizer.name)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
+    if not isinstance(grid, InProcessGrid) and not output_dir.expanduser().is_absolute():
+        log(
+            INFO,
+            "output-dir=%s is relative to the folder where the SuperLink was started: the run is "
+            "written to %s; an absolute path is independent of it",
+            output_dir,
+            output_dir.resolve(),
+        )
     with (
         _folder(config, output_dir) as (folder, checkpoint),
         RunRecorder(config, folder, resumed=checkpoint) as recorder,
+        exits_as_errors(),  # before the recorder takes it for the signal that stopped the run
     ):
         strategy = _strategy(
             config,

@@ -16,6 +16,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -110,6 +111,18 @@ class Faults:
                 object.__delattr__(self.run.problem, "loss")
 
         self._plan(Fault(node, window, "undone", "failed", "training diverged", around))
+
+    def exit_at(self, *, node: int, window: int) -> None:
+        """The client's code calls ``sys.exit``, as after a check of its own."""
+
+        def around(answer: Answer, message: Message, context: Context) -> Message:
+            self._change_losses(lambda loss, t: sys.exit(0))
+            try:
+                return answer(message, context)
+            finally:
+                object.__delattr__(self.run.problem, "loss")
+
+        self._plan(Fault(node, window, "undone", "failed", r"called sys\.exit\(0\)", around))
 
     def lose_state_at(self, *, node: int, window: int) -> None:
         """The client's state file is gone when the window begins."""

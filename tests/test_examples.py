@@ -623,9 +623,7 @@ def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp
     monkeypatch.setattr(
         "flower_desloc.flower.log_lines.log", lambda _, text, *values: lines.append(text % values)
     )
-    grid = InProcessGrid(client.app, nodes)
-    for context in grid.contexts.values():
-        context.run_config.update(config)
+    grid = InProcessGrid(client.app, nodes, run_config=config)
     result = server_app.main(grid, Context(1, 0, {}, RecordDict(), config))
     assert evaluations == [0, 3, 6]
     measured = result.evaluate_metrics_clientapp

@@ -95,6 +95,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     },
     "its state is lost": Faults.lose_state_at,
     "its loss is infinite": Faults.diverge_at,
+    "it exits": Faults.exit_at,
     "a late reply": Faults.be_late_at,
     "a reply that comes twice": Faults.answer_twice_at,
     "a full disk": Faults.fill_disk_at,

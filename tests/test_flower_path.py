@@ -457,3 +457,24 @@ def test_settings_that_cannot_be_sent_are_refused(name, value, tmp_path):
     run = quadratic(tmp_path)
     with pytest.raises(ValueError, match=name):
         run.strategy.start(run.grid, run.initial, ConfigRecord({name: value}))
+
+
+def test_a_grid_in_one_process_gives_a_client_its_run_config_and_its_threads():
+    seen = []
+
+    def client(message: Message, context: Context) -> Message:
+        seen.append((torch.get_num_threads(), context.run_config, context.node_config["m"]))
+        context.run_config["own"] = True
+        return Message(RecordDict(), reply_to=message)
+
+    before = torch.get_num_threads()
+    given = {"lr": 0.1}
+    for options, threads in (({}, 1), ({"threads": 2, "run_config": given}, 2)):
+        grid = InProcessGrid(client, [{"m": 0}, {"m": 1}], **options)
+        grid.send_and_receive([Message(RecordDict(), node, "train") for node in (1, 2)])
+        config = options.get("run_config", {})
+        assert [s[0] for s in seen] == [threads] * 2
+        assert [(s[1], s[2]) for s in seen] == [({**config, "own": True}, m) for m in (0, 1)]
+        seen.clear()
+    assert torch.get_num_threads() == before
+    assert given == {"lr": 0.1}

@@ -153,10 +153,10 @@ def test_a_line_of_metrics_has_the_documented_keys(finished):
     first, *lines = read_lines(finished.metrics)
     assert (first["step"], first["train_loss"]) == (0, None)
     for line in lines:
-        assert line.keys() >= {
-            "round", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
+        assert line.keys() == {
+            "round", "start", "step", "streams", "bytes_up", "bytes_down", "framed_bytes_up",
             "framed_bytes_down", "train_loss", "seconds", "seconds_split", "clients", "left_out",
-            "events", "drift",
+            "events", "drift", "evaluation",
         }  # fmt: skip
         parts = dict(line["seconds_split"])
         assert parts.pop("total") == line["seconds"] == pytest.approx(sum(parts.values()))
@@ -166,7 +166,7 @@ def test_a_line_of_metrics_has_the_documented_keys(finished):
         }  # fmt: skip
         assert line["drift"].keys() == set(line["streams"])
         assert line["drift"]["params"].keys() == {"spread", "moved", "norm"}
-    assert [line["step"] for line in lines if "evaluation" in line] == [48, 96, 144, 192]
+    assert [line["step"] for line in lines if line["evaluation"]] == [48, 96, 144, 192]
     assert lines[-1]["evaluation"].keys() == {"central", "federated"}
 
 
@@ -223,6 +223,12 @@ def test_the_page_of_the_report_lists_every_key_of_the_summary(finished):
     table = page.partition("## summary.json")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(summary_of(finished))
+
+
+def test_the_summary_has_what_the_steps_and_the_averages_depend_on(finished):
+    found, config = summary_of(finished)["config"], a_config()
+    assert found["lr"] == config.optimizer.lr
+    assert found["sync_bound"] == config.sync_bound
 
 
 def test_the_summary_has_the_first_the_final_and_the_best_of_each_metric(tmp_path):

@@ -676,6 +676,25 @@ def test_a_plan_prints_only_what_applies_to_the_run():
     assert plan("quickstart", *SMALL, "--share", 1).count("1x at") == 1
 
 
+def test_without_the_time_of_a_step_a_plan_has_half_lives_and_bytes():
+    said, timed = plan("digits"), plan("digits", "--step-seconds", 1)
+    assert "give --step-seconds" in " ".join(said.split())
+    for title in ("Moments", "tau_0.5", "Bytes", "Warnings"):
+        assert title in said
+    for title in ("Time on a", "Recommended", "a step computes", "--share"):
+        assert title not in said
+        assert title in timed or title == "--share"
+    moments = said.partition("Moments")[2].partition("Bytes")[0]
+    assert moments == timed.partition("Moments")[2].partition("Bytes")[0]
+    assert "nan" not in said.lower()
+
+
+def test_no_figure_of_times_is_drawn_without_the_time_of_a_step(tmp_path):
+    error = refused("plan", "digits", "--plot", tmp_path / "plan.png")
+    assert "give --step-seconds" in error
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_preset_with_periods_has_a_plan(preset):
     result = desloc("plan", preset, *SMALL)
@@ -752,7 +771,6 @@ def test_a_ring_that_is_not_drawn_sets_no_bandwidth_of_the_star(tmp_path, figure
         (["1.7b", "sync.parms=3"], "sync.parms"),
         (["1.7b", "sync.params=0"], "the period of 'params'"),
         (["1.7b", "sync.buffers=3"], "sync.buffers: the model has none"),
-        (["digits"], "`seconds` of a client divided by its `steps`"),
         (["digits", "--tokens-per-step", "9"], "--tokens-per-step: task=image_classification"),
         (["1.7b", *SMALL, "--plot", "plan.xyz"], "--plot plan.xyz: "),
         (["1.7b", *SMALL, "--plot", "no/such/plan.png"], "--plot no/such/plan.png: "),

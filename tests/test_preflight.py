@@ -3,15 +3,17 @@
 import ctypes
 import gc
 import logging
+import re
 import socket
 import subprocess
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import tiny
 import torch
-from command import accepted, refused
+from command import accepted, desloc, refused
 from torch import nn
 
 from flower_desloc.config import ConfigError, load
@@ -31,6 +33,7 @@ from flower_desloc.setup.sketch import Sketch
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.batches import TextBatch
 from flower_desloc.tasks.compute import TrainingLoss
+from flower_desloc.tasks.image_classification import ImageClassification
 from flower_desloc.tools.dry_run import timed_step
 from flower_desloc.tools.engines.in_process import run_in_process
 
@@ -284,6 +287,103 @@ def test_a_short_batch_is_timed_whole_and_of_a_long_one_a_few_examples():
     ):
         config = load("digits", words)
         assert timed_step(config, CPU, Sketch(config).num_params)[1] == said
+
+
+# --- Tasks of one's own ---------------------------------------------------------------------------
+
+
+class CachedData(ImageClassification):
+    """Reads its data once in a process, where it first needs them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        numbers()
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("scale", scale(), persistent=False)
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * weight()
+
+
+@cache
+def numbers():
+    return torch.tensor([1.0])
+
+
+@cache
+def scale():
+    return torch.tensor([2.0])
+
+
+@cache
+def weight():
+    return torch.tensor(3.0)
+
+
+def test_an_estimate_leaves_no_tensor_without_a_value_in_a_tasks_caches():
+    for cached in (numbers, scale, weight):
+        cached.cache_clear()
+    config = load("digits", f"task={__name__}:CachedData")
+    assert Sketch(config).step_bytes(2) > 0
+    assert [type(t) for t in (numbers(), scale(), weight())] == [torch.Tensor] * 3
+    assert (numbers(), scale(), weight()) == (1.0, 2.0, 3.0)
+
+
+class Raises(ImageClassification):
+    """Raises in the method, and by the error, that the options name."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for name, error in config.task_options.items():
+            setattr(self, name, partial(self.fail, error))
+
+    @staticmethod
+    def fail(error, *_):
+        raise {"KeyError": KeyError, "SystemExit": SystemExit, "OSError": OSError}[error]("mine")
+
+
+@pytest.mark.parametrize("error", ["KeyError", "SystemExit", "OSError"])
+@pytest.mark.parametrize("method", ["client_data", "loss"])
+def test_a_run_whose_task_raises_starts_without_the_estimate(method, error, tmp_path):
+    words = [f"task={__name__}:Raises", f"task_options.{method}={error}", "run.steps=1"]
+    words += ["federation.num_clients=1", "sync.params=1", "--output-dir", str(tmp_path)]
+    result = desloc("run", "digits", *words, "--engine", "inprocess")
+    assert result.exit_code == 1
+    assert f"beware: the memory of a step cannot be estimated: {error}: " in result.stdout
+    assert result.stdout.count("estimate") == 1
+    own = re.escape("sys.exit('mine')") if error == "SystemExit" else error
+    assert re.search(
+        rf"client-0 is left out of .*{own}|node 1 cannot take part: .*{own}",
+        " ".join(result.stderr.split()),
+    )
+
+
+def test_a_run_whose_model_cannot_be_built_ends_with_the_tasks_own_error(tmp_path):
+    words = [f"task={__name__}:Raises", "task_options.build_model=KeyError"]
+    result = desloc("run", "digits", *words, "--engine", "inprocess", "--output-dir", tmp_path)
+    said = "cannot estimate whether this run fits: the model cannot be built (KeyError: 'mine')"
+    assert said in result.stdout
+    assert result.stderr == "error: the run failed: KeyError: 'mine'\n"
+
+
+@pytest.mark.parametrize("method", ["client_data", "loss", "build_model"])
+def test_a_dry_run_of_a_task_that_raises_says_so(method):
+    words = [f"task={__name__}:Raises", f"task_options.{method}=KeyError"]
+    result = desloc("run", "digits", *words, "--dry-run")
+    assert result.exit_code == (2 if method == "build_model" else 0)
+    assert "KeyError: 'mine'" in result.output
+
+
+def test_a_server_goes_on_without_the_estimate_and_says_so(tmp_path, caplog):
+    config = load("digits", [f"task={__name__}:Raises", "task_options.client_data=KeyError"])
+    plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(1e12))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        Preflight(config, tmp_path, Mock()).started(plan)
+    [said] = caplog.messages
+    assert said == "the memory of a step cannot be estimated: KeyError: 'mine'"
 
 
 # --- What is printed --------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import output_of, wait_until
 from tiny import TINY, summary
 
 from flower_desloc.config import load, parse
+from flower_desloc.runs.folder import read_lines
 from flower_desloc.sites.deployment.environment import free_port
 from flower_desloc.sites.supervisor import end_all
 
@@ -50,7 +51,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         return done.stdout + done.stderr
 
     short = [*SMALL, "run.steps=4", "run.eval_every=2"]
-    run_config = f'overrides="{" ".join(short)}" output-dir="{tmp_path}" learning-rate=0.003 seed=3'
+    run_config = f'overrides="{" ".join(short)}" output-dir="here" learning-rate=0.003 seed=3'
     try:
         said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
 
@@ -61,9 +62,45 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         wait_until(is_over, lambda: said, limit=300)
     finally:
         end_all(home)
-    assert (tmp_path / "quickstart" / "summary.json").exists(), "\n".join(said)
-    assert summary(tmp_path / "quickstart")["status"] == "completed", "\n".join(said)
-    config = parse((tmp_path / "quickstart" / "config.yaml").read_text())
+    folder = tmp_path / "here" / "quickstart"
+    assert (folder / "summary.json").exists(), "\n".join(said)
+    assert summary(folder)["status"] == "completed", "\n".join(said)
+    assert f"the run is written to {folder.parent};" in said[0]
+    config = parse((folder / "config.yaml").read_text())
     assert config == load("quickstart", [*short, "optimizer.lr=0.003", "run.seed=3"])
     assert "Installed:" not in said[0]
     assert not list(ROOT.glob("*.fab"))
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from flower_desloc.tasks.image_classification.task import ImageClassification
+
+class Killed(ImageClassification):
+    def client_data(self, site):
+        data = super().client_data(site)
+        batch, flag = data.train_batch, Path(__file__).with_name("killed-once")
+
+        def train_batch(step):
+            if site.partition == 1 and step >= 2 and not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batch(step)
+
+        data.train_batch = train_batch
+        return data
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_process_costs_no_client_its_window(tmp_path):
+    (tmp_path / "killed_task.py").write_text(KILLED)
+    words = ["task=killed_task:Killed", "run.steps=6", "run.eval_every=0", "sync.params=2"]
+    words += ["sync.exp_avg=2", "sync.exp_avg_sq=2", "federation.num_clients=5"]
+    command = [BIN / "desloc", "run", "digits", *words, "federation.on_failure=continue"]
+    said = output_of([*command, "--workers", "2"], cwd=tmp_path)
+    windows = list(read_lines(tmp_path / "runs" / "digits" / "metrics.jsonl"))
+    assert (tmp_path / "killed-once").exists()
+    assert [len(window["clients"]) for window in windows] == [0, 5, 5, 5]
+    assert "the process that simulates client-1 has died" in said

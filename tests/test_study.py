@@ -73,6 +73,42 @@ def search(score, start=0, most=9):
     return scores
 
 
+# --- The file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("task_options.base", "data/base"),
+        ("task_options.base", "./data/base"),
+        ("data.source", "data/base"),
+        ("run.init_from", "data/base"),
+    ],
+)
+def test_a_relative_path_is_that_of_the_folder_where_the_study_was_called(
+    tmp_path, monkeypatch, setting, value
+):
+    (tmp_path / "data" / "base").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = f"base: {{task: 'test_exits:AtOneSite', {setting}: {value}}}\naxes: {{a: {{b: []}}}}\n"
+    made, _ = study(tmp_path, text)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = made.cells[0].run(0).config
+    section, _, key = setting.partition(".")
+    found = (
+        config.task_options[key]
+        if section == "task_options"
+        else vars(getattr(config, section))[key]
+    )
+    assert found == str(tmp_path / "data" / "base")
+
+
+def test_a_path_of_a_study_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"in the cell 'b': data.source=./nowhere: there is no"):
+        study(tmp_path, "base: {data.source: ./nowhere}\naxes: {a: {b: []}}\n")
+
+
 # --- The search --------------------------------------------------------------------------------
 
 

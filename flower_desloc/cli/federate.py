@@ -18,10 +18,10 @@ from flower_desloc.cli.run_arguments import (
 from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail, failing
 from flower_desloc.config import ConfigError
 from flower_desloc.config.app_folder import APP_FOLDER
+from flower_desloc.runs.client_files import client_files, clients_folder
 from flower_desloc.runs.resume import begun_in, file_to_resume
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.engines.deployment import NodeConfig, deploy
-from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty
 from flower_desloc.tools.engines.simulation import flwr_run
 
 
@@ -69,7 +69,7 @@ def federate(
     with (
         resume_hint(again, config, output_dir),
         exit_on_signals(),
-        removed_if_empty(clients_folder(output_dir)),
+        client_files(output_dir),
     ):
         with failing(FAILED, ProcessError):
             status = deploy(command, sites, config.federation.client_cpus, verbose=verbose)

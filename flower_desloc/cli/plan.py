@@ -12,7 +12,7 @@ from flower_desloc.cli.run_arguments import Overrides, Preset, listing
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, load
 from flower_desloc.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
-from flower_desloc.plan.tables import Assumptions, show
+from flower_desloc.plan.tables import NOT_TIMED, Assumptions, show
 from flower_desloc.plan.wall_clock import MBIT, Link, Topology
 
 
@@ -132,6 +132,8 @@ def plan(
         from flower_desloc.tools.plan_figure import draw
 
         with failing(USAGE, OSError, ValueError, where=f"--plot {plot}"):
+            if not run.is_timed:
+                raise ValueError(NOT_TIMED)
             draw(run, plot)
         typer.echo(f"drawn into {plot}")
 

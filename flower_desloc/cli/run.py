@@ -26,12 +26,13 @@ from flower_desloc.config.overrides import override
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.flower.system import described
+from flower_desloc.runs.client_files import client_files
 from flower_desloc.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.setup.machine import cores
 from flower_desloc.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
 from flower_desloc.sites.supervisor import ProcessError
 from flower_desloc.tools.dry_run import full_report, memory_line
-from flower_desloc.tools.engines.in_process import clients_folder, removed_if_empty, run_in_process
+from flower_desloc.tools.engines.in_process import run_in_process
 from flower_desloc.tools.engines.simulation import (
     federation_config,
     flwr_run,
@@ -175,13 +176,12 @@ def _run_simulation(
     command: Sequence[str], output_dir: Path, ray_address: str, *, verbose: bool
 ) -> None:
     typer.echo(shlex.join(command))
-    folder = clients_folder(output_dir)
-    os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
-    environment = {}
-    if ray_address:
-        folder.mkdir(exist_ok=True)
-        environment = on_cluster(ray_address, folder)
-    with removed_if_empty(folder), failing(FAILED, ProcessError):
+    with client_files(output_dir) as folder, failing(FAILED, ProcessError):
+        os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
+        environment = {}
+        if ray_address:
+            folder.mkdir(exist_ok=True)
+            environment = on_cluster(ray_address, folder)
         status = simulate(command, verbose=verbose, environment=environment)
     if not status.completed:
         fail(FAILED, status.error)

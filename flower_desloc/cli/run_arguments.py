@@ -1,7 +1,6 @@
 """A run as the command line states it: a preset and overrides, as the app will read them."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -14,8 +13,8 @@ from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
 from flower_desloc.config.check import check_clients
 from flower_desloc.config.overrides import override, split
+from flower_desloc.config.paths import absolute_paths
 from flower_desloc.config.run_config import app_run_config
-from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, with_init_from
 
@@ -28,8 +27,6 @@ OutputDir = Annotated[
         help="Folder in which the folder of the run or study is created.", file_okay=False
     ),
 ]
-
-_A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ class RunArguments:
                 if "federation.min_clients" not in given:
                     words.append(f"federation.min_clients={nodes}")
             config = _load(preset, words)
-            if absolute := _absolute_paths(config):
-                words += absolute
+            if absolute := absolute_paths(config):
+                words += [override(key, path) for key, path in absolute.items()]
                 config = _load(preset, words)
             check_clients(config, "federation.num_clients" if nodes is None else "--nodes")
             config = with_init_from(config)
@@ -119,29 +116,3 @@ def _split(arguments: Sequence[str]) -> list[str]:
             key, _, value = item.partition("=")
             overrides.append(override(key, value))
     return overrides
-
-
-def _absolute_paths(config: Config) -> list[str]:
-    """Return overrides with absolute paths for files named from here: the app runs elsewhere."""
-    named = {
-        "data.source": config.data.source,
-        "data.tokenizer": config.data.tokenizer,
-        "run.resume": config.run.resume,
-        "run.init_from": config.run.init_from,
-        **{
-            f"task_options.{key}": value
-            for key, value in config.task_options.items()
-            if isinstance(value, str) and "/" in value
-        },
-    }
-    found: list[str] = []
-    for key, value in named.items():
-        if value in ("", "builtin", "bytes", AUTO):
-            continue
-        path = Path(value).expanduser()
-        if path.exists():
-            absolute = str(path.resolve())
-            found += [override(key, absolute)] if absolute != value else []
-        elif _A_PATH.match(value) and not key.startswith("task_options."):
-            raise ConfigError(f"{key}={value}: there is no such file or folder")
-    return found

@@ -32,6 +32,7 @@ from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.fingerprint import PACKAGE, differing, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
@@ -67,7 +68,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
     (single values: strings, numbers, booleans) and Flower's context. All that outlives the message
     is in the client's state file: in ``~/.flwr/desloc``, or ``state-dir`` of the node's config.
     """
-    app = ClientApp()
+    app = ClientApp(mods=[_exits_are_errors])
 
     @app.query(HELLO.partition(".")[2])
     def hello(message: Message, context: Context) -> Message:
@@ -119,6 +120,13 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
         return Message(RecordDict(), reply_to=message)
 
     return app
+
+
+def _exits_are_errors(
+    message: Message, context: Context, call: Callable[[Message, Context], Message]
+) -> Message:
+    with exits_as_errors():
+        return call(message, context)
 
 
 def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:

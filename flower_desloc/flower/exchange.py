@@ -22,7 +22,13 @@ from flwr.serverapp import Grid
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.internals import DecodeError, HttpGrid, http_grid, pull_objects
+from flower_desloc.flower.internals import (
+    DecodeError,
+    HttpGrid,
+    InMemoryGrid,
+    http_grid,
+    pull_objects,
+)
 from flower_desloc.flower.limits import Limits, most_objects, shortened
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
@@ -85,6 +91,11 @@ class Exchange:
             poll_for_objects_often(lambda: most_objects(self._like))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
+        if isinstance(grid, InMemoryGrid):
+            # Imported here: it needs Ray.
+            from flower_desloc.flower.worker_pool import replace_dead_workers
+
+            replace_dead_workers()
         self._bundles: dict[int, tuple[ArrayRecord, ArrayRecord]] = {}  # by the first one's id
         self._silent: dict[int, _Asked] = {}
         self._took: dict[tuple[str, int], tuple[float, int]] = {}

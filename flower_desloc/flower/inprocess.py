@@ -1,29 +1,66 @@
 """A Flower Grid whose clients run in the same process."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.internals import Run, TaskIdentity
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 
 
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Compute with as many threads as a simulated client: other sums differ in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class InProcessGrid(Grid):
     """A Grid that calls the ClientApp when a reply is pulled, one node after the other.
 
-    For tests and debugging. Each of ``nodes`` is what a client finds in ``context.node_config``,
-    such as ``{"partition-id": 0, "num-partitions": 2}``.
+    For tests and debugging.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        The app of every node.
+    nodes : Iterable[Mapping]
+        The ``context.node_config`` of each client, such as
+        ``{"partition-id": 0, "num-partitions": 2}``.
+    run_config : Mapping, optional
+        Every client's ``context.run_config``, which Flower reads from the app's ``pyproject.toml``;
+        empty by default.
+    threads : int (default: 1)
+        PyTorch threads of a client, as many as a simulation's
+        ``client-resources-num-cpus``. Small models are fastest with one, above all on a busy
+        machine; the number changes the last bits of the result.
+
     """
 
-    def __init__(self, client_app: ClientApp, nodes: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        nodes: Iterable[Mapping[str, Any]],
+        *,
+        run_config: Mapping[str, Any] | None = None,
+        threads: int = 1,
+    ) -> None:
         self.client_app = client_app
+        self.threads = threads
         self.contexts = {
-            node_id: Context(1, node_id, dict(config), RecordDict(), {})
+            node_id: Context(1, node_id, dict(config), RecordDict(), dict(run_config or {}))
             for node_id, config in enumerate(nodes, start=1)
         }
         self._waiting: dict[str, Message] = {}
@@ -80,7 +117,8 @@ class InProcessGrid(Grid):
             # Like every Flower runtime, give the app a message of its own.
             own = copy.copy(message)
             own.content = RecordDict({**message.content})
-            return self.client_app(own, context)
+            with exits_as_errors(), num_threads(self.threads):
+                return self.client_app(own, context)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(_RAISED, reason), reply_to=message)

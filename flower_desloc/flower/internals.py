@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flwr.common import serde as serde
     from flwr.proto import message_pb2 as message_pb2
+    from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend as RayBackend
     from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
+    from flwr.simulation.ray_transport.ray_actor import (
+        pool_size_from_resources as pool_size_from_resources,
+    )
     from flwr.supercore.cli.flower_superexec import flower_superexec as flower_superexec
     from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
     from flwr.supercore.run import Run as Run
@@ -36,8 +40,10 @@ log = logging.getLogger("flwr").log
 _MODULES = {
     "HttpGrid": "flwr.superlink.grid",  # a deployment's connection to the clients
     "InMemoryGrid": "flwr.superlink.grid",  # a simulation's,
-    "BasicActorPool": "flwr.simulation.ray_transport.ray_actor",  # its Ray workers
-    "ray": "flwr.simulation.ray_transport.ray_actor",
+    "BasicActorPool": "flwr.simulation.ray_transport.ray_actor",  # its Ray workers,
+    "RayBackend": "flwr.server.superlink.fleet.vce.backend.raybackend",  # dead ones are replaced
+    "pool_size_from_resources": "flwr.simulation.ray_transport.ray_actor",
+    "ray": "flwr.simulation.ray_transport.ray_actor",  # the library, which Flower depends on
     "Run": "flwr.supercore.run",  # what an in-process grid returns
     "TaskIdentity": "flwr.supercore.task_identity",  # needed to make a Message outside of Flower
     "flower_supernode": "flwr.supernode.cli",  # `desloc supernode` runs it,

@@ -29,10 +29,14 @@ def end_busy_clients(grid: Grid) -> None:
 
 def _kill_busy_workers() -> None:
     # Here: an installation for deployments alone has no Ray.
+    from flower_desloc.flower import worker_pool
+
     ray, kind = internals.ray, internals.BasicActorPool
     # By type(): some proxies warn when they are asked for their class.
     pools = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     logging.getLogger("flwr").addFilter(lambda record: record.module not in _AFFECTED)
+    for pool in pools:
+        worker_pool.end(pool)
     while ray.is_initialized():  # until the end: a worker may still begin with another request
         for pool in pools:
             for worker in list(pool._future_to_actor.values()):

@@ -27,6 +27,7 @@ from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.engine import BEFORE_TRAINING, RoundEngine
 from flower_desloc.flower.exchange import event_kind
+from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
@@ -185,6 +186,7 @@ class DesLoc(Strategy):
         log(INFO, "%s, %d local steps; %s: %s", self.title, self.num_steps, mode, periods)
         log(INFO, "the clients keep their state of this run under %s", self.run_key)
 
+    @exits_as_errors()
     def start(  # type: ignore[override]  # Flower's carries one set of arrays, averaged every round
         self,
         grid: Grid,

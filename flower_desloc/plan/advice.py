@@ -161,7 +161,8 @@ def warnings(run: PlannedRun) -> Iterator[str]:
         yield from _first_moment_warnings(run)
     if run.workers == 1:
         yield "--workers=1: there is no other worker to average with"
-    yield from _link_warnings(run)
+    if run.is_timed:
+        yield from _link_warnings(run)
 
 
 def _params_warnings(run: PlannedRun) -> Iterator[str]:

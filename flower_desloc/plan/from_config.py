@@ -1,5 +1,6 @@
 """A planned run from a configuration."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.plan.wall_clock import Link, compute_seconds
 from flower_desloc.setup.build import build_optimizer, build_schedule, check_streams
 from flower_desloc.setup.initial import with_init_from
-from flower_desloc.setup.sketch import offline_task
+from flower_desloc.setup.sketch import unallocated_model
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 """The paper's models and their numbers of parameters, as it states them."""
@@ -49,7 +50,8 @@ def planned_run(
     """Return the planned run of ``config``; what is None is taken from the configuration.
 
     ``tokens`` are those of one step of all workers together. ``rho`` bounds every coordinate of a
-    gradient. Without ``step_seconds`` the compute of a step follows from ``flops`` and ``mfu``.
+    gradient. Without ``step_seconds`` the compute of a step follows from ``flops`` and ``mfu``; for
+    a task that is not text it is not known then.
 
     Raises ``ValueError`` if the configuration lacks something that a plan needs.
     """
@@ -62,13 +64,10 @@ def planned_run(
         tokens = tokens or workers * config.data.batch_size * config.data.seq_len
     elif tokens is not None:
         raise ConfigError(f"--tokens-per-step: task={config.task} is not text; leave it out")
-    if step_seconds is None:
-        if tokens is None:
-            raise ConfigError(
-                f"task={config.task}: the compute of a step is estimated for text only; give "
-                "--step-seconds: in metrics.jsonl of a run, `seconds` of a client divided by its "
-                "`steps`"
-            )
+    if step_seconds is None and tokens is None:
+        step_seconds = math.nan
+    elif step_seconds is None:
+        assert tokens is not None
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
     streams = planned_streams(config, rho)
     num_bytes = num_params * (value_bytes or dtype_bytes(config))
@@ -143,8 +142,7 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def _model(config: Config) -> nn.Module:
-    with torch.device("meta"):
-        return offline_task(with_init_from(config)).build_model()
+    return unallocated_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:

@@ -44,7 +44,7 @@ class PlannedRun:
     tokens: float | None
     """Per step, of all workers together."""
     compute: float
-    """Seconds of compute per step."""
+    """Seconds of compute per step; NaN: not known, and neither is any time."""
     link: Link
     topologies: tuple[Topology, ...] = (Topology.STAR,)
     """The star is what Flower runs on; the paper's ring is for comparison with the paper."""
@@ -73,6 +73,11 @@ class PlannedRun:
     def coins(self) -> bool:
         """Whether streams are averaged with probability 1/K instead of every K steps."""
         return self.schedule.coin_seed is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the compute of a step is known."""
+        return not math.isnan(self.compute)
 
     @property
     def periods(self) -> Mapping[str, Period]:

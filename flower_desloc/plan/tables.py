@@ -28,6 +28,10 @@ from flower_desloc.plan.wall_clock import Topology
 
 _DAY = 86400
 _SHOWN = 3  # measurements
+NOT_TIMED = (
+    "the compute of a step is estimated for text only; for times and recommended periods give "
+    "--step-seconds: in metrics.jsonl of a run, `seconds` of a client divided by its `steps`"
+)
 _HOW = {
     Topology.STAR: "all workers' payloads, up and then down the server's link",
     Topology.RING: "one all-reduce per stream, as in the paper",
@@ -101,11 +105,16 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             _gaps(gap for _, gap in gaps[:_SHOWN]),
         )
         _remark(console, _verdict(run, *gaps[0]))
-    for topology in run.topologies:
+    for topology in run.topologies if run.is_timed else ():
         _print(console, f"Time on a {topology}", _HOW[topology], _times(run, topology))
-    _remark(
-        console, "right: the bandwidth at which waiting takes that many times as long as compute"
-    )
+    if run.is_timed:
+        _remark(
+            console,
+            "right: the bandwidth at which waiting takes that many times as long as compute",
+        )
+    else:
+        console.print()
+        console.print(Text.assemble(("Time", "bold"), (f"  unknown: {NOT_TIMED}", "dim")))
     known = assumed.smoothness, assumed.dissimilarity
     L, B = (value or 1.0 for value in known)
     if (run.optimizer == "sgdm" or any(known)) and (table := _theorem(run, L, B)):
@@ -117,7 +126,8 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
             "eta_0: the largest learning rate for which it proves convergence; limited by psi, "
             "more frequent averages allow a larger one; by 1 - beta, a smaller beta does",
         )
-    _print_list(console, "Recommended", _recommended(run))
+    if run.is_timed:
+        _print_list(console, "Recommended", _recommended(run))
     _print_list(console, "Warnings", warnings(run), style="yellow")
 
 
@@ -126,11 +136,12 @@ def _heading(run: PlannedRun) -> Text:
     of_tokens = f" of {run.tokens:,.0f} tokens" if run.tokens else ""
     hidden = f"; {1 - run.alpha:.0%} of communication hidden" if run.alpha < 1 else ""
     coins = "; averaged by coins" if run.coins else ""
+    computes = f"; a step computes {units.seconds_text(run.compute)}" if run.is_timed else ""
     return Text.assemble(
         (run.name, "bold"),
         f": {run.num_params:,.0f} parameters, {run.optimizer} on "
         f"{units.count_text(run.workers, 'worker')}\n"
-        f"{run.steps:,} steps{of_tokens}; a step computes {units.seconds_text(run.compute)}\n"
+        f"{run.steps:,} steps{of_tokens}{computes}\n"
         f"{units.bandwidth_text(link.bandwidth)}, "
         f"{units.seconds_text(link.latency)} latency{hidden}{coins}",
     )
@@ -172,7 +183,7 @@ def _bytes(run: PlannedRun) -> Table:
             method.name,
             f"{sent / run.sizes[PARAMS]:.3g}",
             units.bytes_text(sent),
-            units.bytes_text(sent * _DAY / run.compute),
+            units.bytes_text(sent * _DAY / run.compute) if run.is_timed else "-",
             *(
                 units.times_text(m.num_bytes / sent if sent else math.inf)
                 for m in (ddp, local_adam)

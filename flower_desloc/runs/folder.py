@@ -169,7 +169,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def evaluations(lines: Iterable[Line], where: str) -> list[tuple[int, dict[str, Any]]]:
     """Return the step and the evaluation of each line that has one of this kind."""
-    seen = ((line["step"], line.get("evaluation", {}).get(where)) for line in lines)
+    seen = ((line["step"], line["evaluation"].get(where)) for line in lines)
     return [(step, evaluation) for step, evaluation in seen if evaluation is not None]
 
 

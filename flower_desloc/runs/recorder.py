@@ -131,9 +131,9 @@ class RunRecorder(Observer):
 
 
 def to_line(record: WindowRecord) -> Line:
-    """Return the window as a line of ``metrics.jsonl``; ``evaluation`` only if there was one."""
+    """Return the window as a line of ``metrics.jsonl``; ``evaluation`` is empty without one."""
     evaluations = {"central": record.central, "federated": record.federated}
-    line: Line = {
+    return {
         "round": record.round,
         "start": record.start,
         "step": record.step,
@@ -149,10 +149,8 @@ def to_line(record: WindowRecord) -> Line:
         "left_out": dict(record.left_out),
         "events": [asdict(event) for event in record.events],
         "drift": {stream: asdict(drift) for stream, drift in record.drift.items()},
+        "evaluation": {where: asdict(e) for where, e in evaluations.items() if e},
     }
-    if any(evaluations.values()):
-        line["evaluation"] = {where: asdict(e) for where, e in evaluations.items() if e}
-    return line
 
 
 def _split(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -59,7 +59,7 @@ def build(
     payload = sent + measured["down"]["total"]
     framed = measured["framed_up"] + measured["framed_down"]
     others = {name: counts[name]["up"]["total"] for name in OTHER_METHODS}
-    seen = {where for line in lines for where in line.get("evaluation", {})}
+    seen = {where for line in lines for where in line["evaluation"]}
     return {
         "status": status,
         "error": error,
@@ -70,9 +70,11 @@ def build(
             "task": config.task,
             "strategy": config.strategy,
             "optimizer": config.optimizer.name,
+            "lr": config.optimizer.lr,
             "sync_mode": config.sync_mode,
             **schedule.to_dict(),
             "sync_delay": config.sync_delay,
+            "sync_bound": config.sync_bound,
             "wire": dict(config.wire),
         },
         "steps": windows[-1]["step"] if windows else 0,

@@ -61,7 +61,7 @@ class TensorBoard:
         self._curve("loss/mean", [fmean(each) if each else math.nan for each in finite], line)
         for client in list(clients.values())[:1]:  # all clients have the same learning rate
             self._curve("learning_rate", client["learning_rates"], line)
-        for where, evaluation in line.get("evaluation", {}).items():
+        for where, evaluation in line["evaluation"].items():
             parts = {f"{where}/{part}": values for part, values in evaluation["parts"].items()}
             for tag, metrics in {where: evaluation["overall"], **parts}.items():
                 for metric in ordered(metrics):

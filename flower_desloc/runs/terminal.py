@@ -110,7 +110,7 @@ class TerminalView:
                 f"{step}  window {number}  synced {synced}  loss {loss:>6}"
                 f"  up {self._traffic()}  {left}"
             )
-        if held_out := _held_out(line.get("evaluation", {})):
+        if held_out := _held_out(line["evaluation"]):
             self._print(f"{step}  held-out loss {held_out}")
 
     def finish(self, record: RunRecord) -> None:

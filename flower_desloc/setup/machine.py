@@ -1,8 +1,6 @@
 """The memory, cores and devices of this machine."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -63,17 +61,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@contextmanager
-def num_threads(number: int) -> Iterator[None]:
-    """Compute with as many threads as a simulated client: other sums differ in the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _number(path: Path) -> int | None:

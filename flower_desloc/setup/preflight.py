@@ -26,7 +26,7 @@ from flower_desloc.flower.observer import (
 )
 from flower_desloc.setup.build import build_optimizer, build_schedule
 from flower_desloc.setup.machine import clients_at_once, device_memory, memory
-from flower_desloc.setup.sketch import Sketch
+from flower_desloc.setup.sketch import Sketch, estimating
 
 Parts = dict[str, int]
 """Bytes by purpose; they add up."""
@@ -41,6 +41,7 @@ _CLIENT, _SERVER, _SIMULATION = 500_000_000, 600_000_000, 1_100_000_000
 _CLIENT_FILES = 4  # the current one, one being written, and those of the last two checkpoints
 _CHECKPOINTS = 3  # the last two, and one being written
 _AUTO_SHARE = 0.7  # fraction of a device that `auto` may fill: estimates are inexact
+_NO_STEP = "the memory of a step cannot be estimated"
 _SMALLER = "set data.micro_batch_size=auto or less, or a smaller model"
 
 
@@ -72,8 +73,9 @@ class Needs:
     def states(self) -> int:
         """Bytes of the optimizer states, each as large as the parameters."""
         module = nn.Linear(2, 2, bias=False)
-        optimizer = build_optimizer(self.config, module.parameters())
-        prime(optimizer)
+        with estimating("the optimizer takes no step"):
+            optimizer = build_optimizer(self.config, module.parameters())
+            prime(optimizer)
         return (len(stream_names(module, optimizer)) - 1) * self.sketch.gradients
 
     def client(self, device: torch.device, micro_batch: int) -> Parts:
@@ -157,10 +159,10 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
     needs = Needs(config)
     try:
         one = needs.sketch.step_bytes(1)
+        gradients = needs.sketch.gradients if whole > 1 else 0
+        rest = sum(needs.client(device, 1).values()) - one + gradients
     except ValueError:
         return 1
-    gradients = needs.sketch.gradients if whole > 1 else 0
-    rest = sum(needs.client(device, 1).values()) - one + gradients
     available = _AUTO_SHARE * device_memory(device)[0] * _share(config, device) - rest
     divisors = (n for n in range(1, whole + 1) if whole % n == 0)
     return max((n for n in divisors if n * (one - gradients) <= available), default=1)
@@ -235,7 +237,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
             yield from _memory("clients on one GPU", wanted, total, _SMALLER, free=free)
         wanted = needs.machine(hardware.device, hardware.micro_batch, hardware.at_once)
     except ValueError as error:
-        yield Finding(f"the memory of a step cannot be estimated: {error}")
+        yield Finding(f"{_NO_STEP}: {error}")
     else:
         total, free = memory()
         who, change = "the server and a client at a time", _SMALLER
@@ -270,7 +272,8 @@ def on_the_server(
         try:
             if key not in wanted:
                 wanted[key] = sum(needs.client(device, micro_batch).values())
-        except ValueError:
+        except ValueError as error:
+            yield Finding(f"{_NO_STEP}: {error}")
             break
         for found in _memory(name, wanted[key], total, _SMALLER):
             # A run that continues without failed clients can continue without this one.

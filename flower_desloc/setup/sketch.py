@@ -6,20 +6,24 @@ MemTracker is not used: it is private (``torch.distributed._tools``), rounds siz
 CUDA's allocator on any device, and also counts the parameters.
 """
 
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flower_desloc.config import Config
 from flower_desloc.config.errors import one_line
+from flower_desloc.config.imports import is_path
 from flower_desloc.config.units import TEXT
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
@@ -28,6 +32,7 @@ from flower_desloc.setup.build import build_schedule
 from flower_desloc.tasks import Batch, Site, Task, build_task
 
 _LENGTH = 512  # tokens
+_CACHED = type(cache(int))
 
 
 class Sketch:
@@ -40,12 +45,7 @@ class Sketch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps: dict[int, int] = {}
-        # First on the meta device: to draw fake weights, some models read what they have drawn.
-        try:
-            with torch.device("meta"):
-                self.model = offline_task(config).build_model()
-        except Exception:  # a model that needs values to be built
-            self.model = _built(config)
+        self.model = unallocated_model(config)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.weights = sum(part.nbytes for tensor in tensors for part in parts(tensor))
         """Bytes of parameters and buffers."""
@@ -88,23 +88,90 @@ class Sketch:
         # The second micro-batch needs memory besides the first one's gradients; a third adds none.
         whole = min(2 * micro_batch, self._config.data.batch_size)
         cuts, config = _cut(self._config)
-        task, batch = sample(config, whole * cuts, micro_batch * cuts)
         try:
-            with self._mode, _PeakMemory(self.model) as memory:
-                task.loss(self.model, batch).backward()
-        except Exception as error:
-            raise ValueError(one_line(error)) from error
+            with estimating():
+                task, batch = sample(config, whole * cuts, micro_batch * cuts)
+                with _caches_cleared(config), self._mode, _PeakMemory(self.model) as memory:
+                    task.loss(self.model, batch).backward()
         finally:
             self.model.zero_grad(set_to_none=True)
         return self._steps.setdefault(micro_batch, memory.peak)
 
 
-def _built(config: Config) -> nn.Module:
+def unallocated_model(config: Config) -> nn.Module:
+    """Return the model of a run, whose parameters have no memory unless it needs their values.
+
+    Raises ``ValueError`` if the model cannot be built.
+    """
     try:
-        return offline_task(config).build_model()
-    except Exception as error:  # the task may be the user's
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the model cannot be built ({what})") from error
+        with _without_values():
+            return offline_task(config).build_model()
+    except (Exception, SystemExit):  # a model that needs values to be built
+        with estimating("the model cannot be built"):
+            return offline_task(config).build_model()
+
+
+@contextmanager
+def estimating(what: str = "") -> Iterator[None]:
+    """Raise every error in the block as ``ValueError``: the task and the optimizer may be anyone's.
+
+    ``what`` begins the message.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        reason = one_line(error if isinstance(error, ValueError) else _named(error))
+        raise ValueError(f"{what} ({reason})" if what else reason) from error
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Put every parameter on the meta device as soon as a module has it.
+
+    Under ``torch.device("meta")`` the data that a task reads and caches would also lose their
+    values, for the run that follows in the same process.
+    """
+    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        del module, name
+        if param is None or param.is_meta:
+            return param
+        return known.setdefault(
+            id(param), (param, nn.Parameter(_meta(param), param.requires_grad))
+        )[1]
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _caches_cleared(config: Config) -> Iterator[None]:
+    """Clear each ``lru_cache`` that the block fills: a run in this process would get fake tensors.
+
+    Only a task of one's own creates tensors in a cached function.
+    """
+    if not is_path(config.task):
+        yield
+        return
+    before = {id(cached): cached.cache_info().misses for cached in _caches()}
+    try:
+        yield
+    finally:
+        for cached in _caches():
+            if cached.cache_info().misses > before.get(id(cached), 0):
+                cached.cache_clear()
+
+
+def _caches() -> list[Any]:
+    return [found for found in gc.get_objects() if type(found) is _CACHED]
 
 
 def offline_task(config: Config) -> Task:

@@ -11,11 +11,12 @@ from flower_desloc.config.schema import AUTO
 from flower_desloc.config.units import TEXT, bytes_text, count_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.flower.inprocess import num_threads
 from flower_desloc.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.setup.build import build_schedule
-from flower_desloc.setup.machine import cores, memory, num_threads
+from flower_desloc.setup.machine import cores, memory
 from flower_desloc.setup.preflight import Hardware, Needs, Parts
-from flower_desloc.setup.sketch import Sketch, sample
+from flower_desloc.setup.sketch import Sketch, estimating, sample
 
 _LINK = Link(bandwidth=1000 * MBIT, latency=0.05)  # as in `desloc plan`
 _PARAMS = 50_000_000  # only some blocks of a larger model are timed
@@ -179,9 +180,9 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[f
 def _scaled(config: Config, part: Config, device: torch.device, num_params: int) -> float:
     """Return the seconds of a step of ``config``, from timing ``part``."""
     rows = part.data.batch_size
-    task, batch = sample(part, rows, rows)
-    model = task.build_model().to(device).train()
-    with num_threads(config.federation.client_cpus):
+    with num_threads(config.federation.client_cpus), estimating():
+        task, batch = sample(part, rows, rows)
+        model = task.build_model().to(device).train()
         seconds = _timed(lambda: task.loss(model, batch).backward(), device)
     larger = num_params / sum(p.numel() for p in model.parameters())
     longer = config.data.batch_size / rows

@@ -17,7 +17,7 @@ def draw_timeline(run: RunRecord) -> Figure | None:
     """Draw the averages of the streams and the presence of the clients, by step."""
     if not run.windows:
         return None
-    rows = len(run.streams) + any("evaluation" in line for line in run.lines)
+    rows = len(run.streams) + any(line["evaluation"] for line in run.lines)
     heights = (0.36 * rows, min(4.5, max(0.5, 0.2 * len(run.clients))))
     made, (streams, clients) = style.figure(
         2, 1, sum(heights) + 1.5, sharex=True, height_ratios=heights
@@ -41,7 +41,7 @@ def fill_averages(panel: Axes, run: RunRecord) -> None:
         style.aside(panel, row, _times(len(steps)), colours[stream])
         known = stream in run.periods
         names.append(f"{stream}, {period_text(run.schedule, stream)}" if known else stream)
-    if evaluated := [line["step"] for line in run.lines if "evaluation" in line]:
+    if evaluated := [line["step"] for line in run.lines if line["evaluation"]]:
         row, size = len(names), max(1.5, 4.5 - len(evaluated) / 25)
         panel.plot(evaluated, [row] * len(evaluated), "D", color=style.GREY, ms=size, clip_on=False)
         style.aside(panel, row, _times(len(evaluated)), style.GREY)

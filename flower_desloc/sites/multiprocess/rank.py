@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> NoReturn:
             method, call_arguments = json.loads(store.get(f"call/{number}"))
             getattr(worker, method)(*call_arguments)
             dist.barrier()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         sys.stderr.flush()
         store.set(f"error/{rank}", f"{type(error).__name__}: {error}")

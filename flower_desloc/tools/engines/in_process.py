@@ -1,7 +1,5 @@
 """Run the two apps in one process, without Ray: for tests, debugging, and studies on one device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -11,8 +9,8 @@ from flower_desloc.config import load_run_config
 from flower_desloc.config.app_folder import make_importable
 from flower_desloc.config.check import check_clients
 from flower_desloc.config.run_config import RunConfig
-from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.setup.machine import num_threads
+from flower_desloc.flower.inprocess import InProcessGrid, num_threads
+from flower_desloc.runs.client_files import client_files
 
 
 def run_in_process(run_config: RunConfig, num_clients: int) -> None:
@@ -28,30 +26,16 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
 
     config = load_run_config(run_config)
     check_clients(config)
-    state_dir = clients_folder(Path(str(run_config["output-dir"])))
-    nodes = [
-        {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
-        for i in range(num_clients)
-    ]
+    threads = config.federation.client_cpus
     with (
-        num_threads(config.federation.client_cpus),
+        num_threads(threads),
         torch.random.fork_rng(),
-        removed_if_empty(state_dir),
+        client_files(Path(str(run_config["output-dir"]))) as state_dir,
     ):
+        nodes = [
+            {"partition-id": i, "num-partitions": num_clients, "state-dir": str(state_dir)}
+            for i in range(num_clients)
+        ]
         context = Context(1, 0, {}, RecordDict(), dict(run_config))
-        server_app(InProcessGrid(client_app, nodes), context)
-
-
-def clients_folder(output_dir: Path) -> Path:
-    """Return the folder in which the simulated clients of ``output_dir`` keep their state."""
-    return output_dir.expanduser().resolve() / ".clients"
-
-
-@contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove ``folder`` at the end if it is empty."""
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            folder.rmdir()
+        grid = InProcessGrid(client_app, nodes, run_config=run_config, threads=threads)
+        server_app(grid, context)

@@ -12,6 +12,7 @@ from flower_desloc.config import Config, ConfigError, yaml12
 from flower_desloc.config.check import NAME, check_clients
 from flower_desloc.config.errors import one_line, suggestion
 from flower_desloc.config.overrides import override, split
+from flower_desloc.config.paths import absolute_paths
 from flower_desloc.runs.groups import flat
 from flower_desloc.runs.metric import DIRECTIONS
 from flower_desloc.setup.build import check_streams
@@ -130,6 +131,9 @@ def _cell(
     changes = [o for values in (base, *chosen.values()) for o in values["overrides"]]
     cell = Cell(labels=labels, config=config, overrides=(*changes, *overrides))
     try:
+        absolute = absolute_paths(load_once(cell.config, cell.overrides))
+        words = [override(key, path) for key, path in absolute.items()]
+        cell = replace(cell, overrides=(*cell.overrides, *words))
         check_clients(load_once(cell.config, cell.overrides))
         check_streams(load_once(cell.config, cell.overrides))
     except ConfigError as error:
