@@ -146,9 +146,9 @@ class Data:
     batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
-    """Examples that go through the model at once, which bounds the memory of a step. Their
-    gradients add up to that of the batch, up to rounding. Divides batch_size; `auto`: as many as
-    fit into each client's memory; null: the whole batch."""
+    """Examples that go through the model at once, which bounds the memory of a step and of an
+    evaluation. Their gradients add up to that of the batch, up to rounding. Divides batch_size;
+    `auto`: as many as fit into each client's memory, and the server's; null: the whole batch."""
 
 
 @dataclass(kw_only=True)
@@ -239,7 +239,8 @@ class Evaluation:
     """The evaluation of the averaged model."""
 
     central: bool = True
-    """Evaluate on the server, on held-out text of every domain, or images of every label."""
+    """Evaluate on the server, on its GPU if it has one, on held-out text of every domain, or images
+    of every label."""
     federated: bool = True
     """Evaluate on every client, on its own held-out part."""
     sequences: int = bounded(64, 1)
