@@ -305,10 +305,13 @@ def test_the_activation_norm_is_that_of_what_the_last_block_hands_to_the_final_n
     assert metrics["activation_norm"] == pytest.approx(float(handed[0].norm(dim=-1).mean()))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "bert", "opt", "trocr"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma2", "granite", "bert", "opt", "openai-gpt", "hrm_text", "trocr"],
+)
 @torch.no_grad()
 def test_the_nats_of_some_positions_at_a_time_are_those_of_all(config, name, monkeypatch):
-    """Also where logits are capped or scaled, and for trocr, whose head takes all positions."""
+    """Logits may be capped or scaled, blocks run again (hrm_text), a head take all (trocr)."""
     config.model = replace(config.model, type=name, dtype="float64")
     model = CausalLM(config).build_model().eval()
     tokens = torch.arange(66).view(2, 33) % 50

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -62,9 +63,11 @@ def _logits(model: nn.Module, inputs: Tensor) -> Iterator[tuple[int, Tensor]]:
     if size is None or size >= length:
         yield 0, model(input_ids=inputs, use_cache=False).logits
         return
-    with _computed_once(_with_the_blocks(model)):
+    replay = _Replay()
+    with replay.of(_with_the_blocks(model)):
         for positions in torch.arange(length, device=inputs.device).split(size):
             part = model(input_ids=inputs, use_cache=False, logits_to_keep=positions)
+            replay.start()
             yield int(positions[0]), part.logits
 
 
@@ -79,28 +82,45 @@ def _with_the_blocks(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[: n + 1])) for n in range(len(parts))]
 
 
-@contextmanager
-def _computed_once(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let every module return the output of its first call in all later ones.
+class _Replay:
+    """The outputs of modules in a first pass through a model, repeated in all later ones.
 
-    What the model does with it, such as a scale or a cap of the logits, stays the model's own.
+    What the model does with them, such as a scale or a cap of the logits, stays the model's own.
     """
-    with ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(patch.object(module, "forward", _once(module.forward)))
-        yield
 
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+        self._inside = False
+        self._repeated: Iterator[Any] | None = None
 
-def _once(forward: Callable[..., Any]) -> Callable[..., Any]:
-    outputs: list[Any] = []
+    @contextmanager
+    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Record ``modules``, which may hold one another, from now on."""
+        with ExitStack() as patches:
+            for module in modules:
+                recorded = self._recorded(module.forward)
+                patches.enter_context(patch.object(module, "forward", recorded))
+            yield
 
-    @wraps(forward)
-    def first(*args: Any, **kwargs: Any) -> Any:
-        if not outputs:
-            outputs.append(forward(*args, **kwargs))
-        return outputs[0]
+    def start(self) -> None:
+        """Compute nothing from the next pass on."""
+        self._repeated = cycle(self._outputs)
 
-    return first
+    def _recorded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._repeated is not None:
+                return next(self._repeated)
+            if self._inside:  # its result is part of an outer module's
+                return forward(*args, **kwargs)
+            self._inside = True
+            try:
+                self._outputs.append(forward(*args, **kwargs))
+            finally:
+                self._inside = False
+            return self._outputs[-1]
+
+        return call
 
 
 @contextmanager
@@ -108,7 +128,7 @@ def _activation_norms(model: nn.Module) -> Iterator[list[Tensor]]:
     norms: list[Tensor] = []
 
     def add(_block: nn.Module, _inputs: Any, output: Any) -> None:
-        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        hidden: Tensor = output[0] if isinstance(output, (tuple, list)) else output
         norms.append(torch.linalg.vector_norm(hidden.float(), dim=-1).sum())
 
     blocks = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)), None)
