@@ -140,7 +140,7 @@ def test_the_steps_of_our_own_optimizers_are_compiled(name, expected, monkeypatc
     """To the same numbers, see test_optim.py; PyTorch's Adam is one kernel without that."""
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
-    config = load("quickstart", f"optimizer.name={name} model.compile=true")
+    config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1 model.compile=true")
     build_local_optimizer(config, nn.Linear(7, 5).parameters())
     assert compiled == expected
 

@@ -62,7 +62,7 @@ def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
     [
         ("smollm2_135m", 3072, 512, 307, 256, ("adopt", 0.0021, (0.95, 0.9999))),
         ("smollm2_135m_niid", 1536, 512, 153, 128, ("adam", 0.003, (0.95, 0.95))),
-        ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0021, (0.95, 0.9999))),
+        ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0005, (0.95, 0.9999))),
     ],
 )
 def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, period, local):

@@ -13,6 +13,7 @@ import typer
 
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
+from flower_desloc.config.load import replaced_by_gradients
 from flower_desloc.config.run_config import app_run_config
 from flower_desloc.config.schema import AUTO
 from flower_desloc.setup.build import check_streams
@@ -68,6 +69,8 @@ class RunArguments:
                 config = _load(preset, words)
             config = with_init_from(config)
             check_streams(config)
+        if replaced := replaced_by_gradients(preset, words):
+            typer.echo(f"sync.gradients=1: the preset's {', '.join(replaced)} do not apply")
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
         return cls(preset, words, config)
