@@ -1,7 +1,6 @@
 """Build a client's worker from the server's settings and the site's own."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from flower_desloc.core import streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.observer import MICRO_BATCH, described
 from flower_desloc.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
-from flower_desloc.setup.machine import about_device
-from flower_desloc.setup.preflight import micro_batch_size
+from flower_desloc.setup.machine import about_device, default_device
+from flower_desloc.setup.preflight import sized
 from flower_desloc.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
 from flower_desloc.tasks.data_version import data_version
@@ -95,10 +94,7 @@ def config_of(settings: str) -> Config:
 def with_micro_batch_size(settings: str, device: torch.device) -> str:
     """Return the settings with the number that ``data.micro_batch_size=auto`` is on ``device``."""
     config = config_of(settings)
-    if config.data.micro_batch_size != AUTO:
-        return settings
-    data = replace(config.data, micro_batch_size=micro_batch_size(config, device))
-    return dump(replace(config, data=data))
+    return settings if config.data.micro_batch_size != AUTO else dump(sized(config, device))
 
 
 @lru_cache(maxsize=1)
@@ -152,8 +148,7 @@ def model_of(settings: str, frozen: str) -> nn.Module:
 
 def device_of(node: NodeConfig) -> torch.device:
     """Return where a client computes: a GPU if there is one and the node config names no other."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(str(node.get("device", default)))
+    return torch.device(str(node.get("device", default_device())))
 
 
 def _site(node: NodeConfig) -> Site:

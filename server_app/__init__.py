@@ -8,6 +8,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
@@ -33,8 +34,9 @@ from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
 from flower_desloc.setup.build import build_outer, build_schedule, build_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
-from flower_desloc.setup.preflight import Preflight
-from flower_desloc.tasks import Task, build_task
+from flower_desloc.setup.machine import default_device
+from flower_desloc.setup.preflight import Preflight, sized
+from flower_desloc.tasks import Sums, Task, build_task
 
 app = ServerApp()
 
@@ -91,9 +93,7 @@ def _run(grid: Grid, context: Context) -> None:
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
-            evaluate_fn=_evaluate_fn(task, model, config.task)
-            if config.evaluation.central
-            else None,
+            evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             # In one process everything is on this machine, which `desloc run` has checked.
             observer=recorder
             if isinstance(grid, InProcessGrid)
@@ -187,24 +187,50 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
         )
 
 
-def _evaluate_fn(task: Task, model: nn.Module, task_name: str) -> EvaluateFn:
+def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
+    device = default_device()
+    task = build_task(sized(config, device))
+
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        nonlocal device
         del server_round
         install(model, from_record(arrays))
+        while (by_domain := _totals(task, model, device)) is None:
+            log(
+                WARNING, "the model is evaluated on the CPU: the server's GPU has too little memory"
+            )
+            device = torch.device("cpu")
         metrics: dict[str, float] = {}
         together: dict[str, float] = {}
-        for domain, batches in task.heldout().items():
-            totals = task.evaluate(model, batches)
+        for domain, totals in by_domain.items():
             of_domain = plain_numbers(task.metrics(totals))
             metrics |= {f"{domain}/{name}": value for name, value in of_domain.items()}
             together = {name: together.get(name, 0.0) + v for name, v in totals.items()}
         overall = plain_numbers(task.metrics(together))
         for name in overall:
-            if part_of(name, overall)[0]:
+            part, metric = part_of(name, overall)
+            if part:
                 raise ConfigError(
-                    f"task={task_name}: its metric {name!r} reads as {part_of(name, overall)[1]!r} "
-                    "of a part; give it a name whose end is not another metric's name"
+                    f"task={config.task}: its metric {name!r} reads as {metric!r} of a part; give "
+                    "it a name whose end is not another metric's name"
                 )
         return MetricRecord({**overall, **metrics})
 
     return evaluate
+
+
+def _totals(task: Task, model: nn.Module, device: torch.device) -> dict[str, Sums] | None:
+    """Return the totals of every domain; None if ``device`` is a GPU with too little memory.
+
+    In a simulation clients train on the same GPU, so the model leaves it afterwards.
+    """
+    try:
+        model.to(device)
+        heldout = task.heldout()
+        return {domain: task.evaluate(model, batches) for domain, batches in heldout.items()}
+    except torch.OutOfMemoryError:  # of the GPU; the CPU's is another error
+        return None
+    finally:
+        model.to("cpu")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from test_text import write
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flower_desloc.config import Config
 from flower_desloc.tasks import Site
-from flower_desloc.tasks.causal_lm import CausalLM, TextBatch
+from flower_desloc.tasks.causal_lm import CausalLM, TextBatch, evaluation
 from flower_desloc.tasks.causal_lm.batches import heldout_batches, random_batch
 from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.evaluation import measure
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
 
 LETTERS = st.text(max_size=40) | st.text("ab é€😀\n\t ", max_size=40)
@@ -301,6 +303,28 @@ def test_the_activation_norm_is_that_of_what_the_last_block_hands_to_the_final_n
     model.model.norm.register_forward_pre_hook(lambda _, inputs: handed.append(inputs[0]))
     metrics = task.metrics(task.evaluate(model, [batch]))
     assert metrics["activation_norm"] == pytest.approx(float(handed[0].norm(dim=-1).mean()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma2", "granite", "bert", "opt", "openai-gpt", "hrm_text", "trocr"],
+)
+@torch.no_grad()
+def test_the_nats_of_some_positions_at_a_time_are_those_of_all(config, name, monkeypatch):
+    """Logits may be capped or scaled, blocks run again (hrm_text), a head take all (trocr)."""
+    config.model = replace(config.model, type=name, dtype="float64")
+    model = CausalLM(config).build_model().eval()
+    tokens = torch.arange(66).view(2, 33) % 50
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    nats = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    whole, norms = measure(model, tokens)
+    assert whole == nats.item()
+    monkeypatch.setattr(evaluation, "_VALUES", 2 * 256 * 5)
+    forward = model.forward
+    parts, same = measure(model, tokens)
+    assert parts == pytest.approx(whole, rel=1e-12)
+    assert same == norms
+    assert model.forward == forward
 
 
 def test_a_diverged_model_has_an_infinite_perplexity(task):

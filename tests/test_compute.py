@@ -4,14 +4,16 @@ import logging
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from tiny import TINY
 from torch import nn
 from torch.nn import functional
 
+import server_app
 from flower_desloc.config import ConfigError, load
 from flower_desloc.setup.build import build_local_optimizer, build_optimizer
 from flower_desloc.tasks import Site, build_task
-from flower_desloc.tasks.compute import TrainingLoss
+from flower_desloc.tasks.compute import Evaluation, TrainingLoss
 
 SMALL = {"text": ("quickstart", TINY), "images": ("digits", TINY[:3])}
 
@@ -58,6 +60,63 @@ def test_in_bf16_a_model_is_evaluated_as_it_is_trained():
     assert nats["bf16"] == pytest.approx(nats["full"], rel=2e-2)
 
 
+@pytest.mark.parametrize("task_kind", SMALL)
+def test_an_evaluation_in_micro_batches_is_that_of_whole_batches(task_kind):
+    """To the bit where a micro-batch holds the whole batch, and never with more rows at once."""
+    preset, small = SMALL[task_kind]
+
+    def totals(settings=""):
+        config = load(preset, [*small, "data.batch_size=12", *settings.split()])
+        task, rows = build_task(config), []
+        model = task.build_model()
+        model.register_forward_pre_hook(
+            lambda _, __, given: rows.append(len(next(iter(given.values())))), with_kwargs=True
+        )
+        (batch, *_) = task.client_data(Site(0, 4)).heldout()
+        return task.evaluate(model, [batch]), rows
+
+    whole, [most] = totals()
+    assert totals("data.micro_batch_size=12") == (whole, [most])
+    parts, rows = totals("data.micro_batch_size=3")
+    assert max(rows) == 3
+    assert sum(rows) == most > 3
+    assert parts == {key: pytest.approx(value, rel=1e-5) for key, value in whole.items()}
+
+
+def test_an_evaluation_without_memory_is_tried_again_with_half_the_rows(caplog):
+    seen = []
+
+    def measure(_model, rows):
+        seen.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rows.sum().item()
+
+    evaluation = Evaluation(measure, load("quickstart", "data.micro_batch_size=8"))
+    model, rows = nn.Linear(1, 1), torch.arange(16.0)
+    assert sum(evaluation(model, rows)) == rows.sum()
+    assert model.training
+    assert seen == [8, 4, *[2] * 8]
+    assert "going on with 2" in caplog.text
+
+
+def test_the_server_evaluates_on_the_cpu_where_its_gpu_is_too_small(monkeypatch, caplog):
+    devices = []
+
+    def totals(_task, _model, device):
+        devices.append(device.type)
+        return None if device.type == "cuda" else {"a": {"nats": 2.0, "tokens": 1.0, "bytes": 1.0}}
+
+    monkeypatch.setattr(server_app, "_totals", totals)
+    monkeypatch.setattr(server_app, "default_device", lambda: torch.device("cuda"))
+    config = load("quickstart", TINY)
+    model = build_task(config).build_model()
+    evaluate = server_app._evaluate_fn(config, model)
+    assert [evaluate(n, ArrayRecord())["loss"] for n in (1, 2)] == [2.0, 2.0]
+    assert devices == ["cuda", "cpu", "cpu"]
+    assert "on the CPU" in caplog.text
+
+
 def twice_if_compiled(model, tensor):
     loss = model(tensor).square().mean()
     return 2 * loss if torch.compiler.is_compiling() else loss
@@ -81,7 +140,7 @@ def test_the_steps_of_our_own_optimizers_are_compiled(name, expected, monkeypatc
     """To the same numbers, see test_optim.py; PyTorch's Adam is one kernel without that."""
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
-    config = load("quickstart", f"optimizer.name={name} model.compile=true")
+    config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1 model.compile=true")
     build_local_optimizer(config, nn.Linear(7, 5).parameters())
     assert compiled == expected
 

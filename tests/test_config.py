@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flower_desloc.config import PRESETS, Config, ConfigError, dump, load, load_run_config, parse
 from flower_desloc.config.overrides import override
 from flower_desloc.config.run_config import SETTINGS, app_run_config
+from flower_desloc.setup.build import build_schedule
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
@@ -170,6 +171,93 @@ def test_loading_twice_shares_nothing():
     one.sync["params"] = 1
     one.data.domains.append("x")
     assert two == quickstart()
+
+
+# --------------------------------------------------------------------------------------- Optimizer
+
+OWN = {
+    "adopt": ((0.95, 0.9999), 1e-6),
+    "adam": ((0.95, 0.95), 1e-8),
+    "adamw": ((0.95, 0.95), 1e-8),
+    "amsgrad": ((0.95, 0.95), 1e-8),
+    "paper_adam": ((0.95, 0.95), 1e-8),
+}
+
+
+@pytest.mark.parametrize("name", [*OWN, "sgdm", "torch.optim:RAdam"])
+@pytest.mark.parametrize("preset", ["quickstart", "desloc_adopt", "desloc_sgdm", "diloco"])
+def test_another_optimizer_brings_its_own_defaults_and_needs_its_own_rate(preset, name):
+    before = load(preset).optimizer
+    after = load(preset, f"optimizer.name={name} optimizer.lr=0.5").optimizer
+    assert after.clip_norm == before.clip_norm
+    if name == before.name:
+        assert after == dataclasses.replace(before, lr=0.5)
+        return
+    assert (after.momentum, after.weight_decay, after.mix, after.options) == (0.9, 0, 1, {})
+    if name in OWN:
+        assert (after.betas, after.eps) == OWN[name]
+    alike = ("adam", "adamw", "amsgrad")
+    if before.name in alike and name in alike:
+        assert load(preset, f"optimizer.name={name}").optimizer.lr == before.lr
+    else:
+        stated = f"optimizer.lr={before.lr} was chosen for {before.name}"
+        assert_refused(["also set optimizer.lr", stated], load, preset, f"optimizer.name={name}")
+
+
+def test_what_a_file_or_the_user_states_for_an_optimizer_stays(presets):
+    folder = presets(
+        base=BASE + "data: {seq_len: 16}",
+        child="extends: base\noptimizer: {name: adopt, betas: [0.5, 0.6]}",
+        alone="optimizer: {name: adam, lr: 0.1}\nsync: {params: 4}",
+        without="optimizer: {name: adam}\nsync: {params: 4}",
+    )
+
+    def optimizer(name, overrides=""):
+        return load(name, overrides, presets=folder).optimizer
+
+    assert_refused(["optimizer.name=adopt", "0.5 was chosen for adam"], optimizer, "child")
+    assert_refused(["0.0021 was chosen for adopt", "eps=1e-08"], optimizer, "without")
+    child = optimizer("child", "optimizer.lr=0.2 optimizer.weight_decay=0.1")
+    assert (child.lr, child.betas, child.eps) == (0.2, (0.5, 0.6), 1e-6)
+    assert child.weight_decay == 0.1
+    assert optimizer("child", "optimizer.name=adamw").lr == 0.5  # that of the base
+    assert optimizer("child", "optimizer.name=adam optimizer.eps=1e-5").betas == (0.95, 0.95)
+    assert optimizer("alone").eps == 1e-8
+    assert optimizer("base").betas == (0.95, 0.95)
+
+
+# ---------------------------------------------------------------------------- Data parallelism
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_override_makes_any_preset_data_parallel(name):
+    before = load(name)
+    if before.strategy != "desloc":
+        assert_refused(["set strategy=desloc"], load, name, "sync.gradients=1")
+        config = load(name, "strategy=desloc sync.gradients=1")
+    else:
+        config = load(name, "sync.gradients=1")
+    assert config.sync == {"gradients": 1}
+    assert build_schedule(config).periods == config.sync
+    assert (config.outer, config.wire) == (Config().outer, {})
+    assert (config.optimizer, config.model, config.data) == (
+        before.optimizer, before.model, before.data,
+    )  # fmt: skip
+    steps = before.sync.get("params", 1)  # a window is one step, and checkpoints are as far apart
+    assert config.run.checkpoint_every == before.run.checkpoint_every * steps
+    assert (
+        load(name, "strategy=desloc sync.gradients=1 run.checkpoint_every=5").run.checkpoint_every
+        == 5
+    )
+
+
+@pytest.mark.parametrize("other", ["sync.params=4", "sync_delay=2", "outer.name=sgd"])
+def test_what_is_stated_with_gradients_and_has_no_effect_is_refused(other):
+    assert_refused(
+        ["gradients", other.partition("=")[0].split(".")[-1]],
+        quickstart,
+        f"sync.gradients=1 {other}",
+    )
 
 
 # -------------------------------------------------------------------------------------- Run config
@@ -412,10 +500,10 @@ def test_a_setting_of_an_earlier_version_is_read_at_its_fixed_value_and_otherwis
 
 
 def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
-    child = "extends: base\noptimizer: {name: sgdm}\nsync: {params: 4, momentum_buffer: 4}\n"
+    child = "extends: base\noptimizer: {name: sgdm, lr: 1}\nsync: {params: 4, momentum_buffer: 4}\n"
     base = BASE.replace("lr: 0.5", "lr: 0.5, betas: [0.8, 0.9]")
     config = load("child", presets=presets(base=base, child=child))
-    assert (config.optimizer.lr, config.optimizer.betas) == (0.5, Config().optimizer.betas)
+    assert (config.optimizer.lr, config.optimizer.betas) == (1.0, Config().optimizer.betas)
     with pytest.raises(ConfigError, match=r"^optimizer.betas=.*sgdm has no such setting"):
         load("child", "optimizer.betas=[0.8,0.9]", presets=presets())
 

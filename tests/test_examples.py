@@ -295,7 +295,7 @@ def test_adapters_begin_with_those_of_another_run(whole, run, tmp_path):
 
 
 def an_optimizer(name: str, *overrides: str) -> Config:
-    return load("cnn.yaml", [f"optimizer.name={name}", *overrides])
+    return load("cnn.yaml", [f"optimizer.name={name}", "optimizer.lr=0.003", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -413,16 +413,22 @@ def test_the_servers_optimizer_goes_on_where_it_was():
         (["task=nowhere:Task"], r"task=nowhere:Task: .*\(ModuleNotFound.*\); call desloc in"),
         (["task=cnn:CMM"], r"task=cnn:CMM: it cannot be imported here \(AttributeError.*\)$"),
         (["task=cnn.CNN"], r"task=cnn\.CNN: must be one of causal_lm, .*module:name"),
-        (["optimizer.name=nowhere:Lion"], r"optimizer\.name=nowhere:Lion: it cannot be imported"),
-        (["optimizer.name=cnn:CNN"], r"optimizer\.name=cnn:CNN: it cannot be constructed"),
+        (
+            ["optimizer.name=nowhere:Lion", "optimizer.lr=1"],
+            r"optimizer\.name=nowhere:Lion: it cannot be imported",
+        ),
+        (
+            ["optimizer.name=cnn:CNN", "optimizer.lr=1"],
+            r"optimizer\.name=cnn:CNN: it cannot be constructed",
+        ),
         (["optimizer.name=lion"], r"optimizer\.name=lion: must be one of adopt, .*module:name"),
         (["optimizer.options.betas=[0.9,0.9]"], r"set optimizer\.KEY=VALUE"),
         (
-            ["optimizer.name=torch.optim:Adagrad", "optimizer.weight_decay=0.1"],
+            ["optimizer.name=torch.optim:Adagrad", "optimizer.lr=1", "optimizer.weight_decay=0.1"],
             r"set optimizer\.options\.weight_decay for optimizer\.name=torch\.optim:Adagrad",
         ),
         (
-            ["optimizer.name=torch.optim:Adagrad", "optimizer.options.beta=1"],
+            ["optimizer.name=torch.optim:Adagrad", "optimizer.lr=1", "optimizer.options.beta=1"],
             r"cannot be constructed with .*options=\{'beta': 1\} \(TypeError.*'beta'",
         ),
         (["task=causal_lm"], r"task_options=\{'width': 8\}: they are for a task of your own"),

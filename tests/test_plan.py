@@ -105,7 +105,7 @@ def test_the_drift_bound_of_the_first_moment_is_reached_when_the_gradient_change
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     torch.manual_seed(3)
-    words = ["run.steps=60", f"optimizer.name={name}"]
+    words = ["run.steps=60", f"optimizer.name={name}", "optimizer.lr=0.1"]
     config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
     config.optimizer.betas, config.optimizer.momentum = (0.8, 0.9), 0.8
     if name == "amsgrad":
@@ -390,7 +390,7 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
 
 def test_every_optimizers_states_have_a_multiple():
     for name in OPTIMIZERS:
-        config = load("quickstart", f"optimizer.name={name}")
+        config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1")
         streams = build_streams(config, torch.nn.Linear(1, 1))
         assert streams.keys() - {PARAMS} <= MULTIPLES.keys()
 
@@ -414,7 +414,9 @@ def test_a_sound_run_has_no_warnings(periods, changes):
 @pytest.mark.parametrize("name", ["adam", "adamw", "adopt"])
 @pytest.mark.parametrize("betas", ["[0.95,0.95]", "[0.9,0.999]", "[0.99,0.95]"])
 def test_a_bound_is_recommended_exactly_where_it_would_bound(name, betas):
-    config = load("quickstart", [f"optimizer.name={name}", f"optimizer.betas={betas}"])
+    config = load(
+        "quickstart", [f"optimizer.name={name}", f"optimizer.betas={betas}", "optimizer.lr=0.1"]
+    )
     run = run_of(config, num_params=1e6)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
     assert can_bound(run) == (moment_ratio(optimizer) is not None)

@@ -65,7 +65,7 @@ def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
     [
         ("smollm2_135m", 3072, 512, 307, 256, ("adopt", 0.0021, (0.95, 0.9999))),
         ("smollm2_135m_niid", 1536, 512, 153, 128, ("adam", 0.003, (0.95, 0.95))),
-        ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0021, (0.95, 0.9999))),
+        ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0005, (0.95, 0.9999))),
     ],
 )
 def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, period, local):
@@ -119,6 +119,31 @@ def test_a_step_takes_the_memory_that_was_counted_without_it():
     counted = Sketch(config).step_bytes(16)
     taken = memory_since(lambda: task.loss(model, batch).backward())
     assert counted / 1.3 < taken < counted * 1.3
+
+
+def test_an_evaluation_takes_the_memory_that_was_counted_and_not_that_of_all_logits():
+    config = load(
+        "quickstart",
+        f"{TINY} model.hidden_size=64 model.vocab_size=16384 data.seq_len=1024 "
+        "data.micro_batch_size=4 evaluation.sequences=8",
+    )
+    task = build_task(config)
+    model = task.build_model()
+    batch = TextBatch(torch.zeros(8, 1025, dtype=torch.int64), num_bytes=0)
+    counted = Sketch(config).evaluation_bytes(4)
+    taken = memory_since(lambda: task.evaluate(model, [batch]))
+    assert counted / 1.5 < taken < counted * 1.5
+    assert taken < 8 * 1024 * 16384 * 4 / 2  # the logits alone, in fp32
+
+
+def test_a_sequence_of_the_papers_is_evaluated_in_a_few_hundred_megabytes():
+    """Its logits and their softmax alone are 800 MB."""
+    needs = Needs(load("smollm2_135m", "model.num_hidden_layers=1"))
+    assert needs.sketch.evaluation_bytes(1) < 3e8
+    assert needs.sketch.evaluation_bytes(4) < 5e8
+    assert needs.server()["evaluation"] == needs.sketch.evaluation_bytes(
+        needs.micro_batch_size(CPU)
+    )
 
 
 def test_parts_of_a_batch_take_what_such_a_batch_takes_beside_the_gradients():

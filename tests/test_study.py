@@ -393,7 +393,9 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
     assert len(made.cells) == math.prod(map(len, made.axes.values()))
     optimizer = lru_cache(lambda config, changes: load(config, list(changes)).optimizer.name)
     for cell in made.cells:  # a cell that is named after an optimizer has it
-        changes = tuple(text for text in cell.overrides if text.startswith("optimizer.name="))
+        changes = tuple(
+            text for text in cell.overrides if text.startswith(("optimizer.name=", "optimizer.lr="))
+        )
         named = {word.lower() for word in re.findall(r"\b(ADOPT|Adam|AdamW|SGDM)\b", cell.name)}
         assert named <= {optimizer(cell.config, changes)}, cell.name
     first = made.cells[0]

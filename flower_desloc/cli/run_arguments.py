@@ -12,6 +12,7 @@ import typer
 from flower_desloc.cli.terminal import USAGE, fail, failing
 from flower_desloc.config import PRESETS, Config, ConfigError, load_run_config
 from flower_desloc.config.check import check_clients
+from flower_desloc.config.load import replaced_by_gradients
 from flower_desloc.config.overrides import override, split
 from flower_desloc.config.paths import absolute_paths
 from flower_desloc.config.run_config import app_run_config
@@ -66,6 +67,8 @@ class RunArguments:
             check_clients(config, "federation.num_clients" if nodes is None else "--nodes")
             config = with_init_from(config)
             check_streams(config)
+        if replaced := replaced_by_gradients(preset, words):
+            typer.echo(f"sync.gradients=1: the preset's {', '.join(replaced)} do not apply")
         if config.model.config:
             typer.echo(OF_MODEL_CONFIG)
         return cls(preset, words, config)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from flower_desloc.config.errors import ConfigError
-from flower_desloc.config.optimizers import OPTIMIZERS
+from flower_desloc.config.optimizers import OPTIMIZERS, SETTINGS
 from flower_desloc.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
@@ -143,9 +143,8 @@ def _options(config: Config) -> Iterator[str]:
 
 def unused(optimizer: str) -> list[str]:
     """Return the settings that an optimizer does not have."""
-    every = frozenset[str]().union(*(known.settings for known in OPTIMIZERS.values()))
-    own = OPTIMIZERS[optimizer].settings if optimizer in OPTIMIZERS else frozenset()
-    return [f.name for f in dataclasses.fields(Optimizer) if f.name in every - own]
+    own = OPTIMIZERS[optimizer].defaults if optimizer in OPTIMIZERS else {}
+    return [f.name for f in dataclasses.fields(Optimizer) if f.name in SETTINGS - own.keys()]
 
 
 def _unused(config: Config) -> Iterator[str]:
@@ -266,6 +265,8 @@ def _strategy(config: Config) -> Iterator[str]:
         _DESLOC_ONLY,
         f"only strategy=desloc has it, and strategy={config.strategy} is Flower's own",
     )
+    if GRADIENTS in config.sync:
+        yield f"sync.gradients=1: strategy={config.strategy} cannot do it; set strategy=desloc"
     if others := sorted(config.sync.keys() - {PARAMS}):
         yield (
             f"strategy={config.strategy}: it averages only params, so sync may hold only "

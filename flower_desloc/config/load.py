@@ -1,8 +1,9 @@
 """Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,13 +11,20 @@ from flower_desloc.config import overrides as words
 from flower_desloc.config.app_folder import PRESETS
 from flower_desloc.config.check import check, check_used, unused
 from flower_desloc.config.errors import ConfigError, one_line, suggestion
-from flower_desloc.config.schema import Config
+from flower_desloc.config.imports import is_path
+from flower_desloc.config.optimizers import OPTIMIZERS, SETTINGS, share_rates
+from flower_desloc.config.schema import Config, Optimizer, Run
 from flower_desloc.config.typed import field_type, is_section, typed
 from flower_desloc.config.yaml12 import YAMLError, read, values, write
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.flower.policy import Policy
 
 _EXTENDS = "extends"
 _SYNC = "sync"
+_AVERAGES = (
+    "sync", "sync_mode", "sync_phase", "sync_once_at", "sync_delay", "sync_bound", "wire", "outer",
+)  # fmt: skip
+"""Sections and settings of averages that data parallelism does not make."""
 _FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(Policy))})(?==)")
 
 # Settings of earlier versions that nobody changed: a file that states the value which is now fixed
@@ -33,7 +41,9 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
 
     ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
     are ``key=value``, separated by blanks or as a list. A file may build on a preset with
-    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's.
+    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A file or
+    overrides that name another optimizer bring the defaults of that one, and must state its
+    learning rate. If they state ``sync.gradients``, all other settings of averages are dropped.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -44,9 +54,23 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
         if _SYNC in layer:
             merged.pop(_SYNC, None)
         merged = _on_top(layer, merged)
-    loaded = _typed(_on_top(_nested(overrides), merged))
+    merged = _on_top(_nested(overrides), merged)
+    if isinstance(merged.setdefault("optimizer", {}), dict):
+        merged["optimizer"] = _with_defaults(merged["optimizer"])
+    loaded = _typed(merged)
     check_used(loaded)
     return loaded
+
+
+def replaced_by_gradients(config: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings of a preset that ``sync.gradients`` among ``overrides`` drops."""
+    try:
+        before, after = load(config), load(config, overrides)
+    except ConfigError:  # the preset alone is incomplete
+        return []
+    if GRADIENTS in before.sync or GRADIENTS not in after.sync:
+        return []
+    return [key for key in _AVERAGES if getattr(before, key) != getattr(after, key)]
 
 
 def dump(config: Config) -> str:
@@ -61,8 +85,7 @@ def parse(text: str) -> Config:
 
     Raises ``ConfigError`` as ``load`` does.
     """
-    stated = _mapping(text, "the configuration")
-    return _typed(_without_unused(stated, stated))
+    return _typed(_without_unused(_mapping(text, "the configuration")))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -141,16 +164,76 @@ def _nested(overrides: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``layer`` over ``base``, without what is stated there for another optimizer only."""
-    return _merge(_without_unused(base, layer), layer)
+    """Merge ``layer`` over ``base``, without what is stated there for another method only."""
+    return _merge(_for_optimizer(layer, _for_gradients(layer, base)), layer)
 
 
-def _without_unused(values: Mapping[str, Any], layer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``values`` without settings that the optimizer which ``layer`` names does not have."""
-    named, stated = layer.get("optimizer"), values.get("optimizer")
-    if not (isinstance(named, dict) and isinstance(stated, dict) and "name" in named):
+def _for_gradients(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``base`` without its averages if ``layer`` begins to average gradients instead."""
+    old, new = _section(base, _SYNC), _section(layer, _SYNC)
+    if GRADIENTS not in new or GRADIENTS in old:
+        return base
+    run, period = _section(base, "run"), values(old.get(PARAMS))
+    every = values(run.get("checkpoint_every", Run.checkpoint_every))
+    # A window becomes one step, and a checkpoint has as many steps.
+    if isinstance(period, int) and isinstance(every, int):
+        run = {**run, "checkpoint_every": period * every}
+    return {key: value for key, value in base.items() if key not in _AVERAGES} | {"run": run}
+
+
+def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``base`` without the settings of its optimizer if ``layer`` names another."""
+    named, stated = _section(layer, "optimizer").get("name"), _section(base, "optimizer")
+    old = stated.get("name", Optimizer.name)
+    if named is None or named == old:
+        return base
+    of_old = {*SETTINGS, "options", "lr"}
+    kept = {key: value for key, value in stated.items() if key not in of_old}
+    rate = stated.get("lr", Optimizer.lr)
+    rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
+    kept["lr"] = rate.value if share_rates(str(named), rate.optimizer) else rate
+    return {**base, "optimizer": kept}
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """The learning rate of another optimizer, in the place of one that has to be stated."""
+
+    value: Any
+    optimizer: str
+
+
+def _section(layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    stated = layer.get(name)
+    return stated if isinstance(stated, dict) else {}
+
+
+def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the optimizer, those that are not stated at its own defaults."""
+    name, rate = str(stated.get("name", Optimizer.name)), stated.get("lr")
+    defaults = OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
+    if isinstance(rate, _Rate) and not defaults and not is_path(name):
+        return {**stated, "lr": rate.value}  # no such optimizer, which is refused later
+    if isinstance(rate, _Rate):
+        missing = [
+            f"optimizer.{key}={json.dumps(value, separators=(',', ':'))}"
+            for key, value in defaults.items()
+            if key not in stated
+        ]
+        others = f"; {name}'s own defaults are {' '.join(missing)}" if missing else ""
+        raise ConfigError(
+            f"optimizer.name={name}: also set optimizer.lr, because the present "
+            f"optimizer.lr={rate.value} was chosen for {rate.optimizer}{others}"
+        )
+    return {**defaults, **stated}
+
+
+def _without_unused(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``values`` without settings that their optimizer does not have."""
+    stated = _section(values, "optimizer")
+    if "name" not in stated:
         return values
-    lacking = unused(str(named["name"]))
+    lacking = unused(str(stated["name"]))
     return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
 
 

@@ -1,30 +1,40 @@
 """The optimizers that ``optimizer.name`` knows, and what each needs from the configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownOptimizer:
     """Properties of an optimizer that are needed before it is built."""
 
-    settings: frozenset[str]
-    """Settings it takes besides ``lr`` and clipping; by the same names, its arguments."""
+    defaults: Mapping[str, Any]
+    """Settings it takes besides ``lr`` and clipping, with their defaults; by the same names, its
+    arguments."""
     decay_in_gradient: bool = False
     """True if weight decay is added to the clipped gradient, which then has no bound."""
     elementwise: bool = True
     """True if it treats every value by itself, so that it can work on shards of tensors."""
 
 
-_ADAM = frozenset({"betas", "eps", "weight_decay"})
+_ADOPT = {"betas": [0.95, 0.9999], "eps": 1e-6, "weight_decay": 0.0, "mix": 1.0}
+_ADAM = {"betas": [0.95, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 
 OPTIMIZERS: Final = {
-    "adopt": KnownOptimizer(settings=_ADAM | {"mix"}),
-    "adam": KnownOptimizer(settings=_ADAM | {"mix"}, decay_in_gradient=True),
-    "adamw": KnownOptimizer(settings=_ADAM | {"mix"}),
-    "amsgrad": KnownOptimizer(settings=_ADAM, decay_in_gradient=True),
-    "sgdm": KnownOptimizer(
-        settings=frozenset({"momentum", "weight_decay"}), decay_in_gradient=True
-    ),
-    "paper_adam": KnownOptimizer(settings=frozenset({"betas", "eps"})),
+    "adopt": KnownOptimizer(defaults=_ADOPT),
+    "adam": KnownOptimizer(defaults={**_ADAM, "mix": 1.0}, decay_in_gradient=True),
+    "adamw": KnownOptimizer(defaults={**_ADAM, "mix": 1.0}),
+    "amsgrad": KnownOptimizer(defaults=_ADAM, decay_in_gradient=True),
+    "sgdm": KnownOptimizer(defaults={"momentum": 0.9, "weight_decay": 0.0}, decay_in_gradient=True),
+    "paper_adam": KnownOptimizer(defaults={key: _ADAM[key] for key in ("betas", "eps")}),
 }
+_ALIKE = {"adam", "adamw", "amsgrad"}
+
+SETTINGS: Final = frozenset[str]().union(*(known.defaults for known in OPTIMIZERS.values()))
+"""Settings that not every optimizer has."""
+
+
+def share_rates(one: str, other: str) -> bool:
+    """Return True if a learning rate that was tuned for one optimizer is good for the other."""
+    return one == other or {one, other} <= _ALIKE

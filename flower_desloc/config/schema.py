@@ -149,9 +149,9 @@ class Data:
     batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
-    """Examples that go through the model at once, which bounds the memory of a step. Their
-    gradients add up to that of the batch, up to rounding. Divides batch_size; `auto`: as many as
-    fit into each client's memory; null: the whole batch."""
+    """Examples that go through the model at once, which bounds the memory of a step and of an
+    evaluation. Their gradients add up to that of the batch, up to rounding. Divides batch_size;
+    `auto`: as many as fit into each client's memory, and the server's; null: the whole batch."""
 
 
 @dataclass(kw_only=True)
@@ -161,11 +161,13 @@ class Optimizer:
     name: str = one_of(*OPTIMIZERS, or_path=True)
     """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
     any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
-    and options; clipping applies too, the other settings of this section do not."""
+    and options; clipping applies too, the other settings of this section do not. Another optimizer
+    than that of the preset has its own defaults and needs its own lr (adam, adamw and amsgrad share
+    one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment."""
+    """Decay of the first and second moment; the default is adopt's, of the others 0.95 and 0.95."""
     mix: float = bounded(1.0, 0, 1)
     """Share of the first moment in the update of adopt, adam and adamw; the rest is the gradient of
     the step (quasi-hyperbolic, as in MT-DAO). Below 1 the first beta can be 0.99 or 0.999, so that
@@ -173,7 +175,8 @@ class Optimizer:
     momentum: float = bounded(0.9, 0, below=1)
     """Decay of sgdm's momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)
-    """Stability term; its place in the formula depends on the optimizer."""
+    """Stability term; its place in the formula depends on the optimizer, and the default: 1e-8 for
+    all but adopt."""
     weight_decay: float = bounded(0.0, 0)
     """Weight decay; decoupled in adamw and adopt."""
     clip_norm: float | None = bounded(1.0, 1e-12)
@@ -242,7 +245,8 @@ class Evaluation:
     """The evaluation of the averaged model."""
 
     central: bool = True
-    """Evaluate on the server, on held-out text of every domain, or images of every label."""
+    """Evaluate on the server, on its GPU if it has one, on held-out text of every domain, or images
+    of every label."""
     federated: bool = True
     """Evaluate on every client, on its own held-out part."""
     sequences: int = bounded(64, 1)
@@ -272,7 +276,8 @@ class Config:
     """Period of every stream in local steps: params (K_x), exp_avg (K_u), exp_avg_sq (K_v), ...; or
     `never`; or, for an optimizer state, `reset`: set to zero after every average of params.
     `gradients: 1`, alone, is data parallelism: the gradient of every step is averaged, and one
-    optimizer on the server takes the step."""
+    optimizer on the server takes the step; as an override it replaces the preset's periods and all
+    else that is about averages (`sync_*`, `wire`, `outer`)."""
     sync_mode: str = one_of("periodic", "probabilistic")
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_phase: dict[str, int] = field(default_factory=dict)

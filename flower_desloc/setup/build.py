@@ -41,7 +41,7 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     params = [p for p in params if p.requires_grad]
     if is_path(o.name):
         return _own_optimizer(config, params)
-    given = {key: getattr(o, key) for key in OPTIMIZERS[o.name].settings}
+    given = {key: getattr(o, key) for key in OPTIMIZERS[o.name].defaults}
     match o.name:
         case "adopt":
             return optim.ADOPT(params, o.lr, **given, decouple=True)

@@ -12,6 +12,11 @@ from flower_desloc.flower.observer import MEMORY_FREE, MEMORY_TOTAL
 _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
+def default_device() -> torch.device:
+    """Return a GPU if there is one, otherwise the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def about_device(device: torch.device) -> dict[str, str]:
     """Return what a client reports of the device it computes on, memory in bytes."""
     about = {"device": str(device)}

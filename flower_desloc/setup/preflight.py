@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import WARNING
@@ -25,7 +26,7 @@ from flower_desloc.flower.observer import (
     WindowRecord,
 )
 from flower_desloc.setup.build import build_optimizer, build_schedule
-from flower_desloc.setup.machine import clients_at_once, device_memory, memory
+from flower_desloc.setup.machine import clients_at_once, default_device, device_memory, memory
 from flower_desloc.setup.sketch import Sketch, estimating
 
 Parts = dict[str, int]
@@ -78,15 +79,39 @@ class Needs:
             prime(optimizer)
         return (len(stream_names(module, optimizer)) - 1) * self.sketch.gradients
 
+    def micro_batch_size(self, device: torch.device) -> int:
+        """Return the size of a micro-batch on ``device``.
+
+        Under ``auto`` it is the largest divisor of the batch whose step is estimated to leave 30 %
+        of the device's memory, or of a client's share of it in a simulation; 1 if there is no
+        estimate. It depends on the total and not on the free memory, because other processes must
+        not change the last bits of a run.
+        """
+        size, whole = self.config.data.micro_batch_size, self.config.data.batch_size
+        if size != AUTO:
+            return whole if size is None else int(size)
+        try:
+            one = self.sketch.step_bytes(1)
+            gradients = self.sketch.gradients if whole > 1 else 0
+            rest = sum(self.client(device, 1).values()) - one + gradients
+        except ValueError:
+            return 1
+        share = _share(self.config, device)
+        available = _AUTO_SHARE * device_memory(device)[0] * share - rest
+        divisors = (n for n in range(1, whole + 1) if whole % n == 0)
+        return max((n for n in divisors if n * (one - gradients) <= available), default=1)
+
     def client(self, device: torch.device, micro_batch: int) -> Parts:
         """Return the memory of ``device`` that one client needs.
 
         Raises ``ValueError`` if the size of the activations cannot be estimated.
         """
+        step = self.sketch.step_bytes(micro_batch)
+        evaluation = self._evaluation(micro_batch) if self.config.evaluation.federated else 0
         return {
             "weights": self.sketch.weights,
             "optimizer states": self.states,
-            "gradients and activations": self.sketch.step_bytes(micro_batch),
+            "gradients and activations": max(step, evaluation),
         } | (self.host_memory() if device.type == "cpu" else {})
 
     def host_memory(self) -> Parts:
@@ -98,7 +123,7 @@ class Needs:
         }
 
     def server(self) -> Parts:
-        """Return the memory that the ServerApp needs."""
+        """Return the host memory that the ServerApp needs."""
         f = self.config.federation
         due = self._due(self.sizes)
         # Under a bound, two more are held until there are three to compare.
@@ -111,6 +136,7 @@ class Needs:
             "the next averages": due,
             "replies": replies * due,  # decoded
             "its own optimizer": self._outer(),
+            "evaluation": self._central(),
         }
 
     def machine(self, device: torch.device, micro_batch: int, at_once: int) -> int:
@@ -136,6 +162,19 @@ class Needs:
             return self.states
         return {"none": 0, "sgd": 1, "adam": 2}[self.config.outer.name] * self.sketch.gradients
 
+    def _central(self) -> int:
+        """Return the host memory of the server's evaluations, which are on a GPU if it has one."""
+        device = default_device()
+        if device.type != "cpu" or not self.config.evaluation.central:
+            return 0
+        return self._evaluation(self.micro_batch_size(device))
+
+    def _evaluation(self, micro_batch: int) -> int:
+        """Return the memory of an evaluation, 0 if it cannot be estimated."""
+        with suppress(ValueError):
+            return self.sketch.evaluation_bytes(micro_batch)
+        return 0
+
     @property
     def _kept(self) -> int:
         return sum(size for name, size in self.sizes.items() if name != GRADIENTS)
@@ -145,27 +184,17 @@ class Needs:
         return max(window_bytes(build_schedule(self.config), sizes, self.config.run.steps))
 
 
-def micro_batch_size(config: Config, device: torch.device) -> int:
-    """Return the size of a micro-batch on ``device``.
+def sized(config: Config, device: torch.device) -> Config:
+    """Return ``config`` with the number that ``data.micro_batch_size=auto`` is on ``device``."""
+    if config.data.micro_batch_size != AUTO:
+        return config
+    data = replace(config.data, micro_batch_size=micro_batch_size(config, device))
+    return replace(config, data=data)
 
-    Under ``auto`` it is the largest divisor of the batch whose step is estimated to leave 30 % of
-    the device's memory, or of a client's share of it in a simulation; 1 if there is no estimate.
-    It depends on the total and not on the free memory, because other processes must not change
-    the last bits of a run.
-    """
-    size, whole = config.data.micro_batch_size, config.data.batch_size
-    if size != AUTO:
-        return whole if size is None else int(size)
-    needs = Needs(config)
-    try:
-        one = needs.sketch.step_bytes(1)
-        gradients = needs.sketch.gradients if whole > 1 else 0
-        rest = sum(needs.client(device, 1).values()) - one + gradients
-    except ValueError:
-        return 1
-    available = _AUTO_SHARE * device_memory(device)[0] * _share(config, device) - rest
-    divisors = (n for n in range(1, whole + 1) if whole % n == 0)
-    return max((n for n in divisors if n * (one - gradients) <= available), default=1)
+
+def micro_batch_size(config: Config, device: torch.device) -> int:
+    """Return the size of a micro-batch on ``device``."""
+    return Needs(config).micro_batch_size(device)
 
 
 def _share(config: Config, device: torch.device) -> float:

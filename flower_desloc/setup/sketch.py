@@ -45,6 +45,7 @@ class Sketch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps: dict[int, int] = {}
+        self._evaluations: dict[int, int] = {}
         self.model = unallocated_model(config)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.weights = sum(part.nbytes for tensor in tensors for part in parts(tensor))
@@ -96,6 +97,23 @@ class Sketch:
         finally:
             self.model.zero_grad(set_to_none=True)
         return self._steps.setdefault(micro_batch, memory.peak)
+
+    def evaluation_bytes(self, micro_batch: int) -> int:
+        """Return the peak memory of an evaluation's activations, in bytes.
+
+        Like ``step_bytes``; numbers that the task reads from tensors are taken to be zero.
+        """
+        if micro_batch in self._evaluations:
+            return self._evaluations[micro_batch]
+        cuts, config = _cut(self._config)
+        rows = micro_batch * cuts
+        try:
+            task, batch = sample(config, rows, rows, heldout=True)
+            with self._mode, _PeakMemory(self.model, reads=True) as memory:
+                task.evaluate(self.model, [batch])
+        except Exception as error:
+            raise ValueError(one_line(error)) from error
+        return self._evaluations.setdefault(micro_batch, memory.peak)
 
 
 def unallocated_model(config: Config) -> nn.Module:
@@ -194,16 +212,20 @@ def _cut(config: Config) -> tuple[int, Config]:
     return cuts, replace(config, data=replace(config.data, seq_len=length))
 
 
-def sample(config: Config, rows: int, micro_batch: int) -> tuple[Task, Batch]:
+def sample(
+    config: Config, rows: int, micro_batch: int, *, heldout: bool = False
+) -> tuple[Task, Batch]:
     """Return a batch of ``rows`` examples, and the task that computes it in micro-batches.
 
-    A batch of text is all zeros; any other is the first of the first client.
+    A batch of text is all zeros; any other is the first of the first client, of its training or of
+    its held-out part.
     """
     data = replace(config.data, batch_size=rows, micro_batch_size=micro_batch)
     config = replace(config, data=data)
     task = offline_task(config)
     if config.task != TEXT:
-        return task, task.client_data(Site(0, config.federation.num_clients)).train_batch(0)
+        shard = task.client_data(Site(0, config.federation.num_clients))
+        return task, next(iter(shard.heldout())) if heldout else shard.train_batch(0)
     # Imported here: transformers takes seconds.
     from flower_desloc.tasks.causal_lm import TextBatch
 
@@ -213,10 +235,14 @@ def sample(config: Config, rows: int, micro_batch: int) -> tuple[Task, Batch]:
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Tracks the bytes of all tensors that operations allocate, except those of ``model``."""
+    """Tracks the bytes of all tensors that operations allocate, except those of ``model``.
 
-    def __init__(self, model: nn.Module) -> None:
+    With ``reads`` every number that is read from a tensor is zero: a fake one has no values.
+    """
+
+    def __init__(self, model: nn.Module, *, reads: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
         self.peak = 0
         self._now = 0
         kept = (*model.parameters(), *model.buffers())
@@ -229,6 +255,8 @@ class _PeakMemory(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        if self._reads and func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
         result = func(*args, **(kwargs or {}))
         storages = (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor))
         for storage in storages:

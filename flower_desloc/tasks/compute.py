@@ -1,11 +1,11 @@
-"""Training losses: device, precision, ``torch.compile`` and micro-batches."""
+"""Losses and evaluations: device, precision, ``torch.compile`` and micro-batches."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,51 @@ from flower_desloc.flower.system import cache_folder
 Loss = Callable[..., Tensor]
 """``loss(model, *tensors)``: the mean loss of a model on tensors with one example in each row."""
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 
-class TrainingLoss:
-    """A loss to differentiate, computed as ``model`` and ``data.micro_batch_size`` state.
+class MicroBatches:
+    """The rows that go through the model at once, ``data.micro_batch_size``.
 
-    ``data.micro_batch_size=auto`` is the whole batch here: the client apps replace it by a number
-    before they build the task.
+    ``auto`` is the whole batch here: ``sized`` replaces it before the task is built.
     """
+
+    def __init__(self, config: Config) -> None:
+        size = config.data.micro_batch_size
+        self._size = config.data.batch_size if size == AUTO else size
+
+    def fitting(self, act: Callable[[int | None], T], retry: Callable[[], object]) -> T:
+        """Return ``act(size)``; None is a whole batch.
+
+        When the GPU runs out of memory, the size is halved for the rest of the run, with a warning:
+        sums over the parts then differ in the last bits. ``retry`` is called before the next try.
+        """
+        while True:
+            size = None if self._size is None else int(self._size)
+            try:
+                return act(size)
+            except torch.OutOfMemoryError:
+                if size is None or size == 1:
+                    raise
+            # Outside the handler: its traceback references the tensors that are to be freed.
+            self._size = size // 2
+            retry()
+            _log.warning(
+                "data.micro_batch_size: %d are too many for this GPU; going on with %d",
+                size,
+                self._size,
+            )
+
+
+class TrainingLoss:
+    """A loss to differentiate, computed as ``model`` and ``data.micro_batch_size`` state."""
 
     def __init__(self, loss: Loss, config: Config) -> None:
         self._loss = Compiled(loss) if config.model.compile else loss
         self._precision = config.model.precision
-        size = config.data.micro_batch_size
-        self._micro_batch_size = config.data.batch_size if size == AUTO else size
+        self._micro_batches = MicroBatches(config)
 
     def __call__(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean loss over the rows of ``tensors``, which are moved to the model's device.
@@ -41,31 +71,17 @@ class TrainingLoss:
         When the GPU runs out of memory, the size of a micro-batch is halved for the rest of the
         run, with a warning: the sum of the gradients then differs in the last bits.
         """
-        if self._micro_batch_size is None:
-            return self._mean(model, *tensors)
-        while True:
-            size = int(self._micro_batch_size)
-            try:
-                return self._in_parts(size, model, *tensors)
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-            # Outside the handler: its traceback references the tensors that are to be freed.
-            self._micro_batch_size = size // 2
-            model.zero_grad(set_to_none=True)
-            _log.warning(
-                "data.micro_batch_size: %d are too many for this GPU; going on with %d",
-                size,
-                self._micro_batch_size,
-            )
+        return self._micro_batches.fitting(
+            lambda size: self._in_parts(size, model, *tensors),
+            retry=lambda: model.zero_grad(set_to_none=True),
+        )
 
-    def _in_parts(self, size: int, model: nn.Module, *tensors: Tensor) -> Tensor:
+    def _in_parts(self, size: int | None, model: nn.Module, *tensors: Tensor) -> Tensor:
         rows = len(tensors[0])
-        if size >= rows:
+        if size is None or size >= rows:
             return self._mean(model, *tensors)
-        parts = zip(*(tensor.split(size) for tensor in tensors), strict=True)
         return accumulated(
-            (self._mean(model, *part) * (len(part[0]) / rows) for part in parts),
+            (self._mean(model, *part) * (len(part[0]) / rows) for part in _parts(size, tensors)),
             list(model.parameters()),
         )
 
@@ -75,20 +91,39 @@ class TrainingLoss:
             return self._loss(model, *(to_device(tensor, device) for tensor in tensors))
 
 
-@contextmanager
-def evaluating(model: nn.Module, config: Config) -> Iterator[torch.device]:
-    """Put the model into evaluation mode, without gradients, in the run's precision.
+class Evaluation(Generic[T]):
+    """What a task measures, without gradients, in the run's precision and in micro-batches.
 
-    Yields the model's device.
+    ``measure(model, *tensors)`` gets the rows that go through the model at once, on its device.
     """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(config.model.precision, device):
-            yield device
-    finally:
-        model.train(was_training)
+
+    def __init__(self, measure: Callable[..., T], config: Config) -> None:
+        self._measure = measure
+        self._precision = config.model.precision
+        self._micro_batches = MicroBatches(config)
+
+    def __call__(self, model: nn.Module, *tensors: Tensor) -> list[T]:
+        """Return what is measured for each micro-batch, with the model in evaluation mode."""
+        return self._micro_batches.fitting(
+            lambda size: self._in_parts(size, model, *tensors), retry=lambda: None
+        )
+
+    def _in_parts(self, size: int | None, model: nn.Module, *tensors: Tensor) -> list[T]:
+        device = next(model.parameters()).device
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), autocast(self._precision, device):
+                return [
+                    self._measure(model, *(to_device(tensor, device) for tensor in part))
+                    for part in _parts(size or len(tensors[0]), tensors)
+                ]
+        finally:
+            model.train(was_training)
+
+
+def _parts(size: int, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 @runtime_checkable

@@ -84,6 +84,10 @@ def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
         )
     except ValueError as error:
         yield f"the memory of a step cannot be estimated: {error}"
+    try:
+        needs.sketch.evaluation_bytes(hardware.micro_batch)
+    except ValueError as error:
+        yield f"the memory of an evaluation cannot be estimated, and is not counted: {error}"
     if hardware.device.type != "cpu":
         yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())

@@ -1,24 +1,22 @@
 """The task ``causal_lm``: model, data, loss and metrics."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flower_desloc.config import Config
 from flower_desloc.tasks.causal_lm.batches import TextBatch, TextShard, heldout_batches
 from flower_desloc.tasks.causal_lm.corpus import read
+from flower_desloc.tasks.causal_lm.evaluation import cross_entropy, measure
 from flower_desloc.tasks.causal_lm.model import build_model
 from flower_desloc.tasks.causal_lm.streaming import StreamedShard, streamed_heldout
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
-from flower_desloc.tasks.compute import TrainingLoss, evaluating, share_rows, to_device
+from flower_desloc.tasks.compute import Evaluation, TrainingLoss, share_rows
 from flower_desloc.tasks.protocol import Site, Sums
 from flower_desloc.tasks.quiet import quiet
 from flower_desloc.tasks.source import Source
@@ -37,6 +35,7 @@ class CausalLM:
         self._config = config
         self._tokenizer = load_tokenizer(config.data.tokenizer)
         self._loss = TrainingLoss(_cross_entropy, config)
+        self._evaluation = Evaluation(measure, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
@@ -89,12 +88,13 @@ class CausalLM:
         Also the sum over tokens of the norms of the last block's activations.
         """
         sums = {"nats": 0.0, "tokens": 0.0, "bytes": 0.0}
-        with evaluating(model, self._config) as device, _activation_norms(model) as norms:
-            for batch in batches:
-                tokens = to_device(batch.tokens, device)
-                sums["nats"] += _cross_entropy(model, tokens, "sum").item()
-                sums["tokens"] += batch.tokens[:, 1:].numel()
-                sums["bytes"] += batch.num_bytes
+        norms: list[float] = []
+        for batch in batches:
+            for nats, norm in self._evaluation(model, batch.tokens):
+                sums["nats"] += nats
+                norms += [] if norm is None else [norm]
+            sums["tokens"] += batch.tokens[:, 1:].numel()
+            sums["bytes"] += batch.num_bytes
         return sums | ({"activations": sum(norms)} if sum(norms) else {})
 
     def metrics(self, sums: Sums) -> Mapping[str, float]:
@@ -139,33 +139,9 @@ def _heldout(source: Source, tokenizer: str) -> dict[str, Tokens]:
     return encoded
 
 
-@contextmanager
-def _activation_norms(model: nn.Module) -> Iterator[list[float]]:
-    """Collect the Euclidean norms of the last block's output, one sum for each forward pass.
-
-    Growing activations are an early sign of unstable training. The list stays empty for a model
-    without a list of blocks.
-    """
-    norms: list[float] = []
-
-    def add(_block: nn.Module, _inputs: Any, output: Any) -> None:
-        hidden: Tensor = output[0] if isinstance(output, tuple) else output
-        norms.append(float(torch.linalg.vector_norm(hidden.float(), dim=-1).sum()))
-
-    blocks = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)), None)
-    with ExitStack() as hooks:
-        if blocks is not None:
-            hooks.enter_context(blocks[-1].register_forward_hook(add))
-        yield norms
-
-
-def _cross_entropy(model: nn.Module, tokens: Tensor, reduction: str = "mean") -> Tensor:
+def _cross_entropy(model: nn.Module, tokens: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
-    return functional.cross_entropy(
-        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction
-    )
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _exp(value: float) -> float:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from flower_desloc.config import Config
-from flower_desloc.tasks.compute import TrainingLoss, evaluating, share_rows, to_device
+from flower_desloc.tasks.compute import Evaluation, TrainingLoss, share_rows
 from flower_desloc.tasks.image_classification.batches import (
     ImageBatch,
     ImageShard,
@@ -37,6 +37,7 @@ class ImageClassification:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._loss = TrainingLoss(_cross_entropy, config)
+        self._evaluation = Evaluation(_measure, config)
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
@@ -69,14 +70,11 @@ class ImageClassification:
     def evaluate(self, model: nn.Module, batches: Iterable[ImageBatch]) -> Sums:
         """Return the nats, the correctly classified images and the images of ``batches``."""
         sums = {"nats": 0.0, "correct": 0.0, "images": 0.0}
-        with evaluating(model, self._config) as device:
-            for batch in batches:
-                labels = to_device(batch.labels, device)
-                logits = _logits(model, to_device(batch.images, device))
-                nats = functional.cross_entropy(logits, labels, reduction="sum")
-                sums["nats"] += nats.item()
-                sums["correct"] += (logits.argmax(-1) == labels).sum().item()
-                sums["images"] += len(labels)
+        for batch in batches:
+            for nats, correct in self._evaluation(model, batch.images, batch.labels):
+                sums["nats"] += nats
+                sums["correct"] += correct
+            sums["images"] += len(batch.labels)
         return sums
 
     def metrics(self, sums: Sums) -> Mapping[str, float]:
@@ -111,6 +109,13 @@ class ImageClassification:
 
 def _cross_entropy(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(_logits(model, images), labels)
+
+
+def _measure(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, int]:
+    """Return the nats and the correctly classified images."""
+    logits = _logits(model, images)
+    nats = functional.cross_entropy(logits, labels, reduction="sum")
+    return nats.item(), int((logits.argmax(-1) == labels).sum())
 
 
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
