@@ -434,7 +434,6 @@ ADVISED = [
     ("quickstart", "outer.name=sgd outer.momentum=0"),
     ("quickstart", "federation.average=median federation.min_steps=0.5"),
     ("quickstart", "federation.average=median federation.weighting=examples"),
-    ("quickstart", "federation.norm_bound=3 federation.min_steps=0.5"),
     ("quickstart", "wire.momentum_buffer=int8"),
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
     *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),
