@@ -176,7 +176,7 @@ def echo(message: Message, _: Context) -> Message:
 def ask(grid: InProcessGrid, probe: Probe | None = None) -> Message:
     """Return the reply of the grid's only node to a message."""
     [node] = grid.get_node_ids()
-    exchange = Exchange(grid, timeout=60)
+    exchange = Exchange(grid, 60, {})
     exchange.probe = probe
     [reply] = exchange.replies([Message(RecordDict(), node, "train")])
     return reply

@@ -146,7 +146,7 @@ def test_a_first_window_may_take_the_whole_timeout(clock, tmp_path):
 def test_a_longer_window_may_take_longer(steps, waited, clock):
     grid = InProcessGrid(lambda message, _: Message(RecordDict(), reply_to=message), [{}])
     clock.delay(grid, lambda kind, client, start: NEVER if start else 30.0)
-    exchange = Exchange(grid, timeout=3600)
+    exchange = Exchange(grid, 3600, {})
     windows = [
         WindowRequest(run_key="r", stop=10),
         WindowRequest(run_key="r", start=10, stop=10 + steps),

@@ -206,7 +206,7 @@ class Exchange:
 
         Before anything else reads it: a hostile reply may take minutes to be decoded.
         """
-        if not reply.has_content():
+        if not (reply.has_content() and CONFIG in asked.content):
             return None
         request = WindowRequest.from_content(asked.content)
         try:
@@ -232,7 +232,8 @@ class Exchange:
         message_id = self._push(request)
         bare = copy(request)
         # Without its streams, which have been sent.
-        bare.content = RecordDict({CONFIG: request.content[CONFIG]})
+        config = records_of(ConfigRecord, request.content)
+        bare.content = RecordDict({name: config[name] for name in config if name == CONFIG})
         asked = _Asked(bare, message_id, _steps(request), at=time.monotonic())
         asked.patience = min(self._patience(asked), Patience(at_most), key=lambda p: p.seconds)
         return asked
