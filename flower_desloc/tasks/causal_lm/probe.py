@@ -1,6 +1,6 @@
 """Tiny forward passes through a new model: that it is causal, and which terms its loss has."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,39 +74,45 @@ def _check_causal(built: nn.Module, model: Model, tokens: Tensor, num_tokens: in
 
 def _add_terms(built: PreTrainedModel, model: Model, tokens: Tensor) -> None:
     inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
-    plain: list[Tensor] = []
+    loss, values, logits = _own_loss(built, lambda logits, _: logits.mean(), inputs, targets)
+    whole = _loss_function(logits, targets)
+    if values:
+        if torch.equal(loss, values[-1]):
+            return
+        _, values, _ = _own_loss(built, _loss_function, inputs, targets)
+    else:  # some compute their cross entropy themselves, with or without a shift
+        shifted = _loss_function(logits[:, :-1], targets[:, 1:])
+        if any(torch.isclose(loss, each, rtol=1e-5) for each in (whole, shifted)):
+            return
+    if not any(torch.isclose(each, whole, rtol=1e-5) for each in values):
+        raise ValueError(
+            f"model.type={model.type}: it adds terms to its loss that this task cannot compute; "
+            "choose another architecture, or a task of your own"
+        )
+    built.loss_function = _loss_function
+
+
+def _own_loss(
+    built: PreTrainedModel,
+    function: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return the loss of ``built``, what ``function`` gave as its cross entropy, and the logits."""
+    values: list[Tensor] = []
 
     def recorded(
-        logits: Tensor,
-        labels: Tensor | None,
-        *_: Any,
-        shift_labels: Tensor | None = None,
-        **__: Any,
+        logits: Tensor, labels: Any, *_: Any, shift_labels: Any = None, **__: Any
     ) -> Tensor:
-        given = shift_labels if labels is None else labels
-        assert given is not None
-        plain.append(_loss_function(logits, given))
-        return plain[-1].clone()  # terms are added in place
+        values.append(function(logits, shift_labels if labels is None else labels))
+        return values[-1].clone()  # terms are added in place
 
     built.loss_function = recorded
     try:
         outputs = built(input_ids=inputs, labels=targets, use_cache=False)
     finally:
         del built._loss_function
-    loss, logits = outputs.loss, outputs.logits
-    whole = _loss_function(logits, targets)
-    if plain and torch.equal(loss, plain[-1]):
-        return
-    if not plain:  # some compute their cross entropy themselves, with or without a shift
-        shifted = _loss_function(logits[:, :-1], targets[:, 1:])
-        if any(torch.isclose(loss, each, rtol=1e-5) for each in (whole, shifted)):
-            return
-    if not any(torch.isclose(each, whole, rtol=1e-5) for each in plain):
-        raise ValueError(
-            f"model.type={model.type}: it adds terms to its loss that this task cannot compute; "
-            "choose another architecture, or a task of your own"
-        )
-    built.loss_function = _loss_function
+    return outputs.loss, values, outputs.logits
 
 
 @contextmanager
