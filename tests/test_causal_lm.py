@@ -226,7 +226,9 @@ def test_the_weights_start_with_the_papers_deviation(config):
     assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt", "git"]
+)
 def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
     config.model.type = name
     model = CausalLM(config).build_model().train()
