@@ -226,7 +226,9 @@ def test_the_weights_start_with_the_papers_deviation(config):
     assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt", "git"]
+)
 def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
     config.model.type = name
     model = CausalLM(config).build_model().train()
@@ -236,6 +238,80 @@ def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
     assert logits.shape == (1, 32, 256)
     torch.testing.assert_close(logits[:, :-1], others[:, :-1])
     assert not torch.equal(logits[:, -1], others[:, -1])
+
+
+def test_a_model_that_sees_the_future_is_refused(config):
+    config.model = replace(config.model, type="cpmant")
+    with pytest.raises(ValueError, match=r"^model\.type=cpmant: it is not causal"):
+        CausalLM(config).build_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("roberta", "TypeError"), ("xlm", "AttributeError"), ("gptj", "RuntimeError")],
+)
+def test_a_model_whose_first_pass_fails_is_refused_with_the_way_round(config, name, error):
+    config.model = replace(config.model, type=name)
+    with pytest.raises(
+        ValueError, match=rf"^model\.type={name}: .*{error}.*model\.config"
+    ) as caught:
+        CausalLM(config).build_model()
+    assert "\n" not in str(caught.value)
+
+
+def test_checking_a_model_changes_neither_its_tensors_nor_the_random_numbers(config, monkeypatch):
+    config.model = replace(config.model, type="phimoe")  # which adds noise to its router
+    before = torch.get_rng_state()
+    checked = CausalLM(config).build_model()
+    monkeypatch.setattr("flower_desloc.tasks.causal_lm.model.probe", lambda *_, **__: None)
+    unchecked = CausalLM(config).build_model()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert checked.training == unchecked.training
+    for name, tensor in unchecked.state_dict().items():
+        assert torch.equal(checked.state_dict()[name], tensor)
+
+
+MOE = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "output_router_logits": True,
+    "router_aux_loss_coef": 10.0, "num_local_experts": 4,
+}  # fmt: skip
+
+
+def test_the_terms_that_an_architecture_adds_are_in_the_trained_loss_only(config):
+    """Compared with the loss of transformers itself."""
+    config.model = replace(config.model, type="mixtral", config=MOE)
+    task = CausalLM(config)
+    model = task.build_model()
+    tokens = torch.arange(66).view(2, 33) * 7 % 256
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    loss = task.loss(model, TextBatch(tokens, 64))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    theirs = CausalLM(config).build_model()
+    del theirs._loss_function
+    own = theirs(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    own.loss.backward()
+    assert loss.item() == pytest.approx(own.loss.item(), rel=1e-6)
+    assert own.aux_loss > 0
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
+    entropy = loss - MOE["router_aux_loss_coef"] * own.aux_loss
+    nats = task.evaluate(model, [TextBatch(tokens, 64)])["nats"]
+    assert nats / 64 == pytest.approx(entropy.item(), rel=1e-4)
+
+
+def test_a_term_that_the_task_cannot_compute_is_refused(config, monkeypatch):
+    """Such as of a model that computes its cross entropy itself."""
+
+    def forward(self, input_ids, labels=None, **_):
+        logits = self.lm_head(self.model.embed_tokens(input_ids))
+        loss = None if labels is None else functional.cross_entropy(logits.mT, labels) + 1
+        return SimpleNamespace(logits=logits, loss=loss)
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", forward)
+    with pytest.raises(ValueError, match=r"^model\.type=llama: it adds terms to its loss"):
+        CausalLM(config).build_model()
 
 
 def test_the_model_has_the_shape_the_configuration_states(config):

@@ -36,9 +36,9 @@ def plan(
     bandwidth: Annotated[float, positive("Bandwidth of the links, in Mbit/s.")] = 1000.0,
     latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
     flops: Annotated[
-        float,
-        at_least_one("Peak FLOP/s of a worker; the default is an H100's.", show_default="989e12"),
-    ] = 989e12,
+        float | None,
+        at_least_one("Peak FLOP/s of a worker; by default an H100's in model.precision."),
+    ] = None,
     mfu: Annotated[
         float,
         option(

@@ -3,6 +3,7 @@
 import math
 from typing import Final
 
+from flower_desloc.config.schema import Model
 from flower_desloc.core.schedule import SyncSchedule
 
 TEXT: Final = "causal_lm"
@@ -37,6 +38,15 @@ def bytes_text(count: float) -> str:
         count /= 1000
         power += 1
     return f"{count:.{1 if power and count < 99.95 else 0}f} {_BYTE_UNITS[power]}"
+
+
+def precision_text(model: Model) -> str:
+    """Return the type in which a model computes.
+
+    >>> precision_text(Model(precision="bf16")), precision_text(Model())
+    ('bf16', 'float32')
+    """
+    return model.dtype if model.precision == "full" else model.precision
 
 
 def duration_text(seconds: float) -> str:

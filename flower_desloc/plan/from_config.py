@@ -11,7 +11,7 @@ from torch import nn
 from flower_desloc.config import Config, ConfigError
 from flower_desloc.config.imports import is_path
 from flower_desloc.config.optimizers import OPTIMIZERS
-from flower_desloc.config.units import TEXT
+from flower_desloc.config.units import TEXT, precision_text
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
@@ -20,7 +20,7 @@ from flower_desloc.optim.adopt import fourth_root
 from flower_desloc.optim.decays import state_decays
 from flower_desloc.plan.evidence import unmeasured
 from flower_desloc.plan.planned_run import PlannedRun, PlannedStream
-from flower_desloc.plan.wall_clock import Link, compute_seconds
+from flower_desloc.plan.wall_clock import H100, Link, compute_seconds
 from flower_desloc.setup.build import build_optimizer, build_schedule, check_streams
 from flower_desloc.setup.initial import with_init_from
 from flower_desloc.setup.sketch import unallocated_model
@@ -44,14 +44,15 @@ def planned_run(
     value_bytes: float | None = None,
     rho: float | None = None,
     step_seconds: float | None = None,
-    flops: float,
+    flops: float | None = None,
     mfu: float,
 ) -> PlannedRun:
     """Return the planned run of ``config``; what is None is taken from the configuration.
 
     ``tokens`` are those of one step of all workers together. ``rho`` bounds every coordinate of a
-    gradient. Without ``step_seconds`` the compute of a step follows from ``flops`` and ``mfu``; for
-    a task that is not text it is not known then.
+    gradient. Without ``step_seconds`` the compute of a step follows from ``mfu`` and ``flops``, by
+    default the peak of an H100 in the run's precision; for a task that is not text it is not known
+    then.
 
     Raises ``ValueError`` if the configuration lacks something that a plan needs.
     """
@@ -64,10 +65,15 @@ def planned_run(
         tokens = tokens or workers * config.data.batch_size * config.data.seq_len
     elif tokens is not None:
         raise ConfigError(f"--tokens-per-step: task={config.task} is not text; leave it out")
+    peak = ""
     if step_seconds is None and tokens is None:
         step_seconds = math.nan
     elif step_seconds is None:
         assert tokens is not None
+        precision = precision_text(config.model)
+        peak = f"an H100's peak in {precision}" if flops is None else f"--flops={flops:g}"
+        peak = f"{mfu:.0%} of {peak}"
+        flops = flops or H100[precision]
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
     streams = planned_streams(config, rho)
     num_bytes = num_params * (value_bytes or dtype_bytes(config))
@@ -88,6 +94,7 @@ def planned_run(
         workers=workers,
         tokens=tokens,
         compute=step_seconds,
+        peak=peak,
         link=link,
         schedule=build_schedule(config),
         bound=config.sync_bound,

@@ -45,6 +45,8 @@ class PlannedRun:
     """Per step, of all workers together."""
     compute: float
     """Seconds of compute per step; NaN: not known, and neither is any time."""
+    peak: str = ""
+    """The speed from which ``compute`` is estimated; empty if it was not."""
     link: Link
     topologies: tuple[Topology, ...] = (Topology.STAR,)
     """The star is what Flower runs on; the paper's ring is for comparison with the paper."""

@@ -137,6 +137,7 @@ def _heading(run: PlannedRun) -> Text:
     hidden = f"; {1 - run.alpha:.0%} of communication hidden" if run.alpha < 1 else ""
     coins = "; averaged by coins" if run.coins else ""
     computes = f"; a step computes {units.seconds_text(run.compute)}" if run.is_timed else ""
+    computes += f", at {run.peak}" if run.peak else ""
     return Text.assemble(
         (run.name, "bold"),
         f": {run.num_params:,.0f} parameters, {run.optimizer} on "

@@ -14,6 +14,7 @@ is the star, a server and its clients, which is what Flower runs on.
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from flower_desloc.core.traffic import MethodRates
 
@@ -53,6 +54,11 @@ def star_seconds(num_bytes: float, workers: int, link: Link) -> float:
     sent before the last payload has arrived, so the times of the two directions add up.
     """
     return 2 * workers * num_bytes / link.bandwidth + 2 * link.latency
+
+
+H100: Final = {"bf16": 989e12, "float32": 67e12, "float64": 67e12}
+"""Peak of an H100 SXM in FLOP per second, dense and without TF32, as PyTorch computes by default;
+NVIDIA's data sheet."""
 
 
 def compute_seconds(

@@ -107,12 +107,11 @@ class Sketch:
             return self._evaluations[micro_batch]
         cuts, config = _cut(self._config)
         rows = micro_batch * cuts
-        try:
+        with estimating():
             task, batch = sample(config, rows, rows, heldout=True)
-            with self._mode, _PeakMemory(self.model, reads=True) as memory:
+            memory = _PeakMemory(self.model, reads=True)
+            with _caches_cleared(config), self._mode, memory:
                 task.evaluate(self.model, [batch])
-        except Exception as error:
-            raise ValueError(one_line(error)) from error
         return self._evaluations.setdefault(micro_batch, memory.peak)
 
 

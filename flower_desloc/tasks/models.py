@@ -13,11 +13,15 @@ from flower_desloc.tasks.quiet import quiet
 
 
 def new_model(
-    auto: Any, architecture: Callable[[], PretrainedConfig], model: Model, seed: int
+    auto: Any,
+    architecture: Callable[[], PretrainedConfig],
+    model: Model,
+    seed: int,
+    remedy: str = "choose another type",
 ) -> PreTrainedModel:
     """Return a new model of an ``AutoModel`` class; no global random generator is changed.
 
-    Raises ``ValueError`` if transformers cannot build ``architecture()``.
+    Raises ``ValueError`` if transformers cannot build ``architecture()``; it ends with ``remedy``.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would seed the accelerators' generators as well.
@@ -29,7 +33,7 @@ def new_model(
         except Exception as error:
             raise ValueError(
                 f"model.type={model.type}: transformers cannot build it from the settings of "
-                f"model ({one_line(error)})"
+                f"model ({one_line(error)}); {remedy}"
             ) from error
     return built
 

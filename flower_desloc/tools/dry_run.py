@@ -8,7 +8,7 @@ import torch
 
 from flower_desloc.config import Config
 from flower_desloc.config.schema import AUTO
-from flower_desloc.config.units import TEXT, bytes_text, count_text, seconds_text
+from flower_desloc.config.units import TEXT, bytes_text, count_text, precision_text, seconds_text
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.inprocess import num_threads
@@ -48,8 +48,9 @@ def memory_line(needs: Needs, hardware: Hardware) -> Iterator[str]:
     except ValueError:
         return
     yield (
-        f"{sketch.num_params:,} parameters; by estimate a client fills {bytes_text(client)} "
-        f"{_on(hardware)}, the server {bytes_text(sum(needs.server().values()))}"
+        f"{sketch.num_params:,} parameters, computed in {precision_text(needs.config.model)}; by "
+        f"estimate a client fills {bytes_text(client)} {_on(hardware)}, the server "
+        f"{bytes_text(sum(needs.server().values()))}"
     )
 
 
@@ -75,6 +76,7 @@ def _model(needs: Needs) -> Iterator[str]:
 def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
     config = needs.config
     at_once = f"{hardware.micro_batch} of {config.data.batch_size} at once"
+    at_once += f" in {precision_text(config.model)}"
     if not hardware.exists and config.data.micro_batch_size == AUTO:
         at_once += "; auto takes what the GPU holds"
     try:

@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flower_desloc.config.errors import one_line
 from flower_desloc.config.schema import Model
+from flower_desloc.tasks.causal_lm.probe import REMEDY, probe
 from flower_desloc.tasks.models import new_model, no_dropout, require_type
 
 _ALIASES = {
@@ -24,7 +25,7 @@ def build_model(
     """Return a new model without dropout, a pure function of the arguments.
 
     Raises ``ValueError`` if ``model.type`` is not a causal language model, or transformers cannot
-    build it from the settings of ``model``.
+    build or compute it from the settings of ``model``.
     """
     require_type(
         model.type,
@@ -35,12 +36,15 @@ def build_model(
     given = (
         given_architecture(model, num_tokens=vocab_size, seq_len=seq_len) if model.config else None
     )
-    return new_model(
+    built = new_model(
         AutoModelForCausalLM,
         lambda: given or _architecture(model, vocab_size, seq_len, eos_id),
         model,
         seed,
+        remedy="correct model.config" if given else REMEDY,
     )
+    probe(built, model, num_tokens=vocab_size, seq_len=seq_len)
+    return built
 
 
 def given_architecture(model: Model, *, num_tokens: int, seq_len: int) -> PretrainedConfig:

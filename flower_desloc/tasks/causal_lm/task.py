@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from flower_desloc.config import Config
 from flower_desloc.tasks.causal_lm.batches import TextBatch, TextShard, heldout_batches
 from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.causal_lm.evaluation import cross_entropy, measure
+from flower_desloc.tasks.causal_lm.evaluation import measure
 from flower_desloc.tasks.causal_lm.model import build_model
+from flower_desloc.tasks.causal_lm.probe import training_loss
 from flower_desloc.tasks.causal_lm.streaming import StreamedShard, streamed_heldout
 from flower_desloc.tasks.causal_lm.tokens import Tokens, load_tokenizer
 from flower_desloc.tasks.compute import Evaluation, TrainingLoss, share_rows
@@ -34,7 +35,7 @@ class CausalLM:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.data.tokenizer)
-        self._loss = TrainingLoss(_cross_entropy, config)
+        self._loss = TrainingLoss(training_loss, config)
         self._evaluation = Evaluation(measure, config)
 
     def build_model(self) -> nn.Module:
@@ -137,11 +138,6 @@ def _heldout(source: Source, tokenizer: str) -> dict[str, Tokens]:
                 "leave it out of data.domains, or raise data.validation_fraction"
             )
     return encoded
-
-
-def _cross_entropy(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _exp(value: float) -> float:
