@@ -31,7 +31,7 @@ from flower_desloc.setup.preflight import (
     on_the_server,
     on_this_machine,
 )
-from flower_desloc.setup.sketch import Sketch
+from flower_desloc.setup.sketch import Sketch, unallocated_model
 from flower_desloc.tasks import build_task
 from flower_desloc.tasks.causal_lm.batches import TextBatch
 from flower_desloc.tasks.compute import TrainingLoss
@@ -357,6 +357,27 @@ def test_an_estimate_leaves_no_tensor_without_a_value_in_a_tasks_caches():
     assert Sketch(config).step_bytes(2) > 0
     assert [type(t) for t in (numbers(), scale(), weight())] == [torch.Tensor] * 3
     assert (numbers(), scale(), weight()) == (1.0, 2.0, 3.0)
+
+
+class Tied(ImageClassification):
+    def build_model(self):
+        model = nn.Module()
+        weight = nn.Parameter(torch.ones(3))
+        model.one, model.two = nn.Module(), nn.Module()
+        model.one.weight = model.two.weight = weight
+        model.own = Own(torch.ones(2))
+        return model
+
+
+class Own(nn.Parameter):
+    """A parameter of a type of its own."""
+
+
+def test_a_sketch_keeps_what_is_tied_and_types_of_ones_own():
+    model = unallocated_model(load("digits", f"task={__name__}:Tied"))
+    assert model.one.weight is model.two.weight
+    assert model.one.weight.is_meta
+    assert type(model.own) is Own
 
 
 class Raises(ImageClassification):

@@ -156,7 +156,8 @@ def _without_values() -> Iterator[None]:
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         del module, name
-        if param is None or param.is_meta:
+        # A tensor of a type of its own, as a quantised one, stays what it is.
+        if type(param) is not nn.Parameter or param.is_meta:
             return param
         return known.setdefault(
             id(param), (param, nn.Parameter(_meta(param), param.requires_grad))
