@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, OptimizerCase, Quadratic, assert_close
+from federation import OPTIMIZERS, OptimizerCase, Quadratic, assert_close, assert_same
 from flower_path import Run, oracle
+from reference import Tree
 from test_bound import OneSided
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from flower_desloc.core.newcomer import needs_seed, seed_states
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
 from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.records import from_record
 from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
 JOINS = 10
@@ -54,6 +56,27 @@ OF_TORCH: dict[str, Make] = {
     "paper's Adam": lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-8),
     "QHAdam without a ratio": lambda p: QHAdam(p, lr=0.05, betas=(0.99, 0.95), mix=0.7),
 }
+
+
+@pytest.mark.parametrize("name", ["adam", "qhadam"])
+def test_a_client_that_was_evaluated_before_its_first_window_is_a_newcomer_too(name, tmp_path):
+    """With a share of the clients in every window: evaluations change nothing in training."""
+
+    def final(*, evaluated: bool) -> Tree:
+        policy = Policy(fraction_train=0.34, norm_bound=None)
+        run = Run(
+            name,
+            (2, 4, NEVER),
+            tmp_path / str(evaluated),
+            problem=OneSided(),
+            num_clients=6,
+            policy=policy,
+            evaluate_clients=evaluated,
+            eval_every=2,
+        )
+        return from_record(run.strategy.start(run.grid, run.initial).arrays)
+
+    assert_same(final(evaluated=True), final(evaluated=False))
 
 
 FIRST_STEPS = {"RMSprop": 0.5, "RMSprop with momentum": 0.5, "Adagrad": 0.5}

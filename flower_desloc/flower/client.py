@@ -289,6 +289,10 @@ class ClientStreams:
         """The streams that were sent and that the client could decode."""
         self.origin = max((request.versions[name] for name in request.resets), default=0)
         """The step at which the optimizer's states were last reset."""
+        states = {name for name in self._names if starts_at_zero(name)}
+        self.is_new = held is None or not held.versions.keys() >= states
+        """Whether the client has taken no step yet, or has lost what it had; an evaluation before
+        its first window leaves only the model's streams."""
         self.never_averaged: list[str] = []
         """Set by ``at_start``: the streams that are zero because there is no average of them."""
         if request.formats:
@@ -461,7 +465,7 @@ def _begin(
     settings. Where this optimizer's moments are not known, all its states are then zero.
     """
     late_start = request.start > mine.origin
-    is_new = mine.held is None and late_start
+    is_new = mine.is_new and late_start
     if is_new and mine.never_averaged and not suits_newcomers(worker.optimizer):
         zeros = {name: zeros_like(s) for name, s in streams.items() if starts_at_zero(name)}
         streams = {**streams, **zeros}
