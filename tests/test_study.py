@@ -433,6 +433,7 @@ axes:
 @pytest.mark.slow
 def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
     source = tmp_path / "nothing"
+    source.mkdir()
     text = f"""
 base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes: {{data: {{none: [data.source={source}], some: []}}}}
@@ -443,7 +444,6 @@ axes: {{data: {{none: [data.source={source}], some: []}}}}
     assert "nothing" in failed["none, seed 0"]
     assert (store.failed_path(made.cells[0].run(0)) / "log.txt").exists()
     assert [len(row.runs) for row in results(made, store)] == [0, 1]
-    source.mkdir()
     tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
     (source / "tales.jsonl").write_text("\n".join(tales))
     assert run_study(made, store, Here(), Mock()) == {}

@@ -210,7 +210,11 @@ def test_a_model_in_bfloat16_is_trained_saved_and_started_from(tmp_path):
         (ComplexBias, [], "ComplexBias: parameter '3.bias' is of type torch.complex64"),
         (
             Plain,
-            ["optimizer.name=test_unusual_models:matrices", "sync.momentum_buffer=3"],
+            [
+                "optimizer.name=test_unusual_models:matrices",
+                "optimizer.lr=0.1",
+                "sync.momentum_buffer=3",
+            ],
             "optimizer.name=test_unusual_models:matrices: it does not hold '0.bias', '1.bias', "
             "'1.weight' and 1 more.*requires_grad=False for these in build_model",
         ),

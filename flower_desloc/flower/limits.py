@@ -109,7 +109,7 @@ def shortened(text: str, most: int = REASON) -> str:
 def _size(name: str, like: Mapping[str, Stream]) -> tuple[int, int]:
     # Twice the values: a lossy format may be longer than a very small tensor.
     known = name in like
-    tensors = like.get(name, like[PARAMS]).values()
+    tensors = (like[name] if known else like[PARAMS]).values()
     values = (2 if known else UNKNOWN) * sum(tensor.nbytes for tensor in tensors)
     return len(tensors), values + PER_ARRAY * (1 + len(tensors))
 

@@ -39,7 +39,7 @@ def _kill_busy_workers() -> None:
         worker_pool.end(pool)
     while ray.is_initialized():  # until the end: a worker may still begin with another request
         for pool in pools:
-            for worker in list(pool._future_to_actor.values()):
+            for worker in list(worker_pool.busy(pool)):
                 log(WARNING, "a client is still busy at the end of the run; its process is killed")
                 ray.kill(cast(Any, worker))
         time.sleep(_INTERVAL)

@@ -36,11 +36,11 @@ def _process_message(backend: Any, message: Message, context: Context) -> tuple[
         worker = _idle_worker(pool)
         try:
             future = worker.run.remote(backend.app_fn, message, partition, context)
-            pool._future_to_actor[future] = worker  # the busy ones, for the end of the run
+            busy(pool).append(worker)
             try:
                 _, reply, updated = ray.get(future)
             finally:
-                pool._future_to_actor.pop(future, None)
+                busy(pool).remove(worker)
         except ray.exceptions.RayTaskError:  # raised by the app, in a process that is still there
             raise
         except ray.exceptions.RayError as error:
@@ -61,6 +61,12 @@ def _process_message(backend: Any, message: Message, context: Context) -> tuple[
             if worker is not None:
                 pool.pool.append(worker)
     raise AssertionError
+
+
+def busy(pool: Any) -> list[Any]:
+    """Return the workers that serve a message now."""
+    found: list[Any] = vars(pool).setdefault("busy_workers", [])
+    return found
 
 
 def end(pool: Any) -> None:
