@@ -30,9 +30,10 @@ from flower_desloc.flower.metrics import part_of
 from flower_desloc.flower.records import from_record, plain_numbers, to_record
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
+from flower_desloc.optim.bounds import FIRST, SECOND, divides_by_root, moment_ratio
 from flower_desloc.runs import RunFolder, RunRecorder
 from flower_desloc.runs.resume import to_resume
-from flower_desloc.setup.build import build_outer, build_schedule, build_streams
+from flower_desloc.setup.build import build_optimizer, build_outer, build_schedule, build_streams
 from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.setup.machine import default_device
 from flower_desloc.setup.preflight import Preflight, sized
@@ -63,6 +64,7 @@ def _run(grid: Grid, context: Context) -> None:
     _leave_buffers_local(config, streams)
     schedule = build_schedule(config)
     schedule.require([PARAMS, *streams], config.optimizer.name)
+    _warn_if_unbounded(config)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
     if not isinstance(grid, InProcessGrid) and not output_dir.expanduser().is_absolute():
@@ -184,6 +186,22 @@ def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
             WARNING,
             "the model has buffers (such as BatchNorm's statistics), which stay local; the "
             "averaged model keeps their initial values; set sync.buffers to average them",
+        )
+
+
+def _warn_if_unbounded(config: Config) -> None:
+    """Warn where ``sync_bound`` would apply to the optimizer, and its betas have no bound."""
+    stated = [config.sync.get(name, NEVER) for name in (FIRST, SECOND)]
+    if config.strategy != "desloc" or not config.sync_bound or stated[0] == stated[1]:
+        return
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    if divides_by_root(optimizer) and moment_ratio(optimizer) is None:
+        log(
+            WARNING,
+            "optimizer.betas=%s: there is no bound where beta1^2 is not below beta2, so sync_bound "
+            "does nothing, and the run can spike after an average of %s",
+            list(optimizer.param_groups[0]["betas"]),
+            FIRST,
         )
 
 

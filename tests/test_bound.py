@@ -8,6 +8,7 @@ from federation import OPTIMIZERS, Quadratic, Tensors, assert_close, assert_same
 from flower_path import Run, oracle
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tiny import TINY, train
 from torch import Tensor, nn
 
 from flower_desloc import SyncSchedule
@@ -133,6 +134,12 @@ def test_an_optimizer_without_a_ratio_is_left_as_it_is(name, tmp_path):
 def test_the_papers_presets_of_adam_have_no_bound_and_the_others_do(preset):
     assert not load(preset, []).sync_bound
     assert load("quickstart", []).sync_bound
+
+
+@pytest.mark.parametrize(("betas", "warned"), [("[0.9,0.95]", False), ("[0.99,0.9]", True)])
+def test_a_run_whose_betas_have_no_bound_is_warned(betas, warned, tmp_path, caplog):
+    train(tmp_path, *TINY, f"optimizer.betas={betas}", "run.steps=1")
+    assert ("sync_bound does nothing" in caplog.text) == warned
 
 
 def test_averages_of_v_alone_can_be_bounded():

@@ -24,7 +24,7 @@ def moment_ratio(optimizer: Optimizer) -> float | None:
     There is none for an optimizer that does not divide u by sqrt(v), and for beta1^2 >= beta2. Of
     parameter groups with different betas it is the greatest.
     """
-    if not isinstance(optimizer, _ADAMS):
+    if not divides_by_root(optimizer):
         return None
     ratios = [_ratio(*map(float, group["betas"])) for group in optimizer.param_groups]
     return None if None in ratios else max(ratio for ratio in ratios if ratio is not None)
@@ -36,13 +36,18 @@ def _ratio(beta1: float, beta2: float) -> float | None:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
+def divides_by_root(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is known to divide u by a root of v."""
+    return isinstance(optimizer, _ADAMS)
+
+
 def suits_newcomers(optimizer: Optimizer) -> bool:
     """Return whether averages of some states suit a worker that has none of the others.
 
     Those of Adam do where ``moment_ratio`` bounds them, and those of an optimizer that seeds its
     other states (``core.newcomer``), as ADOPT does.
     """
-    if isinstance(optimizer, _ADAMS):
+    if divides_by_root(optimizer):
         return moment_ratio(optimizer) is not None
     return isinstance(optimizer, SeedsStates)
 
