@@ -36,12 +36,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
 from client_app.client import build_worker
-from flower_desloc.config import dump, load
-from flower_desloc.config.schema import Config
+from flower_desloc.app.config import dump, load
+from flower_desloc.app.config.schema import Config
+from flower_desloc.app.tasks import Site, build_task
+from flower_desloc.app.tasks.compute import autocast
 from flower_desloc.core.streams import prime
 from flower_desloc.core.worker import Worker
-from flower_desloc.tasks import Site, build_task
-from flower_desloc.tasks.compute import autocast
 
 BF16_PEAK = {
     "H200 NVL": 835e12,

@@ -36,7 +36,7 @@ def desloc(
     code: Path, arguments: Iterable[str], python: str | Path = sys.executable
 ) -> "subprocess.CompletedProcess[str]":
     """Run `desloc` with the code of a checkout, which asks no hub; return how it ended."""
-    command = [str(python), "-c", "from flower_desloc.cli import app; app()", *arguments]
+    command = [str(python), "-c", "from flower_desloc.app.cli import app; app()", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True)
 

@@ -26,7 +26,7 @@ import typer
 from common import extremes, ratios, report
 from flower_runs import run_app
 
-from flower_desloc.tools.engines.deployment import deployment
+from flower_desloc.app.engines.deployment import deployment
 
 APP = Path(__file__).with_name("deployment_app")
 CLIENTS = 2

@@ -14,9 +14,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
+from flower_desloc.app.engines.superlink import CONNECTION, SuperLink
+from flower_desloc.app.sites.deployment.environment import as_argument
 from flower_desloc.flower.observer import Observer, WindowRecord
-from flower_desloc.sites.deployment.environment import as_argument
-from flower_desloc.tools.engines.superlink import CONNECTION, SuperLink
 
 
 class Windows(Observer):

@@ -54,7 +54,7 @@ fi
 
 # train PIECE K_x K_u K_v: four clients in one process, which share one model on the device.
 train() {
-  "$python" -m flower_desloc.cli run "${model[@]}" "data.source=$data" "data.domains=[]" \
+  "$python" -m flower_desloc.app.cli run "${model[@]}" "data.source=$data" "data.domains=[]" \
     data.partition=iid "run.name=$1" "run.steps=$steps" "run.eval_every=$((2 * every))" \
     run.checkpoint_every=2 run.resume=auto run.preflight=warn \
     "sync.params=$2" "sync.exp_avg=$3" "sync.exp_avg_sq=$4" lr_schedule.warmup_steps=$((steps / 8)) \

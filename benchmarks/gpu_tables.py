@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from paired import BLUE, DOCS, RESULTS, table
 
-from flower_desloc.runs.figures import style
+from flower_desloc.app.runs.figures import style
 
 TRAINED = {"des_loc": "DES-LOC", "local_adopt": "Local ADOPT", "favg_opt": "FAVG+OPT"}
 Result = Mapping[str, Any]

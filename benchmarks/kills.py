@@ -27,7 +27,7 @@ import psutil
 import typer
 from common import DESLOC, report
 
-from flower_desloc.runs.folder import read_lines, read_summary
+from flower_desloc.app.runs.folder import read_lines, read_summary
 
 NAME = "quickstart"
 SMALL = [
@@ -92,7 +92,7 @@ def trial(victim: str, draw: random.Random, folder: Path) -> dict[str, Any]:
 def is_victim(victim: str, node: int, words: list[str]) -> bool:
     line = " ".join(words)
     if victim in (NODE, LOST_NODE):
-        is_node = "flower_desloc.sites.deployment.node " in line and "supervisor.py" not in line
+        is_node = "flower_desloc.app.sites.deployment.node " in line and "supervisor.py" not in line
         return is_node and f"partition-id={node} " in line
     return victim == ALL or any(PROGRAMS[victim] in word for word in words)
 

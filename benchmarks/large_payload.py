@@ -30,9 +30,9 @@ import typer
 from common import report
 from flower_runs import run_app
 
+from flower_desloc.app.engines.deployment import deployment
+from flower_desloc.app.engines.superlink import SuperLink, private_superlink
 from flower_desloc.flower.client_state import STATE_DIR
-from flower_desloc.tools.engines.deployment import deployment
-from flower_desloc.tools.engines.superlink import SuperLink, private_superlink
 
 APP = Path(__file__).with_name("large_payload_app")
 RAYLET = "raylet"

@@ -21,7 +21,7 @@ import psutil
 import typer
 from common import DESLOC, report, slope
 
-from flower_desloc.runs.folder import read_lines
+from flower_desloc.app.runs.folder import read_lines
 
 SETTINGS = [
     *("run.eval_every=0", "sync.params=2", "sync.exp_avg=6", "sync.exp_avg_sq=12"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 from common import Overrides, commit_of, desloc, extremes, ratios, report
 
-from flower_desloc.runs.folder import read_lines
+from flower_desloc.app.runs.folder import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 ADOPT = ["optimizer.name=adopt", "optimizer.lr=0.0021", "optimizer.betas=[0.95,0.9999]"]

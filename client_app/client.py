@@ -3,11 +3,11 @@
 from flwr.app import Context
 
 from client_app.worker import build_single_worker, device_of
-from flower_desloc.config.imports import make_importable
+from flower_desloc.app.config.imports import make_importable
+from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.messages import Settings
-from flower_desloc.sites.multiprocess.parallelism import Parallelism
 
 
 def build_worker(config: Settings, context: Context) -> Worker:

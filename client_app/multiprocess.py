@@ -8,18 +8,18 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from client_app.worker import config_of, model_of, task_of, with_micro_batch_size, worker_of
-from flower_desloc.config import Config
-from flower_desloc.config.optimizers import OPTIMIZERS
+from flower_desloc.app.config import Config
+from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.app.setup.build import build_local_optimizer
+from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
+from flower_desloc.app.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
+from flower_desloc.app.sites.multiprocess.ranks import Ranks
+from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
+from flower_desloc.app.tasks import Batch, Task
+from flower_desloc.app.tasks.compute import SharesBatches
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import state_folder
-from flower_desloc.setup.build import build_local_optimizer
-from flower_desloc.sites.multiprocess.parallelism import Parallelism
-from flower_desloc.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
-from flower_desloc.sites.multiprocess.ranks import Ranks
-from flower_desloc.sites.multiprocess.worker import MultiProcessWorker
-from flower_desloc.tasks import Batch, Task
-from flower_desloc.tasks.compute import SharesBatches
 
 
 def build_ranks_worker(

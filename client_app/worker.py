@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.config import Config, dump, parse
-from flower_desloc.config.schema import AUTO
+from flower_desloc.app.config import Config, dump, parse
+from flower_desloc.app.config.schema import AUTO
+from flower_desloc.app.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
+from flower_desloc.app.setup.machine import about_device, default_device
+from flower_desloc.app.setup.preflight import sized
+from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
+from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
+from flower_desloc.app.tasks.data_version import data_version
 from flower_desloc.core import streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.observer import MICRO_BATCH, described
-from flower_desloc.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
-from flower_desloc.setup.machine import about_device, default_device
-from flower_desloc.setup.preflight import sized
-from flower_desloc.sites.multiprocess.parallelism import NodeConfig
-from flower_desloc.tasks import Batch, ClientData, Site, Task, build_task
-from flower_desloc.tasks.data_version import data_version
 
 
 def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the sentences in flower_desloc/config/schema.py.
+"""Write docs/configuration.md from the sentences in flower_desloc/app/config/schema.py.
 
 Run it as ``python docs/make_configuration.py``.
 """
@@ -7,12 +7,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_desloc.config.optimizers import OPTIMIZERS
-from flower_desloc.config.run_config import SETTINGS
+from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.app.config.run_config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
-SCHEMA = ROOT / "flower_desloc" / "config" / "schema.py"
+SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
 POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # base class of the section federation
 
 _AS_YAML = {

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from flower_desloc.tasks.causal_lm import CausalLM
-from flower_desloc.tasks.quiet import quiet
+from flower_desloc.app.tasks.causal_lm import CausalLM
+from flower_desloc.app.tasks.quiet import quiet
 
 
 class LoRA(CausalLM):

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 
-from flower_desloc.tasks.causal_lm.corpus import read
-from flower_desloc.tasks.partition import PartitionRule, partition_rows
-from flower_desloc.tasks.source import Source
+from flower_desloc.app.tasks.causal_lm.corpus import read
+from flower_desloc.app.tasks.partition import PartitionRule, partition_rows
+from flower_desloc.app.tasks.source import Source
 
 PAD = 256  # padding token; the other 256 are bytes
 

@@ -2,7 +2,7 @@
 
 This module has all that an app of one's own needs; the modules below may be reorganised. Names are
 imported when first used: ``DesLoc``, ``Worker`` and ``client_app`` need Flower, the algorithm needs
-only PyTorch, and a process that forwards messages (``flower_desloc.sites.warm``) needs neither.
+only PyTorch, and a process that forwards messages (``flower_desloc.app.sites.warm``) needs neither.
 """
 
 from importlib import import_module

@@ -31,10 +31,10 @@ import typer
 import yaml
 from paired import GREY, RESEARCH, RESULTS, ROOT, Estimate, commit_of, table, write_between
 
-from flower_desloc.config import load
-from flower_desloc.runs.figures import style
-from flower_desloc.runs.folder import read_lines
-from flower_desloc.tools.study.study_file import read_study
+from flower_desloc.app.config import load
+from flower_desloc.app.runs.figures import style
+from flower_desloc.app.runs.folder import read_lines
+from flower_desloc.app.study.study_file import read_study
 
 DOCUMENT = RESEARCH / "ladder.md"
 LOCAL = "Local"

@@ -29,10 +29,10 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.config import Config, load
+from flower_desloc.app.config import Config, load
+from flower_desloc.app.setup.build import build_clipping, build_lr_schedule, build_optimizer
+from flower_desloc.app.tasks import ClientData, Site, Task, build_task
 from flower_desloc.core.worker import Worker
-from flower_desloc.setup.build import build_clipping, build_lr_schedule, build_optimizer
-from flower_desloc.tasks import ClientData, Site, Task, build_task
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from scipy import stats
 
-from flower_desloc.runs.figures import style
+from flower_desloc.app.runs.figures import style
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from common import Overrides, about, commit_of, table  # noqa: F401

@@ -24,7 +24,7 @@ import typer
 import yaml
 from paired import RESEARCH, RESULTS, Estimate, published, table, write_between
 
-from flower_desloc.runs.folder import read_lines
+from flower_desloc.app.runs.folder import read_lines
 
 Line = dict[str, Any]
 Cells = dict[tuple[str, ...], Line]

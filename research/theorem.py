@@ -8,7 +8,7 @@ mean_m |grad f_m(x)|^2 <= G^2 + B^2 |grad f(x)|^2. The step size is the theorem'
 1 / sqrt(T)), and the coins are p_x and p_u after every step.
 
 All settings and seeds of a problem run side by side in one array; the seeds of two settings have
-the same batches and the same uniform numbers behind their coins. tests/test_theorem.py compares
+the same batches and uniform numbers behind their coins. tests/research/test_theorem.py compares
 these steps with a run of the strategy and its clients. Stability is not simulated: the maps of one
 step with each outcome of the coins are read off the package's own steps and averages, and the
 growth of second moments follows from them exactly.
@@ -47,9 +47,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from flower_desloc import Mean, Worker, prime, put, take
+from flower_desloc.app.plan.theory import psi, step_size_bound
+from flower_desloc.app.runs.figures import style
 from flower_desloc.optim import SGDM
-from flower_desloc.plan.theory import psi, step_size_bound
-from flower_desloc.runs.figures import style
 
 FILE = RESULTS / "theorem.json"
 BETA, L, SEEDS = 0.9, 1 / 4, 16

@@ -14,8 +14,20 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
-from flower_desloc.config import Config, ConfigError, dump, load_run_config
-from flower_desloc.config.user_code import user_modules
+from flower_desloc.app.config import Config, ConfigError, dump, load_run_config
+from flower_desloc.app.config.user_code import user_modules
+from flower_desloc.app.runs import RunFolder, RunRecorder
+from flower_desloc.app.runs.resume import to_resume
+from flower_desloc.app.setup.build import (
+    build_optimizer,
+    build_outer,
+    build_schedule,
+    build_streams,
+)
+from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
+from flower_desloc.app.setup.machine import default_device
+from flower_desloc.app.setup.preflight import Preflight, sized
+from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
@@ -31,13 +43,6 @@ from flower_desloc.flower.records import from_record, plain_numbers, to_record
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.optim.bounds import FIRST, SECOND, divides_by_root, moment_ratio
-from flower_desloc.runs import RunFolder, RunRecorder
-from flower_desloc.runs.resume import to_resume
-from flower_desloc.setup.build import build_optimizer, build_outer, build_schedule, build_streams
-from flower_desloc.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
-from flower_desloc.setup.machine import default_device
-from flower_desloc.setup.preflight import Preflight, sized
-from flower_desloc.tasks import Sums, Task, build_task
 
 app = ServerApp()
 

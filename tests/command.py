@@ -3,7 +3,7 @@
 from click.testing import Result
 from typer.testing import CliRunner
 
-from flower_desloc.cli import app
+from flower_desloc.app.cli import app
 
 
 def desloc(*arguments: object) -> Result:

@@ -22,13 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in _LONGEST, item.path not in slow))
 
 
-_PAGE = "runs.report.write_page"
-_PICTURES = (_PAGE, "runs.figures.overview.draw", "runs.figures.partition.draw_partition")
+_PAGE = "app.runs.report.write_page"
+_PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partition.draw_partition")
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_cluster.py": _PICTURES,
     "test_examples.py": _PICTURES,
     "test_flower_strategies.py": _PICTURES,
-    "test_images.py": (_PAGE, "runs.figures.overview.draw"),
+    "test_images.py": (_PAGE, "app.runs.figures.overview.draw"),
     "test_noise.py": _PICTURES,
     "test_outputs.py": _PICTURES,
     "test_preflight.py": _PICTURES,

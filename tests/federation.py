@@ -333,3 +333,23 @@ def largest_gap(got: list[State], expected: list[State]) -> float:
         for key in a[stream]
         if a[stream][key].numel()
     )
+
+
+@dataclass(frozen=True)
+class OneSided(Quadratic):
+    """Only the first worker's loss depends on ``scalar``, and the others' on it in some steps."""
+
+    def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
+        loss = super().loss(module, m, t)
+        scalar = dict(module.named_parameters())["scalar"]
+        return loss if self.sees(m, t) else loss - self.of_scalar(scalar, m, t) + 0 * scalar
+
+    def of_scalar(self, scalar: Tensor, m: int, t: int) -> Tensor:
+        return self._curvature(m) / 2 * (scalar - self._optimum(m, t)["scalar"]).square()
+
+    def grad(self, m, t, x):
+        g = super().grad(m, t, x)
+        return g if self.sees(m, t) else {**g, "scalar": torch.zeros_like(g["scalar"])}
+
+    def sees(self, m: int, t: int) -> bool:
+        return m == 0 or (m == 1 and t % 7 == 0)

@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flower_desloc.config import Config
+from flower_desloc.app.config import Config
+from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.flower.observer import (
@@ -17,7 +18,6 @@ from flower_desloc.flower.observer import (
     Traffic,
     WindowRecord,
 )
-from flower_desloc.runs import RunFolder, RunRecorder
 
 PERIODS = {"params": 16, "exp_avg": 48, "exp_avg_sq": 96}
 SIZE = 275_200

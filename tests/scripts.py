@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESEARCH = Path(__file__).resolve().parents[1] / "research"
+ROOT = Path(__file__).resolve().parents[1]
+RESEARCH = ROOT / "research"
 sys.path.append(str(RESEARCH))  # they import each other
 
 

@@ -28,15 +28,17 @@ LAYERS = (
     ("flower_desloc.core",),
     ("flower_desloc.optim",),
     ("flower_desloc.flower", "flower_desloc"),  # the package itself exports names of these three
-    ("flower_desloc.config",),
-    ("flower_desloc.tasks",),
-    ("flower_desloc.setup",),
-    ("flower_desloc.plan",),
-    ("flower_desloc.runs",),
-    ("flower_desloc.sites",),
+    ("flower_desloc.app.config",),
+    ("flower_desloc.app.tasks",),
+    ("flower_desloc.app.setup",),
+    ("flower_desloc.app.plan",),
+    ("flower_desloc.app.runs",),
+    ("flower_desloc.app.sites",),
     ("client_app", "server_app"),
-    ("flower_desloc.tools",),
-    ("flower_desloc.cli",),
+    ("flower_desloc.app.engines",),
+    ("flower_desloc.app.study",),
+    ("flower_desloc.app.models",),
+    ("flower_desloc.app.cli",),
 )
 """Innermost first, as in docs/architecture.md: a package imports its own layer and those before."""
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
@@ -60,7 +62,8 @@ PURE = {
 def rank(module: str) -> int | None:
     """Return the number of the layer that a module belongs to."""
     parts = module.split(".")
-    return RANK.get(".".join(parts[:2] if parts[0] == PACKAGE.name else parts[:1]))
+    length = 1 if parts[0] != PACKAGE.name else 3 if parts[1:2] == ["app"] else 2
+    return RANK.get(".".join(parts[:length]))
 
 
 def outward_imports(graph: Mapping[str, set[str]]) -> Iterator[str]:
@@ -132,14 +135,16 @@ def test_the_package_root_has_at_most_twelve_entries():
 @pytest.mark.parametrize(
     "lazy",
     [
-        "from flower_desloc.runs.outer import name",
-        "import flower_desloc.runs.outer",
-        "importlib.import_module('flower_desloc.runs.outer')",
-        "resolve_name('flower_desloc.runs.outer:Outer')",
+        "from flower_desloc.app.runs.outer import name",
+        "import flower_desloc.app.runs.outer",
+        "importlib.import_module('flower_desloc.app.runs.outer')",
+        "resolve_name('flower_desloc.app.runs.outer:Outer')",
     ],
 )
 def test_a_lazy_import_that_points_outward_or_closes_a_cycle_is_found(tmp_path, lazy):
-    files = {name: tmp_path / name for name in ("flower_desloc.core.a", "flower_desloc.runs.outer")}
+    files = {
+        name: tmp_path / name for name in ("flower_desloc.core.a", "flower_desloc.app.runs.outer")
+    }
     inner, outer = files
     files[inner].write_text(f"def later():\n    {lazy}\n")
     files[outer].write_text("from flower_desloc.core.a import name\n")
@@ -214,11 +219,11 @@ def test_what_an_import_brings_along():
     root = "ADOPT, SGDM, Clipping, OuterOptimizer, SyncSchedule, check_optimizer, take"
     code = (
         f"import json, sys, {core}; inner = [*sys.modules]; from flower_desloc import {root}; "
-        "outer = [*sys.modules]; import flower_desloc.runs; "
+        "outer = [*sys.modules]; import flower_desloc.app.runs; "
         "print(json.dumps([inner, outer, [*sys.modules]]))"
     )
     inner, outer, recorder = json.loads(output_of([sys.executable, "-c", code], cwd=ROOT))
-    edge = {"flwr", "yaml", "transformers", "datasets", "flower_desloc.config", "ray", "typer"}
+    edge = {"flwr", "yaml", "transformers", "datasets", "flower_desloc.app.config", "ray", "typer"}
     assert "torch" in inner
     assert not edge & {*inner}
     assert "flwr" not in outer

@@ -9,8 +9,8 @@ from shutil import which
 import pytest
 from command import accepted
 
-from flower_desloc.config import load
-from flower_desloc.tools import dry_run
+from flower_desloc.app.config import load
+from flower_desloc.app.plan import dry_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

@@ -18,7 +18,7 @@ from tiny import TINY, summary
 import flower_desloc
 
 ROOT = Path(__file__).parents[1]
-APP = "flower_desloc/app"
+APP = "flower_desloc/flower_app"
 """The Flower app in a wheel."""
 METADATA = f"flower_desloc-{flower_desloc.__version__}.dist-info"
 

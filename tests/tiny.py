@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flower_desloc.runs import RunFolder
-from flower_desloc.tools.engines.in_process import run_in_process
+from flower_desloc.app.engines.in_process import run_in_process
+from flower_desloc.app.runs import RunFolder
 
 TINY = [
     "model.hidden_size=32",

@@ -10,7 +10,7 @@ BEGAN = time.time()  # Flower's own imports are done
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_desloc.sites.warm import WarmClientApp
+from flower_desloc.app.sites.warm import WarmClientApp
 
 
 class Both(ClientApp):

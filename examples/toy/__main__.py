@@ -25,9 +25,9 @@ from examples.toy.search import (
     where_all_hold,
 )
 from examples.toy.setting import NUM_WORKERS, ToySetting
-from flower_desloc.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.app.cli.terminal import FAILED, USAGE, exit_on_signals, fail
+from flower_desloc.app.setup.machine import cores
 from flower_desloc.flower.policy import FederationError
-from flower_desloc.setup.machine import cores
 
 SETTING = ToySetting()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

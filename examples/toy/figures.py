@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from examples.toy.problem import OPTIMUM, SPLITS, START, Reals, distance, value
 from examples.toy.runs import PATH_EVERY, MethodRuns
 from examples.toy.setting import K_X, METHODS, ToySetting
-from flower_desloc.runs.figures.style import GREY, INK, figure, title
+from flower_desloc.app.runs.figures.style import GREY, INK, figure, title
 
 # Okabe and Ito's palette, for any colour vision.
 _COLOURS: Final = {

@@ -39,13 +39,13 @@ sys.path.append(str(HERE.parent))
 
 from report import draw, results_file
 
-from flower_desloc.cli.terminal import exit_on_signals
-from flower_desloc.config import load
+from flower_desloc.app.cli.terminal import exit_on_signals
+from flower_desloc.app.config import load
+from flower_desloc.app.engines.deployment import deploy
+from flower_desloc.app.engines.simulation import flwr_run
+from flower_desloc.app.runs.folder import read_lines
+from flower_desloc.app.runs.summary import versions
 from flower_desloc.flower.atomic import atomic_write
-from flower_desloc.runs.folder import read_lines
-from flower_desloc.runs.summary import versions
-from flower_desloc.tools.engines.deployment import deploy
-from flower_desloc.tools.engines.simulation import flwr_run
 
 RUN = "run"
 

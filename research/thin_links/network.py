@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from flower_desloc.sites.deployment.environment import Host
+from flower_desloc.app.sites.deployment.environment import Host
 
 PREFIX = "thin-links-"
 SUPERLINK, PROBE = 8000, 8001  # ports

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from network import HEADERS
 from paired import RESULTS, published, table, write_between
 
-from flower_desloc.config import load
-from flower_desloc.plan.from_config import planned_run
-from flower_desloc.plan.wall_clock import MBIT, Link, Topology
+from flower_desloc.app.config import load
+from flower_desloc.app.plan.from_config import planned_run
+from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
 
 IDLE = "idle"
 DOCUMENT = published("thin-links.md")

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import server_app
-from flower_desloc.config import Config
+from flower_desloc.app.config import Config
+from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.runs import RunFolder, RunRecorder
 
 STATISTICS = Path("/sys/class/net/eth0/statistics")  # of the server's namespace
 COUNTERS = ("rx_bytes", "rx_packets", "tx_bytes", "tx_packets")

@@ -1,0 +1,1 @@
+"""The app: configuration, tasks, runs, reports, studies and the command line."""

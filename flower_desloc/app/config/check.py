@@ -1,0 +1,294 @@
+"""Semantic validation: values that have the right type but cannot be used.
+
+The range of a single setting is declared at its field in ``schema``; here is what depends on
+several.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final
+
+from flower_desloc.app.config.errors import ConfigError
+from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS
+from flower_desloc.app.config.schema import AUTO, Config, Optimizer
+from flower_desloc.core.formats import lossy
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
+from flower_desloc.flower.policy import Policy
+
+_IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+"""``module:name``."""
+
+NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
+"""Name of a run or study, and so of a folder."""
+
+_PARTITIONS: Final = {
+    "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
+    "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
+}
+_DESLOC_ONLY: Final = (
+    "federation.average", "federation.norm_bound", "federation.min_steps", "run.resume",
+    "sync_once_at", "sync_phase", "sync_delay", "outer.name",
+)  # fmt: skip
+"""Settings that Flower's own strategies do not have."""
+
+
+def check(config: Config) -> None:
+    """Raise ``ConfigError`` for the first impossible value of ``config``."""
+    of_all = (
+        _single, _data, _options, _model, _federation, _outer, _lr_schedule, _strategy, _sync,
+        _wire, _gradients,
+    )  # fmt: skip
+    for problem in chain.from_iterable(problems(config) for problems in of_all):
+        raise ConfigError(problem)
+
+
+def check_used(config: Config) -> None:
+    """Raise ``ConfigError`` for a setting that the chosen optimizer does not have.
+
+    Not part of ``check``: earlier versions ignored such settings, and their runs can be read.
+    """
+    for problem in _unused(config):
+        raise ConfigError(problem)
+
+
+def check_clients(config: Config, setting: str = "federation.num_clients") -> None:
+    """Raise ``ConfigError`` if more clients are needed than ``setting`` states.
+
+    Not part of ``check``: it is known where clients are simulated. In a deployment any number of
+    sites may register.
+    """
+    federation = config.federation
+    most = f"{setting}={federation.num_clients}"
+    if federation.min_clients > federation.num_clients:
+        raise ConfigError(f"{federation.min_clients=}: the quorum is larger than {most}")
+    for step, number in federation.attendance.items():
+        if number > federation.num_clients:
+            raise ConfigError(f"federation.attendance.{step}={number}: must be at most {most}")
+
+
+# Each function yields problems, as "key=value: what is allowed". f"{model.dtype=!s}" is
+# "model.dtype=float32", so local variables have the names of sections.
+
+
+def _single(section: Any, prefix: str = "") -> Iterator[str]:
+    for each in dataclasses.fields(section):
+        key, value, meta = f"{prefix}{each.name}", getattr(section, each.name), each.metadata
+        if dataclasses.is_dataclass(value):
+            yield from _single(value, f"{key}.")
+        elif "words" in meta and value not in meta["words"]:
+            allowed = ", ".join(meta["words"])
+            if meta["or_path"]:
+                allowed += ", or the import path of one of your own, module:name"
+            if not (meta["or_path"] and _IMPORT_PATH.fullmatch(value)):
+                yield f"{key}={value}: must be one of {allowed}"
+        elif "bounds" in meta and value is not None:
+            least, most, below = meta["bounds"]
+            numbers = [*value] if isinstance(value, tuple) else [value]
+            if not all(least <= n <= most and n < below for n in numbers):
+                stated = numbers if isinstance(value, tuple) else value
+                limit = "" if all(isinstance(n, int) for n in numbers) else " and finite"
+                if min(most, below) < math.inf:
+                    limit = f" and below {below:g}" if below <= most else f" and at most {most}"
+                yield f"{key}={stated}: must be at least {least:g}{limit}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, size = config.data, config.data.micro_batch_size
+    known = _PARTITIONS.get(config.task, sorted({*chain(*_PARTITIONS.values())}))
+    if data.partition not in known:
+        yield f"{data.partition=!s}: must be one of {', '.join(known)} where task={config.task}"
+    if size not in (None, AUTO):
+        if not isinstance(size, int) or size < 1:
+            yield f"{data.micro_batch_size=!s}: must be a number of at least 1, {AUTO} or null"
+        elif data.batch_size % size:
+            yield f"{data.micro_batch_size=!s}: must divide {data.batch_size=}"
+    if not data.streaming or data.max_bytes or config.task == "image_classification":
+        if data.weights:
+            yield f"{data.weights=}: needs data.streaming=true and data.max_bytes=0"
+        return
+    if data.partition not in ("iid", "by_domain"):
+        yield (
+            f"{data.partition=!s}: text that is read as it is trained on (data.streaming=true, "
+            "data.max_bytes=0) is not counted before; use iid or by_domain"
+        )
+    if data.domain_field:
+        yield (
+            f"{data.domain_field=!s}: with data.streaming=true and data.max_bytes=0 domains are "
+            "files or configs; leave it out"
+        )
+    if data.weights and len(data.weights) != len(data.domains):
+        yield f"{data.weights=}: needs one for each of {data.domains=}"
+    if any(not 0 < weight < math.inf for weight in data.weights):
+        yield f"{data.weights=}: all must be above 0"
+
+
+def _options(config: Config) -> Iterator[str]:
+    optimizer, task_options = config.optimizer, config.task_options
+    if task_options and config.task in _PARTITIONS:
+        yield (
+            f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
+            "leave them out"
+        )
+    if optimizer.options and optimizer.name in OPTIMIZERS:
+        yield (
+            f"{optimizer.options=}: they are for an optimizer named by its import path; set "
+            f"optimizer.KEY=VALUE for {optimizer.name=!s}"
+        )
+
+
+def unused(optimizer: str) -> list[str]:
+    """Return the settings that an optimizer does not have."""
+    own = OPTIMIZERS[optimizer].defaults if optimizer in OPTIMIZERS else {}
+    return [f.name for f in dataclasses.fields(Optimizer) if f.name in SETTINGS - own.keys()]
+
+
+def _unused(config: Config) -> Iterator[str]:
+    trim = config.federation.trim
+    if config.federation.average != "trimmed_mean" and trim != Policy.trim:
+        yield f"federation.{trim=}: it needs federation.average=trimmed_mean"
+    max_share = config.federation.max_share
+    if config.federation.weighting != "examples" and max_share != Policy.max_share:
+        yield f"federation.{max_share=}: it needs federation.weighting=examples"
+    optimizer, default = config.optimizer, Optimizer()
+    for key in unused(optimizer.name):
+        value = getattr(optimizer, key)
+        if value == getattr(default, key):
+            continue
+        stated = f"optimizer.{key}={value}"
+        if optimizer.name in OPTIMIZERS:
+            yield f"{stated}: {optimizer.name=!s} has no such setting; leave it out"
+        else:
+            yield (
+                f"{stated}: is for this project's own optimizers; set optimizer.options.{key} for "
+                f"{optimizer.name=!s}"
+            )
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    heads = f"{model.num_attention_heads=}"
+    if model.hidden_size % model.num_attention_heads:
+        yield f"{heads}: must divide {model.hidden_size=}"
+    if model.hidden_size // model.num_attention_heads % 2:
+        yield (
+            f"{model.hidden_size=}: a head must be of even size for the rotary embedding, and "
+            f"{heads} makes it odd"
+        )
+    if model.precision == "bf16" and model.dtype != "float32":
+        yield f"{model.precision=!s}: needs model.dtype=float32, got {model.dtype}"
+    if (kv := model.num_key_value_heads) and model.num_attention_heads % kv:
+        yield f"{model.num_key_value_heads=}: must divide {heads}"
+
+
+def _federation(config: Config) -> Iterator[str]:
+    federation, run = config.federation, config.run
+    if not NAME.fullmatch(run.name):
+        yield (
+            f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
+            "begin with '.' or '-'"
+        )
+    for step, number in federation.attendance.items():
+        if step >= run.steps:
+            yield f"federation.attendance.{step}={number}: must be before {run.steps=}"
+
+
+def _outer(config: Config) -> Iterator[str]:
+    outer = config.outer
+    if outer.name == "sgd" and outer.nesterov and outer.momentum == 0:
+        yield "outer.nesterov=true: needs outer.momentum above 0; set outer.nesterov=false"
+
+
+def _lr_schedule(config: Config) -> Iterator[str]:
+    lr_schedule, run = config.lr_schedule, config.run
+    warmup, decay = lr_schedule.warmup_steps or 0, lr_schedule.decay_steps or 0
+    if lr_schedule.name == "wsd" and warmup + decay > run.steps:
+        yield (
+            f"lr_schedule.warmup_steps={warmup} and lr_schedule.decay_steps={decay}: they do not "
+            f"fit into {run.steps=}"
+        )
+    if lr_schedule.name == "cosine" and warmup > run.steps:
+        yield f"{lr_schedule.warmup_steps=}: must be at most {run.steps=}"
+
+
+def _sync(config: Config) -> Iterator[str]:
+    run, sync_once_at = config.run, config.sync_once_at
+    if not config.sync:
+        yield "sync: no period is stated; state sync.params and one for every stream"
+    try:
+        SyncSchedule(config.sync, once_at=frozenset(sync_once_at))
+    except ValueError as error:
+        yield f"sync: {error}"
+        return
+    if config.sync_mode == "probabilistic":
+        yield from _stated(config, ["sync_phase"], "coins (sync_mode=probabilistic) have no phase")
+    try:
+        SyncSchedule(config.sync, phases=config.sync_phase)
+    except ValueError as error:
+        yield f"sync_phase: {error}"
+    if any(not 1 <= step <= run.steps for step in sync_once_at):
+        yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
+    if RESET in config.sync.values():
+        yield from _stated(config, ["sync_delay"], "averages cannot be late where states are reset")
+
+
+def _wire(config: Config) -> Iterator[str]:
+    try:
+        coded = lossy(config.wire)
+    except ValueError as error:
+        yield f"wire.{error}"
+        return
+    if coded and config.strategy != "desloc":
+        yield (
+            f"wire.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which sends "
+            "tensors as they are; set wire={}"
+        )
+    for name in config.wire.keys() - config.sync.keys():
+        yield (
+            f"wire.{name}: sync has no such stream; it has {', '.join(config.sync)}; set wire={{}}"
+        )
+    for name in coded:
+        if config.sync[name] in (NEVER, RESET):
+            yield f"wire.{name}: with sync.{name}={config.sync[name]} it is never sent"
+
+
+def _strategy(config: Config) -> Iterator[str]:
+    """Yield what Flower's own strategies cannot do."""
+    if config.strategy == "desloc":
+        return
+    yield from _stated(
+        config,
+        _DESLOC_ONLY,
+        f"only strategy=desloc has it, and strategy={config.strategy} is Flower's own",
+    )
+    if GRADIENTS in config.sync:
+        yield f"sync.gradients=1: strategy={config.strategy} cannot do it; set strategy=desloc"
+    if others := sorted(config.sync.keys() - {PARAMS}):
+        yield (
+            f"strategy={config.strategy}: it averages only params, so sync may hold only "
+            f"sync.params, and holds {', '.join(others)}; begin with the preset {config.strategy}"
+        )
+
+
+def _gradients(config: Config) -> Iterator[str]:
+    """Yield what data parallelism cannot do."""
+    if GRADIENTS in config.sync:
+        why = "sync.gradients averages every step, and optimizer is then the server's"
+        names = ["sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"]
+        yield from _stated(config, names, why)
+
+
+def _stated(config: Config, keys: Iterable[str], why: str) -> Iterator[str]:
+    """Yield a problem for each of ``keys`` that is not at its default."""
+    for key in keys:
+        value, default = attrgetter(key)(config), attrgetter(key)(Config())
+        if value != default:
+            yield f"{key}={_yaml(value)}: {why}; set {key}={_yaml(default)}"
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value).strip('"')

@@ -1,0 +1,261 @@
+"""Load YAML and overrides into a typed ``Config``, or raise one clear error."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from flower_desloc.app.config import overrides as words
+from flower_desloc.app.config.app_folder import PRESETS
+from flower_desloc.app.config.check import check, check_used, unused
+from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
+from flower_desloc.app.config.imports import is_path
+from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS, share_rates
+from flower_desloc.app.config.schema import Config, Optimizer, Run
+from flower_desloc.app.config.typed import field_type, is_section, typed
+from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.flower.policy import Policy
+
+_EXTENDS = "extends"
+_SYNC = "sync"
+_AVERAGES = (
+    "sync", "sync_mode", "sync_phase", "sync_once_at", "sync_delay", "sync_bound", "wire", "outer",
+)  # fmt: skip
+"""Sections and settings of averages that data parallelism does not make."""
+_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(Policy))})(?==)")
+
+# Settings of earlier versions that nobody changed: a file that states the value which is now fixed
+# can still be read.
+_REMOVED: Final[dict[str, dict[str, Any]]] = {
+    "model": {"initializer_range": None},
+    "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
+    "fedadam": {"betas": [0.9, 0.99]},
+}
+
+
+def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
+    """Return the configuration of a preset or a YAML file, with ``overrides`` applied.
+
+    ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
+    are ``key=value``, separated by blanks or as a list. A file may build on a preset with
+    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A file or
+    overrides that name another optimizer bring the defaults of that one, and must state its
+    learning rate. If they state ``sync.gradients``, all other settings of averages are dropped.
+
+    Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
+    value.
+    """
+    merged: dict[str, Any] = {"run": {"name": Path(config).stem}}
+    for layer in _file_layers(config, presets, seen=()):
+        # A file's sync section replaces the preset's; an override changes one period.
+        if _SYNC in layer:
+            merged.pop(_SYNC, None)
+        merged = _on_top(layer, merged)
+    merged = _on_top(_nested(overrides), merged)
+    if isinstance(merged.setdefault("optimizer", {}), dict):
+        merged["optimizer"] = _with_defaults(merged["optimizer"])
+    loaded = _typed(merged)
+    check_used(loaded)
+    return loaded
+
+
+def replaced_by_gradients(config: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings of a preset that ``sync.gradients`` among ``overrides`` drops."""
+    try:
+        before, after = load(config), load(config, overrides)
+    except ConfigError:  # the preset alone is incomplete
+        return []
+    if GRADIENTS in before.sync or GRADIENTS not in after.sync:
+        return []
+    return [key for key in _AVERAGES if getattr(before, key) != getattr(after, key)]
+
+
+def dump(config: Config) -> str:
+    """Return the whole configuration as YAML; ``parse`` reads it back."""
+    return write(asdict(config))
+
+
+def parse(text: str) -> Config:
+    """Return the configuration that ``dump`` wrote.
+
+    Settings that the optimizer does not have, which earlier versions ignored, have their defaults.
+
+    Raises ``ConfigError`` as ``load`` does.
+    """
+    return _typed(_without_unused(_mapping(text, "the configuration")))
+
+
+def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    path = _find(config, presets, seen[-1] if seen else None)
+    if str(path) in seen:
+        raise ConfigError(f"{path} extends itself")
+    try:
+        layer = _mapping(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    parent = layer.pop(_EXTENDS, None)
+    if parent is not None:
+        if str(parent).endswith((".yaml", ".yml")):
+            parent = path.parent / str(parent)
+        yield from _file_layers(str(parent), presets, (*seen, str(path)))
+    yield layer
+
+
+def _find(config: str, presets: Path, child: str | None) -> Path:
+    named = f"{child}: extends={config}" if child else f"config={config}"
+    if config.endswith((".yaml", ".yml")):
+        path = Path(config).expanduser()
+        if path.is_file():
+            return path
+        raise ConfigError(f"{named}: no such file")
+    path = presets / f"{config}.yaml"
+    if path.is_file():
+        return path
+    names = sorted(p.stem for p in presets.glob("*.yaml"))
+    raise ConfigError(
+        f"{named}: no preset of that name{suggestion(config, names)}; "
+        f"there are {', '.join(names)}, or give the path of a .yaml file"
+    )
+
+
+def _mapping(text: str, what: str) -> dict[str, Any]:
+    try:
+        content = read(text)
+    except YAMLError as error:
+        raise ConfigError(f"{what} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        kind = "a list" if isinstance(content, list) else "text"
+        raise ConfigError(f"{what} must hold keys and values, got {kind}")
+    for section, removed in _REMOVED.items():
+        stated = content.get(section)
+        if isinstance(stated, dict):
+            content[section] = {
+                key: value
+                for key, value in stated.items()
+                if key not in removed or values(value) != removed[key]
+            }
+    return content
+
+
+def _nested(overrides: str | Sequence[str]) -> dict[str, Any]:
+    """Return overrides as the sections of a file."""
+    merged: dict[str, Any] = {}
+    for item in words.split(overrides) if isinstance(overrides, str) else overrides:
+        key, equals, value = item.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"override {item!r} is not of the form key=value")
+        if any("\ud800" <= char <= "\udfff" for char in item):
+            raise ConfigError(f"override {item!r} has bytes that are not UTF-8; rename that file")
+        content: Any
+        if field_type(Config, key) is str:
+            content = words.typed_text(value)
+        else:
+            try:
+                content = read(value or "null")
+            except YAMLError as error:
+                raise ConfigError(f"{item}: not valid YAML: {one_line(error)}") from error
+        for name in reversed(key.split(".")):
+            content = {name: content}
+        merged = _merge(merged, content)
+    return merged
+
+
+def _on_top(layer: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``layer`` over ``base``, without what is stated there for another method only."""
+    return _merge(_for_optimizer(layer, _for_gradients(layer, base)), layer)
+
+
+def _for_gradients(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``base`` without its averages if ``layer`` begins to average gradients instead."""
+    old, new = _section(base, _SYNC), _section(layer, _SYNC)
+    if GRADIENTS not in new or GRADIENTS in old:
+        return base
+    run, period = _section(base, "run"), values(old.get(PARAMS))
+    every = values(run.get("checkpoint_every", Run.checkpoint_every))
+    # A window becomes one step, and a checkpoint has as many steps.
+    if isinstance(period, int) and isinstance(every, int):
+        run = {**run, "checkpoint_every": period * every}
+    return {key: value for key, value in base.items() if key not in _AVERAGES} | {"run": run}
+
+
+def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``base`` without the settings of its optimizer if ``layer`` names another."""
+    named, stated = _section(layer, "optimizer").get("name"), _section(base, "optimizer")
+    old = stated.get("name", Optimizer.name)
+    if named is None or named == old:
+        return base
+    of_old = {*SETTINGS, "options", "lr"}
+    kept = {key: value for key, value in stated.items() if key not in of_old}
+    rate = stated.get("lr", Optimizer.lr)
+    rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
+    kept["lr"] = rate.value if share_rates(str(named), rate.optimizer) else rate
+    return {**base, "optimizer": kept}
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """The learning rate of another optimizer, in the place of one that has to be stated."""
+
+    value: Any
+    optimizer: str
+
+
+def _section(layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    stated = layer.get(name)
+    return stated if isinstance(stated, dict) else {}
+
+
+def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the optimizer, those that are not stated at its own defaults."""
+    name, rate = str(stated.get("name", Optimizer.name)), stated.get("lr")
+    defaults = OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
+    if isinstance(rate, _Rate) and not defaults and not is_path(name):
+        return {**stated, "lr": rate.value}  # no such optimizer, which is refused later
+    if isinstance(rate, _Rate):
+        missing = [
+            f"optimizer.{key}={json.dumps(value, separators=(',', ':'))}"
+            for key, value in defaults.items()
+            if key not in stated
+        ]
+        others = f"; {name}'s own defaults are {' '.join(missing)}" if missing else ""
+        raise ConfigError(
+            f"optimizer.name={name}: also set optimizer.lr, because the present "
+            f"optimizer.lr={rate.value} was chosen for {rate.optimizer}{others}"
+        )
+    return {**defaults, **stated}
+
+
+def _without_unused(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``values`` without settings that their optimizer does not have."""
+    stated = _section(values, "optimizer")
+    if "name" not in stated:
+        return values
+    lacking = unused(str(stated["name"]))
+    return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
+
+
+def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Merge ``layer`` over ``base``; an empty dictionary of settings replaces, as in `wire={}`."""
+    merged = dict(base)
+    for key, value in layer.items():
+        old, dotted = merged.get(key), f"{prefix}{key}"
+        is_added = isinstance(value, dict) and (value or is_section(field_type(Config, dotted)))
+        if isinstance(old, dict) and is_added:
+            value = _merge(old, value, f"{dotted}.")
+        merged[key] = value
+    return merged
+
+
+def _typed(stated: Mapping[str, Any]) -> Config:
+    try:
+        config = typed(Config, stated)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of Policy, the only section that checks itself
+        raise ConfigError(_FIELD.sub(r"federation.\g<0>", str(error))) from error
+    assert isinstance(config, Config)
+    check(config)
+    return config

@@ -1,0 +1,302 @@
+"""The settings of a run: one dataclass for each section.
+
+The sentence below a field explains it; ``docs/configuration.md`` is generated from them.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.flower.policy import Policy
+
+AUTO = "auto"
+"""Value of ``data.micro_batch_size``: as many as fit into memory."""
+
+
+def bounded(default: Any, least: float, most: float = math.inf, *, below: float = math.inf) -> Any:
+    """Return a field for a number, several numbers, or null; all numbers must be in bounds."""
+    return field(default=default, metadata={"bounds": (least, most, below)})
+
+
+def one_of(*words: str, or_path: bool = False) -> Any:
+    """Return a field for one of ``words``, by default the first, or for an import path."""
+    return field(default=words[0], metadata={"words": words, "or_path": or_path})
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The run: its name, seed, length and checkpoints."""
+
+    name: str = "desloc"
+    """Name of the run and of its folder."""
+    seed: int = bounded(0, 0, 2**32 - 1)
+    """Seed of the initial weights, the partition and order of the data, and the coins."""
+    steps: int = bounded(192, 1)
+    """Local steps of every client."""
+    eval_every: int = bounded(48, 0)
+    """Evaluate at the first average of params at or after each multiple of this many steps; 0:
+    only before and after training."""
+    checkpoint_every: int = bounded(1, 0)
+    """Write a checkpoint every this many windows, and at the end; 0: never."""
+    resume: str = ""
+    """Resume a run that was interrupted: its folder, one of its checkpoints, or `auto`: the last
+    run of this name in the output folder, or a new one if that is complete."""
+    init_from: str = ""
+    """Start from the model of another run, its folder or one of its checkpoints; or from a model of
+    transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
+    the section model. Optimizer states and the step count start at zero."""
+    preflight: str = one_of("stop", "warn")
+    """Action when the estimate before the start says that the run clearly does not fit into memory
+    or on the disk: `stop`, with the reason, or `warn` and start."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A model of the transformers library for the task, with weights drawn from the seed."""
+
+    type: str = "llama"
+    """Architecture, under transformers' name (its `model_type`): a causal language model such as
+    `llama`, or for images a classifier such as `vit` or `resnet`."""
+    hidden_size: int = bounded(128, 1)
+    """Width of the residual stream, the paper's d_model."""
+    intermediate_size: int = bounded(512, 1)
+    """Width of the feed-forward layers."""
+    num_hidden_layers: int = bounded(4, 1)
+    """Number of transformer blocks."""
+    num_attention_heads: int = bounded(4, 1)
+    """Attention heads; divides hidden_size."""
+    num_key_value_heads: int | None = bounded(None, 1)
+    """Heads of keys and values, each shared by equally many attention heads; divides
+    num_attention_heads; null: num_attention_heads."""
+    vocab_size: int | None = bounded(None, 1)
+    """Rows of the embeddings, at least the tokenizer's vocabulary; null: its vocabulary."""
+    tie_word_embeddings: bool = True
+    """Use one matrix for input and output embeddings; it is sent once."""
+    rope_theta: float = bounded(10000.0, 1e-3)
+    """Base of the rotary position embedding."""
+    patch_size: int | None = bounded(None, 1)
+    """Side of a vision transformer's patches, in pixels; null: a quarter of the image's side, or
+    the next smaller size that divides it."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The whole architecture, as in transformers' `config.json`; replaces all settings above but
+    type. A model in run.init_from fills it in."""
+    dtype: str = one_of("float32", "float64")
+    """Type of weights and optimizer states: float32 or float64."""
+    precision: str = one_of("full", "bf16")
+    """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
+    bfloat16. Weights, optimizer states and averages stay in dtype."""
+    compile: bool = False
+    """Compile the loss and the steps of adopt, sgdm and paper_adam with `torch.compile` (PyTorch's
+    own Adam has one fused kernel). The first compilation takes a minute or more and is cached in
+    `~/.cache/flower-desloc`; every new process then takes seconds. Needs a C++ compiler."""
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The data: its source, and which client gets which part."""
+
+    source: str = "builtin"
+    """`builtin`: text of the Python installation, in natural domains, of which `docs` holds the
+    READMEs of the installed packages, so data and losses depend on which ones are installed;
+    otherwise a file, a folder with a file or folder for each domain (JSONL, Parquet, text; also
+    .gz), or a name for `datasets.load_dataset`, as `name` or `name:config`. For images, `builtin`
+    is scikit-learn's digits; a file is Parquet, and a folder holds Parquet files, or image files in
+    a folder for each label."""
+    domains: list[str] = field(default_factory=list)
+    """The domains to use, in this order; empty: all domains of the source. For a named data set
+    these are its configs, and those of other data sets, as `name:config`."""
+    domain_field: str = ""
+    """Column whose values are the domains; empty: files or configs are the domains."""
+    text_field: str = "text"
+    """Column of the text."""
+    image_field: str = ""
+    """Column of the images, encoded or as arrays; empty: the only column of that type."""
+    label_field: str = ""
+    """Column of the labels; empty: the only column that can be one."""
+    image_size: int | None = bounded(None, 1)
+    """Side in pixels that every image is resized to; null: not resized, all must have one size."""
+    streaming: bool = False
+    """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
+    it. With max_bytes=0, text of any source is read while it is trained on, never as a whole."""
+    weights: list[float] = field(default_factory=list)
+    """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal
+    weights. Needs streaming with max_bytes=0; otherwise domains mix by their number of
+    documents."""
+    max_bytes: int = bounded(4_000_000, 0)
+    """Text read of each domain, in UTF-8 bytes; 0: all."""
+    partition: str = "by_domain"
+    """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
+    the mixture of all (the paper's heterogeneous setting); `dirichlet`: each domain's documents in
+    proportions drawn from Dirichlet(alpha); `quantity`: documents shuffled, in amounts drawn from
+    Dirichlet(alpha). For images, labels replace domains, and `pathological` replaces `by_domain`:
+    each client holds classes_per_client labels only."""
+    alpha: float = bounded(0.5, 1e-6)
+    """Concentration of the Dirichlet and quantity partitions; a smaller one is more unequal."""
+    classes_per_client: int = bounded(2, 1)
+    """Labels of each client in the pathological partition."""
+    validation_fraction: float = bounded(0.1, 0.001, 0.5)
+    """Fraction of each domain's documents, or each label's images, that is held out if the source
+    has no validation part."""
+    drop_missing: bool = False
+    """Leave out rows that have no label, domain, text or image; false: refuse them, with their
+    number. Text that is read while it is trained on is always left out if it is missing."""
+    tokenizer: str = "bytes"
+    """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
+    `tokenizer.json`, or a name or folder for transformers."""
+    seq_len: int = bounded(128, 2)
+    """Tokens in a sequence."""
+    batch_size: int = bounded(8, 1)
+    """Sequences or images in a local step of each client."""
+    micro_batch_size: int | str | None = None
+    """Examples that go through the model at once, which bounds the memory of a step and of an
+    evaluation. Their gradients add up to that of the batch, up to rounding. Divides batch_size;
+    `auto`: as many as fit into each client's memory, and the server's; null: the whole batch."""
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """The local optimizer of every client."""
+
+    name: str = one_of(*OPTIMIZERS, or_path=True)
+    """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
+    any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
+    and options; clipping applies too, the other settings of this section do not. Another optimizer
+    than that of the preset has its own defaults and needs its own lr (adam, adamw and amsgrad share
+    one)."""
+    lr: float = bounded(0.0021, 0)
+    """Peak learning rate, the paper's eta."""
+    betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
+    """Decay of the first and second moment; the default is adopt's, of the others 0.95 and 0.95."""
+    mix: float = bounded(1.0, 0, 1)
+    """Share of the first moment in the update of adopt, adam and adamw; the rest is the gradient of
+    the step (quasi-hyperbolic, as in MT-DAO). Below 1 the first beta can be 0.99 or 0.999, so that
+    an average of it lasts."""
+    momentum: float = bounded(0.9, 0, below=1)
+    """Decay of sgdm's momentum, the paper's beta."""
+    eps: float = bounded(1e-6, 0)
+    """Stability term; its place in the formula depends on the optimizer, and the default: 1e-8 for
+    all but adopt."""
+    weight_decay: float = bounded(0.0, 0)
+    """Weight decay; decoupled in adamw and adopt."""
+    clip_norm: float | None = bounded(1.0, 1e-12)
+    """Clip the gradient's global norm, the paper's rho; null: no clipping."""
+    clip_value: float | None = bounded(None, 1e-12)
+    """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
+    are set."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More arguments of an optimizer named by its import path."""
+
+
+@dataclass(kw_only=True)
+class Outer:
+    """The server's optimizer of the averaged parameters, as in DiLoCo."""
+
+    name: str = one_of("none", "sgd", "adam")
+    """`none`: training continues from the clients' mean; `sgd` or `adam`: from an optimizer step,
+    with the last parameters minus that mean as the gradient."""
+    lr: float = bounded(0.7, 0)
+    """Learning rate, constant."""
+    momentum: float = bounded(0.9, 0, below=1)
+    """Momentum of sgd."""
+    nesterov: bool = True
+    """Nesterov's momentum, in sgd."""
+
+
+@dataclass(kw_only=True)
+class FedAdam:
+    """The server's step under `strategy: fedadam`; the defaults are Flower's."""
+
+    lr: float = bounded(0.1, 0)
+    """Learning rate, Flower's eta."""
+    tau: float = bounded(1e-3, 1e-12)
+    """Stability term; a larger one makes the rates of the coordinates more equal."""
+
+
+@dataclass(kw_only=True)
+class LRSchedule:
+    """The learning rate as a function of the global step."""
+
+    name: str = one_of("wsd", "cosine", "constant")
+    """`wsd` (warm-up, stable, 1 - sqrt decay), `cosine` or `constant`."""
+    warmup_steps: int | None = bounded(None, 0)
+    """Steps of linear warm-up; null: a twelfth of the run."""
+    decay_steps: int | None = bounded(None, 0)
+    """Steps of wsd's decay; null: the last tenth of the run, as in the paper."""
+    final: float = bounded(0.0, 0, 1)
+    """Fraction of the peak rate at which cosine ends."""
+
+
+@dataclass(kw_only=True)
+class Federation(Policy):
+    """Clients that take part, and the reaction to a client that fails."""
+
+    num_clients: int = bounded(4, 1)
+    """Clients that `desloc run` simulates; no effect in a deployment."""
+    client_cpus: int = bounded(1, 1)
+    """CPU cores, and so threads, a simulated client gets; the result depends on it in the last
+    bits."""
+    client_gpus: float = bounded(0.0, 0)
+    """Share of a GPU a simulated client gets."""
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """The evaluation of the averaged model."""
+
+    central: bool = True
+    """Evaluate on the server, on its GPU if it has one, on held-out text of every domain, or images
+    of every label."""
+    federated: bool = True
+    """Evaluate on every client, on its own held-out part."""
+    sequences: int = bounded(64, 1)
+    """Held-out sequences for each domain, and for each client."""
+    images: int = bounded(0, 0)
+    """Held-out images for each label, and for each client; 0: all."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """The whole configuration of a run."""
+
+    run: Run = field(default_factory=Run)
+    task: str = one_of("causal_lm", "image_classification", or_path=True)
+    """`causal_lm`, predicting the next token of text, or `image_classification`; or a task of your
+    own by its import path, `module:Class`."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a task of your own, under any names."""
+    strategy: str = one_of("desloc", "fedavg", "fedadam")
+    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps the parameters
+    are averaged and every client starts a new optimizer; sync then holds params only."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
+    sync: dict[str, Any] = field(default_factory=dict)
+    """Period of every stream in local steps: params (K_x), exp_avg (K_u), exp_avg_sq (K_v), ...; or
+    `never`; or, for an optimizer state, `reset`: set to zero after every average of params.
+    `gradients: 1`, alone, is data parallelism: the gradient of every step is averaged, and one
+    optimizer on the server takes the step; as an override it replaces the preset's periods and all
+    else that is about averages (`sync_*`, `wire`, `outer`)."""
+    sync_mode: str = one_of("periodic", "probabilistic")
+    """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
+    sync_phase: dict[str, int] = field(default_factory=dict)
+    """Steps by which the averages of single streams are shifted, below their period: with
+    sync.exp_avg=48 and sync_phase.exp_avg=16 after the steps 16, 64, 112, ..., so that no window
+    sends everything at once."""
+    sync_once_at: list[int] = field(default_factory=list)
+    """Steps after which every stream is averaged once, in addition to its period."""
+    sync_delay: int = bounded(0, 0)
+    """Local steps that every client takes before it merges an average, corrected for the delay; in
+    a deployment its streams travel meanwhile. A shorter window merges at its end."""
+    sync_bound: bool = True
+    """After an average of Adam's first or second moment, bound the first moment of every client to
+    what its second moment allows: |u| <= c sqrt(v). `false` is the paper's letter, under which a
+    run can spike. Other optimizers have no such bound."""
+    wire: dict[str, str] = field(default_factory=dict)
+    """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
+    with a scale each. The quantisation error of params and first moments is sent later."""
+    outer: Outer = field(default_factory=Outer)
+    fedadam: FedAdam = field(default_factory=FedAdam)
+    federation: Federation = field(default_factory=Federation)
+    evaluation: Evaluation = field(default_factory=Evaluation)

@@ -1,0 +1,182 @@
+"""A planned run from a configuration."""
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from flower_desloc.app.config import Config, ConfigError
+from flower_desloc.app.config.imports import is_path
+from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.app.config.units import TEXT, precision_text
+from flower_desloc.app.plan.evidence import unmeasured
+from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
+from flower_desloc.app.setup.build import build_optimizer, build_schedule, check_streams
+from flower_desloc.app.setup.initial import with_init_from
+from flower_desloc.app.setup.sketch import unallocated_model
+from flower_desloc.core.formats import lossy
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
+from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.optim.adopt import fourth_root
+from flower_desloc.optim.decays import state_decays
+
+PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
+"""The paper's models and their numbers of parameters, as it states them."""
+
+PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
+"""Folder of their configurations."""
+
+_FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
+
+
+def planned_run(
+    config: Config,
+    link: Link,
+    *,
+    num_params: float | None = None,
+    workers: int | None = None,
+    tokens: float | None = None,
+    value_bytes: float | None = None,
+    rho: float | None = None,
+    step_seconds: float | None = None,
+    flops: float | None = None,
+    mfu: float,
+) -> PlannedRun:
+    """Return the planned run of ``config``; what is None is taken from the configuration.
+
+    ``tokens`` are those of one step of all workers together. ``rho`` bounds every coordinate of a
+    gradient. Without ``step_seconds`` the compute of a step follows from ``mfu`` and ``flops``, by
+    default the peak of an H100 in the run's precision; for a task that is not text it is not known
+    then.
+
+    Raises ``ValueError`` if the configuration lacks something that a plan needs.
+    """
+    num_params = num_params or model_size(config)
+    if workers is None:  # the clients of a window when all are online
+        clients = config.federation
+        drawn = max(clients.min_clients, round(clients.fraction_train * clients.num_clients))
+        workers = min(drawn, clients.num_clients)
+    if config.task == TEXT:
+        tokens = tokens or workers * config.data.batch_size * config.data.seq_len
+    elif tokens is not None:
+        raise ConfigError(f"--tokens-per-step: task={config.task} is not text; leave it out")
+    peak = ""
+    if step_seconds is None and tokens is None:
+        step_seconds = math.nan
+    elif step_seconds is None:
+        assert tokens is not None
+        precision = precision_text(config.model)
+        peak = f"an H100's peak in {precision}" if flops is None else f"--flops={flops:g}"
+        peak = f"{mfu:.0%} of {peak}"
+        flops = flops or H100[precision]
+        step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
+    streams = planned_streams(config, rho)
+    num_bytes = num_params * (value_bytes or dtype_bytes(config))
+    sizes = dict.fromkeys([stream.name for stream in streams], num_bytes)
+    if BUFFERS in sizes:
+        sizes[BUFFERS] = _buffer_bytes(config)
+    values = {"": torch.empty(round(num_params), device="meta")}
+    wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire)
+    return PlannedRun(
+        name=config.run.name,
+        optimizer=config.optimizer.name,
+        num_params=num_params,
+        streams=tuple(
+            replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))
+            for stream in streams
+        ),
+        steps=config.run.steps,
+        workers=workers,
+        tokens=tokens,
+        compute=step_seconds,
+        peak=peak,
+        link=link,
+        schedule=build_schedule(config),
+        bound=config.sync_bound,
+        formats=config.wire,
+        mix=config.optimizer.mix,
+        partition=config.data.partition,
+        unmeasured=unmeasured(asdict(config)),
+        delay=config.sync_delay,
+    )
+
+
+def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedStream, ...]:
+    """Return the streams of a run, without their sizes.
+
+    ``rho`` bounds every coordinate of a gradient; by default it follows from the clipping.
+
+    Raises ``ConfigError`` unless ``config.sync`` states a period for each stream.
+    """
+    check_streams(config)
+    if PARAMS not in config.sync:
+        raise ConfigError(
+            f"sync.{PARAMS} is not set; choose a preset that has it. A plan always compares with "
+            "data parallelism"
+        )
+    clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
+    # A coordinate is at most the norm.
+    rho = rho or min((clip for clip in clips if clip is not None), default=None)
+    return tuple(
+        PlannedStream(
+            name=name,
+            num_bytes=0,
+            beta=_beta(config, name),
+            ceiling=_ceiling(config, name, rho),
+        )
+        for name in build_schedule(config).periods
+    )
+
+
+def model_size(config: Config) -> int:
+    """Return the number of trained parameters of the configured model, without allocating them.
+
+    Raises ``ValueError`` when the model cannot be built.
+    """
+    return sum(p.numel() for p in _model(config).parameters() if p.requires_grad)
+
+
+def _buffer_bytes(config: Config) -> int:
+    found = buffers(_model(config))
+    if not found:
+        raise ConfigError(f"sync.{BUFFERS}: the model has none; leave it out")
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def _model(config: Config) -> nn.Module:
+    return unallocated_model(with_init_from(config))
+
+
+def dtype_bytes(config: Config) -> int:
+    """Return the bytes of one value of a stream."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype.itemsize
+
+
+def _beta(config: Config, name: str) -> float | None:
+    if not starts_at_zero(name):
+        return None
+    if name == "max_exp_avg_sq":  # a maximum changes at most as fast as what it is taken of
+        name = "exp_avg_sq"
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(1))])
+    try:
+        return state_decays(optimizer, [name])[name]
+    except ValueError:
+        return None
+
+
+def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
+    optimizer = config.optimizer
+    if not starts_at_zero(name) or is_path(optimizer.name):
+        return None
+    if optimizer.name == "adopt" and name == "exp_avg":
+        # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) for any g.
+        return fourth_root(config.run.steps)
+    if rho is None or (optimizer.weight_decay and OPTIMIZERS[optimizer.name].decay_in_gradient):
+        return None
+    return rho if name in _FIRST_MOMENTS else rho**2

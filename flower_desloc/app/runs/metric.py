@@ -1,0 +1,47 @@
+"""Held-out metrics: their order, their text, and which of two values is better."""
+
+from collections.abc import Callable, Iterable
+from typing import Final, Literal
+
+from flower_desloc.app.config import units
+from flower_desloc.flower.metrics import NOISE_SCALE
+
+Direction = Literal["min", "max"]
+
+DIRECTIONS: Final[dict[str, Direction]] = {
+    "loss": "min",
+    "accuracy": "max",
+    "perplexity": "min",
+    "bits_per_byte": "min",
+    "nats_per_byte": "min",
+}
+"""The metrics of the project's tasks. Of a task's own metrics the direction is not known."""
+OF_LOSS: Final = ("perplexity", "bits_per_byte", "nats_per_byte")
+"""Metrics that rank runs as the loss does."""
+_DIAGNOSTICS: Final = (NOISE_SCALE, "activation_norm")
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics, each once: the project's first, then a task's own.
+
+    Measurements that are reported on their own, such as the activation norm, are left out.
+    """
+    given = dict.fromkeys(names)
+    own = [name for name in given if name not in DIRECTIONS and name not in _DIAGNOSTICS]
+    return [*(name for name in DIRECTIONS if name in given), *own]
+
+
+def chooser(direction: Direction | None) -> Callable[[float, float], float] | None:
+    """Return the function that returns the better of two values; None without a direction."""
+    return None if direction is None else min if direction == "min" else max
+
+
+def metric_text(value: float | None, metric: str) -> str:
+    """Return a metric's value as text."""
+    texts = {"accuracy": units.percent_text, "perplexity": units.figures}
+    return texts.get(metric, units.loss_text if metric in DIRECTIONS else _own_text)(value)
+
+
+def _own_text(value: float | None) -> str:
+    """Return the value of a task's own metric with four significant digits; ``-`` without one."""
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,229 @@
+"""Build the algorithm's objects from the configuration."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc import optim
+from flower_desloc.app.config import Config, ConfigError
+from flower_desloc.app.config.imports import imported, is_path
+from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.app.tasks import find_task
+from flower_desloc.app.tasks.compute import Compiled
+from flower_desloc.core import lr_schedule
+from flower_desloc.core.outer import OuterOptimizer
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.streams import (
+    BUFFERS,
+    check_optimizer,
+    check_trainable,
+    prime,
+    some,
+    starts_at_zero,
+    stream_names,
+    take,
+    untrained,
+)
+from flower_desloc.core.worker import Clipping
+from flower_desloc.optim.decays import state_decays
+
+
+def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the optimizer of those ``params`` that require a gradient.
+
+    Raises ``ConfigError`` if an optimizer named by its import path cannot be imported or made.
+    """
+    o = config.optimizer
+    params = [p for p in params if p.requires_grad]
+    if is_path(o.name):
+        return _own_optimizer(config, params)
+    given = {key: getattr(o, key) for key in OPTIMIZERS[o.name].defaults}
+    match o.name:
+        case "adopt":
+            return optim.ADOPT(params, o.lr, **given, decouple=True)
+        case "adam" | "adamw" if o.mix < 1:
+            return optim.QHAdam(params, o.lr, **given, decouple=o.name == "adamw")
+        case "sgdm":
+            return optim.SGDM(params, o.lr, **given)
+        case "paper_adam":
+            return optim.PaperAdam(params, o.lr, **given)
+    # PyTorch's own, which have no argument mix.
+    given.pop("mix", None)
+    given["fused"] = all(p.device.type in ("cpu", "cuda") for p in params)
+    match o.name:
+        case "adam":
+            return optim.Adam(params, o.lr, **given)
+        case "adamw":
+            return optim.AdamW(params, o.lr, **given)
+        case "amsgrad":
+            return optim.Adam(params, o.lr, **given, amsgrad=True)
+    raise AssertionError(o.name)
+
+
+def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return a client's optimizer, whose step is compiled under ``model.compile``.
+
+    The steps of our own optimizers are compiled. PyTorch's own Adam already takes
+    its step in one fused kernel.
+    """
+    optimizer = build_optimizer(config, params)
+    compile_step = getattr(optimizer, "compile", None)
+    if config.model.compile and compile_step is not None:
+        compile_step(Compiled)
+    return optimizer
+
+
+def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
+    o = config.optimizer
+    make = imported(o.name, "optimizer.name")
+    try:
+        optimizer = make(params, lr=o.lr, **o.options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
+            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the initial streams of a run: the model's own tensors, and states as meta tensors.
+
+    Raises ``ConfigError`` for parameters that cannot be trained or that the optimizer leaves out,
+    and if the optimizer has states that cannot be kept.
+    """
+    _known_streams(config)
+    optimizer = build_optimizer(config, model.parameters())
+    _check_model(config, model, optimizer)
+    prime(optimizer)
+    streams = take(model, optimizer, stream_names(model, optimizer))
+    return {
+        name: {k: t.to("meta") for k, t in stream.items()} if starts_at_zero(name) else stream
+        for name, stream in streams.items()
+    }
+
+
+def _check_model(config: Config, model: nn.Module, optimizer: Optimizer) -> None:
+    try:
+        check_trainable(model, optimizer)
+    except ValueError as error:
+        raise ConfigError(f"task={config.task}: {error}") from error
+    if left := untrained(model, optimizer):
+        raise ConfigError(
+            f"optimizer.name={config.optimizer.name}: it does not hold {some(left)}, which would "
+            "keep the values of each site; let it hold all parameters it is given, or set "
+            f"requires_grad=False for these in build_model of task={config.task}"
+        )
+
+
+def check_streams(config: Config) -> None:
+    """Raise ``ConfigError`` unless ``sync`` states a period for every stream and no other.
+
+    Also if an import path in the configuration cannot be imported. No model is built; if the
+    states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
+    """
+    find_task(config)
+    always, sometimes = _known_streams(config)
+    states = [name for name in always if name != PARAMS]
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    least = config.federation.min_steps
+    if config.sync_delay:
+        with _otherwise(f"sync_delay={config.sync_delay}", "sync_delay=0"):
+            state_decays(optimizer, states)
+    if least < 1:
+        with _otherwise(f"federation.min_steps={least}", "federation.min_steps=1"):
+            state_decays(optimizer, states)
+    names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
+    try:
+        build_schedule(config).require(names, config.optimizer.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def _otherwise(stated: str, otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
+
+
+def build_schedule(config: Config) -> SyncSchedule:
+    """Return the schedule of the averages."""
+    coins = config.run.seed if config.sync_mode == "probabilistic" else None
+    periods = config.sync
+    if config.strategy != "desloc":
+        periods = dict.fromkeys(_known_streams(config)[0], RESET) | periods
+    once_at = frozenset(config.sync_once_at)
+    return SyncSchedule(periods, coin_seed=coins, once_at=once_at, phases=config.sync_phase)
+
+
+def _known_streams(config: Config) -> tuple[list[str], list[str]]:
+    """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
+    make = partial(build_optimizer, config)
+    if not is_path(config.optimizer.name):
+        module = nn.Linear(1, 1)
+        optimizer = make(list(module.parameters()))
+        prime(optimizer)
+        return list(stream_names(module, optimizer)), []
+    try:
+        found = [check_optimizer(make, 3, 2)]
+        with suppress(ConfigError):  # Muon, for example, is for matrices only
+            found.append(check_optimizer(make, 3))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"optimizer.name={config.optimizer.name}: {error}") from error
+    names = list(dict.fromkeys(name for each in found for name in each))
+    always = [name for name in names if all(name in each for each in found)]
+    return always, [name for name in names if name not in always]
+
+
+def build_outer(config: Config) -> OuterOptimizer | None:
+    """Return the server's optimizer, if there is one."""
+    o = config.outer
+    if GRADIENTS in config.sync:
+        return OuterOptimizer(
+            lambda params: build_optimizer(config, params),
+            lr_schedule=build_lr_schedule(config),
+            clipping=build_clipping(config),
+        )
+    match o.name:
+        case "sgd":
+            return OuterOptimizer(
+                lambda params: torch.optim.SGD(
+                    params, o.lr, momentum=o.momentum, nesterov=o.nesterov
+                )
+            )
+        case "adam":
+            return OuterOptimizer(lambda params: optim.Adam(params, o.lr, betas=(0.9, 0.95)))
+    return None
+
+
+def build_lr_schedule(config: Config) -> lr_schedule.LRSchedule:
+    """Return the learning rate's factor as a function of the global step."""
+    s, steps = config.lr_schedule, config.run.steps
+    warmup = steps // 12 if s.warmup_steps is None else s.warmup_steps
+    match s.name:
+        case "wsd":
+            decay = steps // 10 if s.decay_steps is None else s.decay_steps
+            return lr_schedule.wsd(steps, warmup, decay)
+        case "cosine":
+            return lr_schedule.cosine(steps, warmup, s.final)
+        case "constant":
+            return lr_schedule.constant(warmup)
+    raise AssertionError(s.name)
+
+
+def build_clipping(config: Config) -> Clipping:
+    """Return how gradients are clipped."""
+    return Clipping(norm=config.optimizer.clip_norm, value=config.optimizer.clip_value)

@@ -1,0 +1,75 @@
+"""The memory, cores and devices of this machine."""
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from flower_desloc.app.config import Config
+from flower_desloc.flower.observer import MEMORY_FREE, MEMORY_TOTAL
+
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def default_device() -> torch.device:
+    """Return a GPU if there is one, otherwise the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def about_device(device: torch.device) -> dict[str, str]:
+    """Return what a client reports of the device it computes on, memory in bytes."""
+    about = {"device": str(device)}
+    if device.type == "cuda":
+        about["name"] = torch.cuda.get_device_name(device)
+    if device.type in ("cpu", "cuda"):
+        total, free = device_memory(device)
+        about |= {MEMORY_TOTAL: str(total), MEMORY_FREE: str(free)}
+    return about
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Return the total and the free memory of ``device`` in bytes.
+
+    All devices but CUDA are taken to compute in the machine's memory.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    return memory()
+
+
+def memory() -> tuple[int, int]:
+    """Return the total and the free memory of this process in bytes.
+
+    That of the machine, or less if a container limits it.
+    """
+    machine = psutil.virtual_memory()
+    total, free = machine.total, machine.available
+    limit = _number(_LIMIT)
+    if limit is not None and limit < total:
+        total, free = limit, min(free, limit - (_number(_USED) or 0))
+    return total, free
+
+
+def clients_at_once(config: Config) -> int:
+    """Return how many simulated clients train at the same time on this machine."""
+    f = config.federation
+    at_once = max(1, cores() // f.client_cpus)
+    if f.client_gpus > 0:
+        at_once = min(at_once, max(1, int(torch.cuda.device_count() / f.client_gpus)))
+    return min(f.num_clients, at_once)
+
+
+def cores() -> int:
+    """Return the CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # there is no limit, or it is "max"
+        return None

@@ -1,0 +1,100 @@
+"""A SuperNode that polls often while it is receiving messages: `desloc supernode`.
+
+A SuperNode of Flower 1.41 that finds no message sleeps for three seconds, which no setting changes,
+so every window waits for that. This SuperNode sleeps longer the longer no message has arrived, up
+to Flower's three seconds.
+
+A ClientApp's process starts while its SuperNode still downloads the message, and asks for what is
+not there yet after 1, 2, 4, 8 and 10 seconds. This SuperNode answers when the object has arrived.
+The processes of ClientApps are forked (``superexec``).
+
+Everything else, its arguments included, is that of `flower-supernode`.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from flower_desloc.app.sites.deployment import superexec
+
+COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node")
+"""Runs this file; -P keeps modules in the working directory from being imported."""
+
+_SHORTEST, _LONGEST = 0.1, 3.0
+_LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
+
+
+class PollInterval:
+    """Time to sleep after a poll that found no message.
+
+    One twentieth of the time since the last message, so polling delays a message by at most 5 %;
+    after a minute without a message the node polls no more often than Flower's.
+    """
+
+    def __init__(self, clock: Any = time) -> None:
+        self._clock = clock
+        self._last_message = -float("inf")
+
+    def message_received(self) -> None:
+        """Restart from the shortest interval."""
+        self._last_message = self._clock.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for ``seconds`` at most."""
+        interval = (self._clock.monotonic() - self._last_message) / 20
+        self._clock.sleep(min(max(interval, _SHORTEST), _LONGEST, seconds))
+
+
+def when_available(pull: Callable[..., Any], clock: Any = time) -> Callable[..., Any]:
+    """Return Flower's handler ``pull``, which then answers when the object is available.
+
+    It answers as before when there is no such object, and after some seconds.
+    """
+
+    def pull_object(*args: Any) -> Any:
+        until = clock.monotonic() + _LONGEST_ANSWER
+        while True:
+            answer = pull(*args)
+            if answer.object_available or not answer.object_found or clock.monotonic() >= until:
+                return answer
+            clock.sleep(_SHORTEST)
+
+    return pull_object
+
+
+def start_superexec(command: list[str]) -> object:
+    """Start the SuperExec of this package with the arguments of Flower's ``command``."""
+    return subprocess.Popen([*superexec.COMMAND, *command[1:]])  # noqa: S603
+
+
+def main() -> None:
+    """Run `flower-supernode` with the arguments of the command line."""
+    from flower_desloc.flower.internals import flower_supernode, runtime_handlers
+    from flower_desloc.flower.internals import start_client_internal as loop
+
+    interval, pull = PollInterval(), loop._pull_and_store_message
+
+    def pull_and_note(*args: Any, **kwargs: Any) -> int | None:
+        run_id = pull(*args, **kwargs)
+        if run_id is not None:
+            interval.message_received()
+        return run_id
+
+    # Flower offers no other hook: these are its own names for pulling, sleeping, and starting.
+    runtime_handlers.pull_object = when_available(runtime_handlers.pull_object)
+    loop._pull_and_store_message = pull_and_note
+    loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
+    if sys.platform == "linux":
+        loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
+    # How often its SuperExec asks for work: once a second by default.
+    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    sys.argv[0] = "flower-supernode"
+    flower_supernode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The trainer: one node's ClientApp of one run, in a process that outlives the messages.
+
+``trainer_client`` starts it with a listening socket and the pids of the node's processes. It ends
+with the run, with the node, after an error, when another run's message arrives, when the process
+whose message it is answering ends, and after ten minutes without a message. It ends at once in each
+case, because nothing is lost.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import NoReturn
+
+from flwr.app import Message
+
+from flower_desloc.app.sites.supervisor import on_exit
+from flower_desloc.app.sites.warm.framing import receive, send
+from flower_desloc.flower.internals import TaskIdentity
+
+_IDLE_TIMEOUT = 600.0  # seconds
+_GOODBYE = "query.goodbye"
+
+
+class Trainer:
+    """Serves the app that ``reference`` names to the messages of one run, one at a time."""
+
+    def __init__(self, reference: str, run: str, path: Path, listener: int) -> None:
+        self.reference = reference
+        self.run = run
+        self.path = path
+        self.inode = path.stat().st_ino
+        self.listener = socket.socket(fileno=listener)
+        self.listener.settimeout(_IDLE_TIMEOUT)
+        self.client = 0  # pid of the process whose message is being answered
+
+    def serve(self) -> NoReturn:
+        """Answer messages until there is a reason to end."""
+        more = True
+        with suppress(OSError, EOFError):  # the idle timeout, or the client is gone
+            while more:
+                accepted, _ = self.listener.accept()
+                with Connection(accepted.detach()) as connection:
+                    more = self._serve(connection)
+        self.end()
+
+    def _serve(self, connection: Connection) -> bool:
+        """Answer one message; return whether to wait for another."""
+        run, task, pid = json.loads(connection.recv_bytes())
+        if run != self.run:
+            return False
+        message, context, _ = receive(connection)
+        assert message is not None
+        TaskIdentity.task_id = task
+        TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
+        self.client = pid
+        on_exit(pid, lambda: self.end() if self.client == pid else None)
+        reply: Message | None = None
+        raised = None
+        try:
+            reply = resolve_name(self.reference)(message, context)
+        except Exception as error:
+            raised = _described(error)
+        self.client = 0
+        try:
+            send(connection, reply, context, raised, release=True)
+        except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
+            reply = None
+            send(connection, None, context, _described(error), release=True)
+        if ahead := sys.modules.get("flower_desloc.flower.ahead"):  # the app may be any
+            ahead.STEPS_AHEAD.take()
+        # After an error the process itself may be broken, as after an error of CUDA.
+        return reply is not None and message.metadata.message_type != _GOODBYE
+
+    def end(self) -> NoReturn:
+        """End this process, whatever it is doing."""
+        with suppress(OSError):
+            if self.path.stat().st_ino == self.inode:  # not yet replaced by a successor's
+                self.path.unlink()
+        sys.stdout.flush()
+        # Not sys.exit: another thread may be in the middle of a window. Its state file is whole.
+        os._exit(0)
+
+
+def _described(error: Exception) -> tuple[str, str, str, str]:
+    """Return module, class, words and traceback of the error that is being handled."""
+    kind = type(error)
+    return kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run as ``python -m`` of this module with REFERENCE RUN PATH LISTENER PID..."""
+    reference, run, path, listener, *node = arguments
+    trainer = Trainer(reference, run, Path(path), int(listener))
+    for pid in node:
+        on_exit(int(pid), trainer.end)
+    trainer.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

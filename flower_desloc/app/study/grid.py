@@ -1,0 +1,171 @@
+"""The grid of a study: its cells, and the runs of a cell."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from flower_desloc.app.config import Config, load
+from flower_desloc.app.config.user_code import user_modules
+from flower_desloc.app.runs.groups import flat
+from flower_desloc.app.runs.metric import Direction
+from flower_desloc.app.study.search import Search
+from flower_desloc.flower.fingerprint import code_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec:
+    """The number of a run that counts."""
+
+    metric: str = "loss"
+    """The loss, or any metric of the task."""
+    direction: Direction = "min"
+    """`min`: a smaller value is better; `max`: a larger one."""
+    where: str = "central"
+    """`central`: the averaged model on every domain's held-out text. `federated`: on the clients'
+    own. `train`: the training loss, mean over the clients and the steps of a window."""
+    reduce: str = "final"
+    """`final`: the last evaluation or window. `best`: the smallest or largest."""
+
+    @property
+    def sign(self) -> int:
+        """The factor that makes a smaller score the better one."""
+        return 1 if self.direction == "min" else -1
+
+    @property
+    def text(self) -> str:
+        """The score in words."""
+        of = {
+            "central": f"held-out {self.metric}",
+            "federated": f"held-out {self.metric} on the clients",
+            "train": "training loss of the last window",
+        }[self.where]
+        if self.reduce == "best":
+            best = "smallest" if self.direction == "min" else "largest"
+            return f"{best} {of.removesuffix(' of the last window')}"
+        return of if self.where == "train" else f"final {of}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A grid of runs."""
+
+    name: str
+    axes: Mapping[str, tuple[str, ...]]
+    """The labels of each axis' values."""
+    cells: tuple["Cell", ...]
+    seeds: tuple[int, ...]
+    score: ScoreSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination of the axes' values."""
+
+    labels: Mapping[str, str]
+    """The value's label on each axis."""
+    config: str
+    """Preset or path of a YAML file."""
+    overrides: tuple[str, ...]
+    search: Search | None = None
+
+    @property
+    def name(self) -> str:
+        """The labels, for people."""
+        return ", ".join(self.labels.values()) or self.config
+
+    @property
+    def slug(self) -> str:
+        """The labels, for a folder.
+
+        >>> Cell(labels={"method": "DES-LOC", "K": "16 steps"}, config="", overrides=()).slug
+        'des-loc_16-steps'
+        """
+        return "_".join(map(_slug, self.labels.values())) or "all"
+
+    def run(self, seed: int, position: int | None = None) -> "StudyRun":
+        """Return the run with a seed, at a position of the search."""
+        tuned, overrides = "", self.overrides
+        if self.search is not None and position is not None:
+            value = self.search.value(position)
+            tuned = f"{self.search.key}={value:g}"
+            overrides = (*overrides, f"{self.search.key}={value}")
+        config = load_once(self.config, overrides)
+        named = with_run(config, name=self.slug[:80], seed=seed)
+        return StudyRun(self, seed, tuned, named, code_once(user_modules(config)))
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a cell. Two runs with the same configuration and code have the same folder."""
+
+    cell: Cell
+    seed: int
+    tuned: str
+    """The key that the cell's search tunes, and its value: ``key=value``; empty without one."""
+    config: Config
+    """The configuration to run. Its name is the cell's, by which a report groups runs."""
+    code: str = ""
+    """A digest of the user's own code (``code_digest``) when the study was started."""
+
+    @cached_property
+    def folder(self) -> str:
+        """Name of the run's folder: the tuned value, the seed, a digest of settings and code."""
+        key, _, value = self.tuned.partition("=")
+        tuned = [f"{key.rpartition('.')[2]}-{value}"] if self.tuned else []
+        return "-".join([*tuned, f"seed-{self.seed}", config_digest(self.config, self.code)])
+
+    @property
+    def title(self) -> str:
+        """Cell, tuned value and seed, for people."""
+        return ", ".join(filter(None, [self.cell.name, self.tuned, f"seed {self.seed}"]))
+
+
+def with_run(config: Config, **values: Any) -> Config:
+    """Return ``config`` with other values in its section ``run``."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **values))
+
+
+def config_digest(config: Config, code: str = "") -> str:
+    """Return eight hexadecimal digits of the values that are not defaults, except the run's name.
+
+    They also depend on ``code``. A key that a later version adds does not change the digest of
+    earlier runs.
+    """
+    default = flat(dataclasses.asdict(Config()))
+    changed = {
+        key: value
+        for key, value in flat(dataclasses.asdict(config)).items()
+        if key != "run.name" and (key not in default or default[key] != value)
+    }
+    if code:
+        changed["code"] = code
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def code_digest(modules: Iterable[str]) -> str:
+    """Return a digest of the files of ``code_of``; empty if there is none."""
+    code = code_of(modules)
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest() if code else ""
+
+
+@cache  # a study has one version of the code: its workers keep the modules they have imported
+def code_once(modules: tuple[str, ...]) -> str:
+    """Return the digest of a user's modules when this process first needed it."""
+    return code_digest(modules)
+
+
+@cache
+def load_once(config: str, overrides: tuple[str, ...]) -> Config:
+    """Load a configuration, or return it from the cache: each run's is needed many times."""
+    return load(config, overrides)
+
+
+def _slug(label: str) -> str:
+    # FAVG+OPT and FAVG-OPT are two methods.
+    plain = label.lower().replace("+", "-plus-")
+    return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.")

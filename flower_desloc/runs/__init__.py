@@ -1,6 +1,0 @@
-"""Output of a run: its folder, records, terminal output, figures and report."""
-
-from flower_desloc.runs.folder import RunFolder
-from flower_desloc.runs.recorder import RunRecorder
-
-__all__ = ["RunFolder", "RunRecorder"]

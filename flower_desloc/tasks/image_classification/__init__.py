@@ -1,6 +1,0 @@
-"""Image classification."""
-
-from flower_desloc.tasks.image_classification.batches import ImageBatch
-from flower_desloc.tasks.image_classification.task import ImageClassification
-
-__all__ = ["ImageBatch", "ImageClassification"]

@@ -1,1 +1,0 @@
-"""Commands around a run: studies, exports, evaluation, dry runs."""

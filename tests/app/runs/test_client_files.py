@@ -1,0 +1,86 @@
+"""What the clients of a run keep is there as long as the run can be resumed, and no longer."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+
+from flower_desloc.app.runs import RunFolder
+from flower_desloc.app.runs.client_files import client_files
+from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+
+RUN = ["run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2", *tiny.TINY]
+
+
+def kept(output_dir: Path) -> list[str]:
+    """Return the runs whose clients' state is there."""
+    return sorted(path.name.rpartition("-")[0] for path in output_dir.glob(".clients/*"))
+
+
+def state(output_dir: Path, key: str) -> None:
+    """Write what a client of a killed run leaves."""
+    folder = output_dir / ".clients" / key / "client-0"
+    folder.mkdir(parents=True)
+    (folder / "step-00000002.safetensors").write_bytes(b"state")
+
+
+def checkpoint(run: RunFolder, key: str) -> None:
+    about = {"run_key": key, "round": 1, "step": 2, "evaluated": 0, "versions": {}, "averages": {}}
+    run.checkpoints.mkdir(exist_ok=True)
+    Checkpoints(run.checkpoints).write(Checkpoint(**about))
+
+
+def looked_at(output_dir: Path) -> list[str]:
+    with client_files(output_dir):
+        return kept(output_dir)
+
+
+def test_the_state_of_a_run_that_can_be_resumed_stays(tmp_path):
+    run = RunFolder.create(tmp_path, "a-run")
+    state(tmp_path, "a-run-01234567")
+    checkpoint(run, "a-run-01234567")
+    assert looked_at(tmp_path) == ["a-run"]
+
+
+def test_the_state_of_a_run_that_is_going_on_stays(tmp_path):
+    run = RunFolder.create(tmp_path, "a-run")
+    state(tmp_path, "a-run-01234567")
+    with run.claimed():
+        assert looked_at(tmp_path) == ["a-run"]
+
+
+@pytest.mark.parametrize("what", ["deleted", "complete", "no checkpoint", "another run"])
+def test_the_state_of_any_other_run_is_deleted(tmp_path, what):
+    run = RunFolder.create(tmp_path, "a-run")
+    state(tmp_path, "a-run-01234567")
+    if what != "no checkpoint":
+        checkpoint(run, "a-run-" + ("89abcdef" if what == "another run" else "01234567"))
+    if what == "complete":
+        run.write_summary({"status": "completed"})
+    if what == "deleted":
+        shutil.rmtree(run.path)
+    assert looked_at(tmp_path) == []
+    assert not (tmp_path / ".clients").exists()
+
+
+def test_what_no_run_has_written_is_left_alone(tmp_path):
+    state(tmp_path, "mine")
+    assert (tmp_path / ".clients" / "mine").exists()
+    with client_files(tmp_path):
+        pass
+    assert (tmp_path / ".clients" / "mine").exists()
+
+
+def test_the_state_of_killed_runs_goes_with_them(tmp_path):
+    with tiny.failing_at(2):
+        tiny.train(tmp_path, *RUN, "run.name=without", "run.checkpoint_every=0")
+    assert kept(tmp_path) == []
+    with tiny.failing_at(2):
+        tiny.train(tmp_path, *RUN, "run.name=with", "run.checkpoint_every=1")
+    assert kept(tmp_path) == ["with"]
+    tiny.train(tmp_path, *RUN, "run.name=other")
+    assert kept(tmp_path) == ["with"]
+    shutil.rmtree(tmp_path / "with")
+    tiny.train(tmp_path, *RUN, "run.name=other")
+    assert kept(tmp_path) == []

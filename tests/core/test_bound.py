@@ -1,0 +1,124 @@
+"""An average of Adam's u is bounded by what a worker's own v allows (`sync_bound`)."""
+
+import pytest
+import torch
+from federation import OPTIMIZERS, OneSided, Tensors, assert_close, assert_same
+from flower_path import Run, oracle
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tiny import TINY, train
+from torch import Tensor, nn
+
+from flower_desloc import SyncSchedule
+from flower_desloc.app.config import load
+from flower_desloc.flower.policy import Policy
+from flower_desloc.optim import ADOPT, Adam
+from flower_desloc.optim.bounds import moment_ratio
+
+ADAMS = ["adam", "adamw", "paper_adam"]
+
+
+def after(gradients: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor, float]:
+    """Return u and v of PyTorch's Adam after these gradients, and the ratio they keep to."""
+    p = nn.Parameter(torch.zeros(gradients.shape[1:], dtype=torch.float64))
+    adam = torch.optim.Adam([p], betas=betas)
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        adam.step()
+    state = adam.state[p]
+    return state["exp_avg"], state["exp_avg_sq"], moment_ratio(adam)
+
+
+@given(st.integers(1, 60), st.floats(0, 0.99), st.floats(0.5, 0.9999), st.integers(0, 2**31))
+def test_no_gradients_exceed_the_ratio(steps, beta1, beta2, seed):
+    assume(beta1**2 < 0.999 * beta2)
+    draw = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(steps, 7, generator=draw, dtype=torch.float64)
+    u, v, ratio = after(gradients, (beta1, beta2))
+    assert (u.abs() <= ratio * v.sqrt() * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("betas", [(0.95, 0.95), (0.9, 0.999), (0.95, 0.99)])
+def test_some_gradients_reach_the_ratio(betas):
+    """Equality in Cauchy and Schwarz: gradients that shrink by beta1 / beta2, backwards in time."""
+    beta1, beta2 = betas
+    ages = torch.arange(400, dtype=torch.float64)
+    u, v, ratio = after(((beta1 / beta2) ** ages.flip(0))[:, None], betas)
+    assert (u / v.sqrt()).item() == pytest.approx(ratio, rel=1e-5)
+
+
+def run(folder, name="adam", schedule=(2, 4, 9), **options):
+    return Run(name, schedule, folder, **{"num_steps": 26, "sync_bound": True, **options})
+
+
+# v leaves steps after u: 16/48/96 with phases of 16 and 32, at a quarter of the length. The mean of
+# v can be below what the worker's own u was made with.
+APART = SyncSchedule(OPTIMIZERS["adam"].periods(4, 12, 24), phases={"exp_avg": 4, "exp_avg_sq": 8})
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*((name, (2, 4, 9)) for name in ADAMS), ("adam", APART)]
+)
+def test_bounded_averages_equal_the_oracle(name, schedule, delay, tmp_path):
+    problem = OneSided()
+    bounding = run(tmp_path, name, schedule, problem=problem, sync_delay=delay)
+    ratio = moment_ratio(bounding.case.make(problem.module().parameters()))
+    assert_close(bounding.start(), oracle(bounding, bound=ratio))
+
+
+def test_a_worker_without_gradients_of_a_coordinate_does_not_throw_it_away(tmp_path):
+    """It has v = 0 there; an average of u alone would be divided by epsilon."""
+
+    def scalar(**options) -> float:
+        policy = Policy(norm_bound=None)  # which would leave this worker out
+        trained = run(tmp_path / str(options), problem=OneSided(), policy=policy, **options)
+        return max(abs(state["params"]["scalar"].item()) for state in trained.start())
+
+    assert scalar() < 10
+    assert scalar(sync_bound=False) > 1e3
+
+
+def test_nothing_changes_where_moments_are_averaged_together(tmp_path):
+    runs = (run(tmp_path / str(i), schedule=(2, 4, 4), sync_bound=i > 0) for i in range(2))
+    assert_same(*(each.start() for each in runs))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ADOPT(Tensors().parameters()), Adam(Tensors().parameters(), betas=(0.99, 0.9))],
+    ids=["ADOPT", "beta1^2 >= beta2"],
+)
+def test_there_may_be_no_ratio(optimizer):
+    assert moment_ratio(optimizer) is None
+
+
+def test_the_ratio_of_groups_with_different_betas_is_the_greatest():
+    def ratio(*betas) -> float:
+        parts = zip(Tensors().parameters(), betas, strict=False)
+        return moment_ratio(Adam([{"params": [p], "betas": each} for p, each in parts]))
+
+    assert ratio((0.9, 0.95), (0.9, 0.999)) == ratio((0.9, 0.999)) > ratio((0.9, 0.95))
+
+
+@pytest.mark.parametrize("name", ["sgdm", "adopt"])
+def test_an_optimizer_without_a_ratio_is_left_as_it_is(name, tmp_path):
+    periods = (2, 4, 9)[: 2 if name == "sgdm" else 3]
+    runs = (Run(name, periods, tmp_path / str(i), sync_bound=i > 0) for i in range(2))
+    assert_same(*(each.start() for each in runs))
+
+
+@pytest.mark.parametrize("preset", ["desloc_adam", "local_adam", "smollm2_135m_niid"])
+def test_the_papers_presets_of_adam_have_no_bound_and_the_others_do(preset):
+    assert not load(preset, []).sync_bound
+    assert load("quickstart", []).sync_bound
+
+
+@pytest.mark.parametrize(("betas", "warned"), [("[0.9,0.95]", False), ("[0.99,0.9]", True)])
+def test_a_run_whose_betas_have_no_bound_is_warned(betas, warned, tmp_path, caplog):
+    train(tmp_path, *TINY, f"optimizer.betas={betas}", "run.steps=1")
+    assert ("sync_bound does nothing" in caplog.text) == warned
+
+
+def test_averages_of_v_alone_can_be_bounded():
+    assert load("quickstart", ["sync.exp_avg=never"]).sync_bound

@@ -1,0 +1,86 @@
+"""``sys.exit`` in the user's code is an error; the same from a signal ends the program."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+from flwr.app import Context, Message, RecordDict
+
+from flower_desloc.app.cli.terminal import exit_on_signals
+from flower_desloc.app.tasks.image_classification import ImageClassification
+from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.inprocess import InProcessGrid
+
+SMALL = ("run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4")
+CONTINUE = ("federation.on_failure=continue", "federation.min_clients=1")
+
+
+def leaves(*_args: object) -> None:
+    sys.exit(0)
+
+
+def trained(folder: Path, task: str) -> Path:
+    return tiny.train(
+        folder, *SMALL, f"task={__name__}:{task}", *CONTINUE, config="digits", clients=3
+    )
+
+
+class AtOneSite(ImageClassification):
+    def client_data(self, site):
+        if site.partition == 1:
+            leaves()
+        return super().client_data(site)
+
+
+class InTheEvaluation(ImageClassification):
+    heldout = leaves
+
+
+class WhenSaved(ImageClassification):
+    save = leaves
+
+
+class WhenBuilt(ImageClassification):
+    build_model = leaves
+
+
+def test_a_site_that_exits_has_failed(tmp_path):
+    folder = trained(tmp_path, "AtOneSite")
+    assert tiny.summary(folder)["status"] == "completed"
+    assert tiny.summary(folder)["clients"] == 2
+
+
+@pytest.mark.parametrize("task", ["InTheEvaluation", "WhenSaved", "WhenBuilt"])
+def test_a_server_app_that_exits_has_failed(tmp_path, task):
+    with pytest.raises(RuntimeError, match=r"it called sys\.exit\(0\)"):
+        trained(tmp_path, task)
+    for written in tmp_path.glob("*/summary.json"):
+        found = tiny.summary(written.parent)
+        assert (found["status"], found["error"]) == (
+            "failed",
+            "RuntimeError: it called sys.exit(0)",
+        )
+
+
+def test_any_client_app_that_exits_has_failed():
+    grid = InProcessGrid(leaves, [{}])  # type: ignore[arg-type]
+    [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
+    assert reply.error.reason == "RuntimeError: it called sys.exit(0)"
+
+
+def test_ctrl_c_is_no_failure_of_a_client():
+    def interrupted(message: Message, context: Context) -> Message:
+        raise KeyboardInterrupt
+
+    grid = InProcessGrid(interrupted, [{}])  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        grid.send_and_receive([Message(RecordDict(), 1, "train")])
+
+
+def test_a_signal_ends_the_program_also_in_a_client():
+    with pytest.raises(SystemExit) as ended, exit_on_signals(), exits_as_errors():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -1,0 +1,162 @@
+"""Clients that start at a later step, where some states were never averaged."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from federation import OPTIMIZERS, OneSided, OptimizerCase, Quadratic, assert_close, assert_same
+from flower_path import Run, oracle
+from reference import Tree
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc import NEVER, Policy, SyncSchedule
+from flower_desloc.core.newcomer import needs_seed, seed_states
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import prime, stream_names, take, trained_by
+from flower_desloc.flower.observer import WindowRecord
+from flower_desloc.flower.records import from_record
+from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
+
+JOINS = 10
+WITH_RATIO = ["adam", "adamw", "amsgrad", "paper_adam"]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("name", [*WITH_RATIO, "adopt"])
+@pytest.mark.parametrize("periods", [(2, 2, NEVER), (2, 4, 24), (2, NEVER, 4), (2, NEVER, NEVER)])
+def test_a_newcomer_seeds_v_and_fits_u_to_it_whatever_the_runs_settings(
+    name, periods, bound, tmp_path
+):
+    def present(m, t):
+        return m != 1 or t >= JOINS
+
+    joined = Run(name, periods, tmp_path, num_steps=20, present=present, sync_bound=bound)
+    ratio = joined.case.oracle.ratio if bound and name != "adopt" else None
+    assert_close(joined.start(), oracle(joined, present=present, bound=ratio))
+
+
+Make = Callable[[Iterable[Tensor]], Optimizer]
+OF_TORCH: dict[str, Make] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.9, 0.95)),
+    "Adam without a ratio": lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.99, 0.95)),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, betas=(0.9, 0.95)),
+    "AMSGrad": lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.9, 0.95), amsgrad=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.05),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.05, betas=(0.9, 0.95)),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "RMSprop with momentum": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "ADOPT": lambda p: ADOPT(p, lr=0.05, betas=(0.95, 0.99)),
+    "SGDM": lambda p: SGDM(p, lr=0.2, momentum=0.8),
+    "paper's Adam": lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-8),
+    "QHAdam without a ratio": lambda p: QHAdam(p, lr=0.05, betas=(0.99, 0.95), mix=0.7),
+}
+
+
+@pytest.mark.parametrize("name", ["adam", "qhadam"])
+def test_a_client_that_was_evaluated_before_its_first_window_is_a_newcomer_too(name, tmp_path):
+    """With a share of the clients in every window: evaluations change nothing in training."""
+
+    def final(*, evaluated: bool) -> Tree:
+        policy = Policy(fraction_train=0.34, norm_bound=None)
+        run = Run(
+            name,
+            (2, 4, NEVER),
+            tmp_path / str(evaluated),
+            problem=OneSided(),
+            num_clients=6,
+            policy=policy,
+            evaluate_clients=evaluated,
+            eval_every=2,
+        )
+        return from_record(run.strategy.start(run.grid, run.initial).arrays)
+
+    assert_same(final(evaluated=True), final(evaluated=False))
+
+
+FIRST_STEPS = {"RMSprop": 0.5, "RMSprop with momentum": 0.5, "Adagrad": 0.5}
+"""How far an optimizer without bias correction moves in its first two steps, wherever it is."""
+
+
+def states_of(make: Make) -> list[str]:
+    module = Quadratic().module()
+    optimizer = make(module.parameters())
+    prime(optimizer)
+    return [name for name in stream_names(module, optimizer) if name != PARAMS]
+
+
+def cases() -> Iterable[Any]:
+    for name, make in OF_TORCH.items():
+        for averaged in states_of(make):
+            yield pytest.param(name, averaged, id=f"{name}: only {averaged} is averaged")
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["joins", "has lost its state"])
+@pytest.mark.parametrize(("name", "averaged"), [*cases()])
+def test_a_newcomers_steps_are_no_longer_than_they_would_have_been(name, averaged, lost, tmp_path):
+    """It sees no gradient of a coordinate in which the federation's first moment is not zero."""
+    make = OF_TORCH[name]
+    periods = {PARAMS: 2, **dict.fromkeys(states_of(make), NEVER), averaged: 4}
+    case = OptimizerCase(make, OPTIMIZERS["sgdm"].oracle, 0.05)
+
+    def update_norm(*, new: bool) -> float:
+        """Return how far the last client moves in the window that begins at ``JOINS``."""
+        run = Run(
+            case,
+            SyncSchedule(periods),
+            tmp_path / str(new),
+            problem=OneSided(),
+            num_steps=JOINS + 2,
+            # What it is compared with must not spike; that a newcomer does not is the claim.
+            sync_bound=lost or not new,
+            policy=Policy(norm_bound=None),
+            present=lambda m, t: m != 2 or lost or not new or t >= JOINS,
+        )
+
+        def forget(record: WindowRecord) -> None:
+            if new and lost and record.step == JOINS:
+                run.files(2).delete()
+
+        run.watch.after.append(forget)
+        run.start()
+        return run.watch.records[-1].clients["client-2"].update_norm
+
+    # An optimizer's first steps are its longest.
+    assert update_norm(new=True) < 3 * update_norm(new=False) + FIRST_STEPS.get(name, 0.0)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RAdam", "ADOPT", "QHAdam"])
+def test_the_seed_is_the_square_of_what_the_optimizer_calls_the_gradient(name, decay):
+    """The v that its first step makes, without the factor 1 - beta2."""
+    makes: dict[str, Callable[..., Optimizer]] = {
+        "Adam": torch.optim.Adam,
+        "AdamW": torch.optim.AdamW,
+        "RAdam": torch.optim.RAdam,
+        "ADOPT": ADOPT,
+        "QHAdam": QHAdam,
+    }
+
+    def primed() -> tuple[nn.Module, Optimizer]:
+        module = Quadratic().module()
+        betas = (0.9, 0.95)
+        optimizer = makes[name](module.parameters(), lr=0.1, betas=betas, weight_decay=decay)
+        prime(optimizer)
+        for i, p in enumerate(trained_by(optimizer)):
+            p.grad = torch.full_like(p, 0.3 + i)
+        return module, optimizer
+
+    module, optimizer = primed()
+    assert needs_seed(optimizer, take(module, optimizer, ["exp_avg_sq"])) == ["exp_avg_sq"]
+    seed_states(optimizer, ["exp_avg_sq"])
+    seeded = take(module, optimizer, ["exp_avg_sq"])["exp_avg_sq"]
+    stepped, other = primed()
+    other.step()
+    factor = 1.0 if name == "ADOPT" else 0.05
+    for key, v in take(stepped, other, ["exp_avg_sq"])["exp_avg_sq"].items():
+        torch.testing.assert_close(factor * seeded[key], v)
+    assert needs_seed(optimizer, {"exp_avg_sq": seeded}) == []
