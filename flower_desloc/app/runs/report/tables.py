@@ -76,25 +76,13 @@ def tiles(run: RunRecord) -> list[Tile]:
             sent = units.bytes_text(summary["bytes"][key]["up"]["total"])
             factor = units.figures(summary["ratio"][key])
             found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
-    found += [tile for tile in (_noise(run), _expected(run), _slowest(run)) if tile is not None]
+    found += [tile for tile in (_expected(run), _slowest(run)) if tile is not None]
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "averaging", "evaluation", "exchange")
         split = ", ".join(f"{part} {units.duration_text(seconds.get(part, 0.0))}" for part in parts)
         found.append(Tile("wall-clock", units.duration_text(seconds["total"]), split))
     return found
-
-
-def _noise(run: RunRecord) -> Tile | None:
-    batches, data = run.summary.get("noise_scale"), run.config["data"]
-    if batches is None:
-        return None
-    size, unit = data["batch_size"], units.examples_noun(run.task)
-    if run.task == units.TEXT:
-        size, unit = size * data["seq_len"], "tokens"
-    rounded = f"{float(f'{batches * size:.2g}'):,.0f} {unit}"
-    note = f"{units.figures(batches)} {TIMES} a client's batch"
-    return Tile("gradient noise scale", rounded, note)
 
 
 def _expected(run: RunRecord) -> Tile | None:
@@ -123,7 +111,7 @@ def _expected(run: RunRecord) -> Tile | None:
     apart, gap = gaps[0]
     where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
     measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
-    if why := unknown(apart, settings, run.summary.get("noise_scale")):
+    if why := unknown(apart, settings):
         return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
     verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
     return Tile("rare averages", verdict, f"loss above Local, {measured}")
