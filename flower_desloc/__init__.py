@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         take,
     )
     from flower_desloc.core.worker import Clipping, StepMetrics, Worker
+    from flower_desloc.flower.arrays import from_record, to_record
     from flower_desloc.flower.baselines.data_parallel import DataParallel
     from flower_desloc.flower.checkpoint import (
         Checkpoint,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from flower_desloc.flower.log_lines import LogLines
     from flower_desloc.flower.observer import Observer, Plan, WindowRecord
     from flower_desloc.flower.policy import FederationError, Policy
-    from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
@@ -100,7 +100,7 @@ _HOMES = {
     "flower.log_lines": ["LogLines"],
     "flower.observer": ["Observer", "Plan", "WindowRecord"],
     "flower.policy": ["FederationError", "Policy"],
-    "flower.records": ["from_record", "to_record"],
+    "flower.arrays": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
 }

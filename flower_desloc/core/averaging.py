@@ -7,11 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Stream = Mapping[str, Tensor]
-"""Tensors of one stream under their parameters' names."""
-
-Weight = float | Mapping[str, float]
-"""A client's weight in all averages, or in that of each stream."""
+from flower_desloc.core.types import Stream, Weight
 
 _BLOCK = 1 << 19
 """Values per operation: their difference to the mean stays in the cache."""

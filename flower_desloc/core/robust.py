@@ -20,8 +20,6 @@ from torch import Tensor
 from flower_desloc.core.averaging import (
     Drift,
     Mean,
-    Stream,
-    Weight,
     blocks,
     distance,
     require_same,
@@ -29,6 +27,7 @@ from flower_desloc.core.averaging import (
 )
 from flower_desloc.core.formats import NEVER_NEGATIVE
 from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.types import Stream, Weight
 
 T = TypeVar("T")
 

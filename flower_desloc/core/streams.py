@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import BUFFERS as BUFFERS
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_desloc.core.averaging import Stream, distance
+from flower_desloc.core.averaging import distance
 from flower_desloc.core.late import merged
 from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -27,6 +27,7 @@ from flower_desloc.core.streams import (
     stream_names,
     zeros_like,
 )
+from flower_desloc.core.types import Stream
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken

@@ -20,7 +20,8 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.internals import (
     DecodeError,
@@ -33,7 +34,6 @@ from flower_desloc.flower.limits import Limits, most_objects, shortened
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.flower.records import records_of
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory

@@ -10,8 +10,8 @@ from typing import Self
 
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 from flower_desloc.flower import bundles
 from flower_desloc.flower.messages import TENSOR_NAMES
 

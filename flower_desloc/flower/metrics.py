@@ -7,14 +7,14 @@ from statistics import median
 
 from flwr.app import MetricRecord, MetricRecordValues
 
-from flower_desloc.core.averaging import Weight
 from flower_desloc.core.noise import noise_scale
+from flower_desloc.core.types import Weight
+from flower_desloc.flower.arrays import plain_numbers
 from flower_desloc.flower.exchange import printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import MOST_EXAMPLES, TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import plain_numbers
 
 NOISE_SCALE = "noise_scale"
 """Metric of an evaluation on clients: the gradient noise scale in batches of one client."""

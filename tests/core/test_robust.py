@@ -18,8 +18,8 @@ from scipy.stats import trim_mean
 from flower_desloc import Mean
 from flower_desloc.app.config import ConfigError, dump, load, parse
 from flower_desloc.core.robust import Gathered, NormBound, coordinate_median, trimmed_mean
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.core.noise import noise_scale
 from flower_desloc.flower import limits
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, length
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
@@ -32,7 +33,6 @@ from flower_desloc.flower.messages import WindowReply
 from flower_desloc.flower.metrics import client_record, pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, to_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}

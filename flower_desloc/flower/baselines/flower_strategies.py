@@ -14,14 +14,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, records_of, to_record
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import CONFIG
 from flower_desloc.flower.policy import FederationError
-from flower_desloc.flower.records import from_record, records_of, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
@@ -34,7 +35,7 @@ class FlowerStrategy(DesLoc):
     ----------
     make : Callable
         Makes the strategy: ``FedAvg``, or ``functools.partial(FedAdam, eta=0.01)``. It is called
-        with the names of records, and with the numbers of nodes that let the engine decide who
+        with the names of records, and with the numbers of nodes that let the loop decide who
         takes part.
     schedule : SyncSchedule
         Period of ``params``; the optimizer's states must be ``reset``.
@@ -120,7 +121,7 @@ class FlowerAverage(Gathered):
 
     def result(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the strategy's parameters, in the model's own types."""
-        strategy, now = self._peer.strategy, self._peer.engine.round
+        strategy, now = self._peer.strategy, self._peer.loop.round
         replies = [_reply(streams[PARAMS], weights[PARAMS]) for streams, weights in self._held]
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None

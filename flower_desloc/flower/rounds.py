@@ -1,6 +1,6 @@
-"""The round engine: greet the clients, ask them, collect their replies, repeat below the quorum.
+"""The loop over windows: greet clients, ask them, collect replies, repeat below the quorum.
 
-One round is one window. A strategy says what to send and how to average; the engine knows the
+One round is one window. A strategy says what to send and how to average; the loop knows the
 clients and keeps the record of the round. Messages pass through its ``exchange``.
 """
 
@@ -17,8 +17,9 @@ from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
+from flower_desloc.core.types import Stream
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import Exchange, reason_of
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
@@ -63,7 +64,7 @@ class Round:
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
 
 
-class RoundEngine:
+class RoundLoop:
     """The clients of one run over one grid, and the round in progress.
 
     Parameters
