@@ -10,16 +10,15 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Mean
+from flower_desloc.core.averaging import Averager, update_lengths
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.robust import Average, Gathered, NormBound
+from flower_desloc.core.robust import NormBound, averager
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
@@ -123,6 +122,8 @@ class DesLoc(Strategy):
     """
 
     title = "DES-LOC"
+    has_bound = True
+    """Whether ``policy.norm_bound`` is for this strategy's replies."""
 
     def __init__(
         self,
@@ -289,22 +290,22 @@ class DesLoc(Strategy):
         """
         del server_round
         now = self.loop.round
-        averager, bound = self._averager(now.window), self._norm_bound(now.window)
+        mean, bound = self._averager(now.window), self._norm_bound(now.window)
         added: list[Member] = []
         for message in replies:
             with self.loop.timed("averaging"):
-                added += self._add(averager, self._judged(bound, message))
+                added += self._add(mean, self._judged(bound, message))
             del message  # free its memory before the next one is received
         with self.loop.timed("averaging"):
-            added += self._add(averager, bound.rest() if bound else [])
-            if averager.count < self.policy.min_clients:
+            added += self._add(mean, bound.rest())
+            if mean.count < self.policy.min_clients:
                 return None, None  # the clients will go back to what they held before
             for member in added:
                 member.held = dict(self.state.versions)
-            averages = averager.result()
-            self.state.lengths |= bound.medians() if bound else {}
-            now.drift = averager.drift(averages)
-            del averager  # publish frees a stream's memory once it is encoded
+            averages = mean.result()
+            self.state.lengths |= bound.medians()
+            now.drift = mean.drift(averages)
+            del mean  # publish frees a stream's memory once it is encoded
             self._publish(averages, now.window)
         has_params = self.state.versions[PARAMS] == now.window.stop
         return self.state.averages[PARAMS] if has_params else None, trained(now.clients)
@@ -329,7 +330,7 @@ class DesLoc(Strategy):
             self.loop.leave_out(members[name], f"evaluation: {why}", "outlier")
         return pooled(usable, self.metrics)
 
-    def _judged(self, bound: NormBound[_Usable] | None, message: Message) -> list[_Judged]:
+    def _judged(self, bound: NormBound[_Usable], message: Message) -> list[_Judged]:
         """Read a reply; return the replies that can be decided now, each with why it is left out.
 
         A reply that cannot be used is left out at once.
@@ -340,10 +341,10 @@ class DesLoc(Strategy):
             reply = self._read(message, window)
             reply.check_values()
             usable = member, reply, self._weight(member, reply, window.due)
-            return bound.judge(usable, reply.streams) if bound else [(usable, "")]
+            return bound.judge(usable)
         return []
 
-    def _add(self, averager: Mean | Gathered, judged: Iterable[_Judged]) -> list[Member]:
+    def _add(self, mean: Averager, judged: Iterable[_Judged]) -> list[Member]:
         """Add replies to the average; return the clients of those that are not left out."""
         added = []
         for (member, reply, weight), why in judged:
@@ -352,7 +353,7 @@ class DesLoc(Strategy):
                 self.loop.leave_out(member, reason, "outlier")
                 continue
             with self.loop.leaving_out(member.node_id, "refused"):
-                averager.add(reply.streams, weight)
+                mean.add(reply.streams, weight)
                 self.loop.add(member, reply.metrics)
                 added.append(member)
         return added
@@ -384,23 +385,23 @@ class DesLoc(Strategy):
         reply.check(window, self.state.like)
         return reply
 
-    def _averager(self, window: Window) -> Mean | Gathered:
+    def _averager(self, window: Window) -> Averager:
         """Return what averages the replies of a window."""
         last = self._last_averages(window)
-        if self.policy.average == "mean":
-            return Mean(last)
-        return Gathered(last, cast(Average, self.policy.average), self.policy.trim)
+        return averager(self.policy.average, last, trim=self.policy.trim)
 
     def _last_averages(self, window: Window) -> dict[str, Stream]:
         return {n: self.state.average(n) for n in window.due if n in self.state.averages}
 
-    def _norm_bound(self, window: Window) -> NormBound[_Usable] | None:
+    def _norm_bound(self, window: Window) -> NormBound[_Usable]:
         """Return what finds the replies with a much longer update than the others'."""
-        if self.policy.norm_bound is None or len(self._asked) == 1:
-            return None
-        # A client of fewer steps has a shorter update.
-        bound = self.policy.norm_bound / self.policy.min_steps
-        return NormBound(bound, self._last_averages(window), self.state.lengths)
+        bound = self.policy.norm_bound
+        if len(self._asked) == 1 or not self.has_bound:
+            bound = None
+        elif bound is not None:
+            bound /= self.policy.min_steps  # a client of fewer steps has a shorter update
+        last = self._last_averages(window)
+        return NormBound(bound, lambda u: update_lengths(u[1].streams, last), self.state.lengths)
 
     def _publish(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         for name, stream in averages.items():

@@ -18,7 +18,7 @@ from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
-from flower_desloc.core.types import Stream
+from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import CONFIG
@@ -45,6 +45,8 @@ class FlowerStrategy(DesLoc):
         As in ``DesLoc``.
 
     """
+
+    has_bound = False  # the strategy averages what it is given
 
     def __init__(
         self,
@@ -104,9 +106,6 @@ class FlowerStrategy(DesLoc):
         del window  # params are due in every one
         return FlowerAverage(self)
 
-    def _norm_bound(self, window: Window) -> None:
-        """Return None: the strategy averages what it is given."""
-
     def _lacks(self, member: Member) -> list[str]:
         del member
         return [PARAMS]  # in every round, as Flower sends them
@@ -138,9 +137,9 @@ class FlowerAverage(Gathered):
             ) from error
         return {PARAMS: params}
 
-    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
-        """Return how far the clients were from their mean, which need not be ``average``."""
-        del average
+    def drift(self, averages: Streams) -> dict[str, Drift]:
+        """Return how far the clients were from their mean, which ``averages`` need not be."""
+        del averages
         return super().drift(super().result())
 
 
