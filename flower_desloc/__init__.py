@@ -32,10 +32,11 @@ if TYPE_CHECKING:
         last_checkpoint,
     )
     from flower_desloc.flower.client import client_app
+    from flower_desloc.flower.failures import DivergedError, FederationError
     from flower_desloc.flower.inprocess import InProcessGrid
     from flower_desloc.flower.log_lines import LogLines
     from flower_desloc.flower.observer import Observer, Plan, WindowRecord
-    from flower_desloc.flower.policy import FederationError, Policy
+    from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
@@ -53,6 +54,7 @@ __all__ = [
     "Clipping",
     "DataParallel",
     "DesLoc",
+    "DivergedError",
     "Drift",
     "FederationError",
     "InProcessGrid",
@@ -96,10 +98,11 @@ _HOMES = {
     "flower.baselines.data_parallel": ["DataParallel"],
     "flower.checkpoint": ["Checkpoint", "CheckpointError", "Checkpoints", "last_checkpoint"],
     "flower.client": ["client_app"],
+    "flower.failures": ["DivergedError", "FederationError"],
     "flower.inprocess": ["InProcessGrid"],
     "flower.log_lines": ["LogLines"],
     "flower.observer": ["Observer", "Plan", "WindowRecord"],
-    "flower.policy": ["FederationError", "Policy"],
+    "flower.policy": ["Policy"],
     "flower.arrays": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],

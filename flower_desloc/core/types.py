@@ -1,10 +1,12 @@
 """The words that every part uses."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # the configuration is checked without importing PyTorch
+    from torch import Tensor
 
-Stream = Mapping[str, Tensor]
+Stream = Mapping[str, "Tensor"]
 """Tensors of one stream under their parameters' names."""
 
 Streams = Mapping[str, Stream]
@@ -15,3 +17,7 @@ Weight = float | Mapping[str, float]
 
 Totals = Mapping[str, float]
 """Sums over held-out data, such as nats and tokens, which are added over clients."""
+
+
+class NotFiniteError(ValueError):
+    """A stream holds NaN or infinity."""

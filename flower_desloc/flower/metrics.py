@@ -10,7 +10,7 @@ from flwr.app import MetricRecord, MetricRecordValues
 from flower_desloc.core.noise import noise_scale
 from flower_desloc.core.types import Weight
 from flower_desloc.flower.arrays import plain_numbers
-from flower_desloc.flower.exchange import printable
+from flower_desloc.flower.failures import printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import MOST_EXAMPLES, TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord

@@ -26,8 +26,9 @@ from flower_desloc.core.types import Stream, Weight
 from flower_desloc.core.unequal import fewest
 from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.exchange import event_kind
+from flower_desloc.flower.exchange import client_failure, event_kind
 from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
@@ -44,7 +45,7 @@ from flower_desloc.flower.metrics import (
 from flower_desloc.flower.model_names import initial_names
 from flower_desloc.flower.observer import Observer, Plan, count
 from flower_desloc.flower.paces import Paces
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import Recovery
 from flower_desloc.flower.rounds import BEFORE_TRAINING, RoundLoop
 from flower_desloc.flower.server_state import ServerState
@@ -378,7 +379,7 @@ class DesLoc(Strategy):
     def _read(self, message: Message, window: Window) -> WindowReply:
         """Decode and validate a reply; raises ``ValueError`` saying what is wrong with it."""
         if message.has_error():
-            raise ValueError(message.error.reason)
+            raise client_failure(message.error)
         reply = WindowReply.from_content(message.content)
         if self.state.formats and reply.streams.keys() == window.due:  # if not, the check says so
             reply = replace(reply, streams=self.state.decoded(reply.streams))
@@ -420,7 +421,7 @@ class DesLoc(Strategy):
         try:
             check_finite(name, stream)
         except ValueError as error:
-            raise FederationError(
+            raise DivergedError(
                 f"the average after {self.loop.round}: {error}, though every client's were; the "
                 f"training diverges, so lower {rate}"
             ) from error

@@ -28,7 +28,8 @@ from flower_desloc.core.robust import (
     trimmed_mean,
 )
 from flower_desloc.flower.arrays import from_record, to_record
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import Policy
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, length
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
+from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
 from flower_desloc.flower.messages import WindowReply
@@ -314,7 +315,7 @@ def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
     [(client, reason)] = reasons.items()
     assert client == ("client-1" if kind == "train" else "node 2")
     assert re.search(words, reason)
-    assert len(reason) <= limits.REASON
+    assert len(reason) <= REASON
     assert set(seen[1].clients) == {"client-0", "client-2"}
 
 
@@ -334,7 +335,7 @@ def test_a_long_error_is_cut_off():
     _, seen = Raising().run()
     reason = seen[1].left_out["client-1"]
     assert reason.startswith("begin\N{REPLACEMENT CHARACTER}[2J")
-    assert len(reason) < limits.REASON + 100
+    assert len(reason) < REASON + 100
 
 
 def test_a_reply_that_flower_cannot_decode_is_left_out():

@@ -31,7 +31,8 @@ from flower_desloc.flower.checkpoint import (
     Checkpoints,
     last_checkpoint,
 )
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import Policy
 
 
 class Killed(BaseException):

@@ -20,9 +20,9 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import CONFIG
-from flower_desloc.flower.policy import FederationError
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
@@ -131,7 +131,7 @@ class FlowerAverage(Gathered):
             check_finite(PARAMS, params)
         except ValueError as error:
             name, stop = type(strategy).__name__, now.window.stop
-            raise FederationError(
+            raise DivergedError(
                 f"what {name} made of the clients' parameters after step {stop}: {error}; the "
                 f"training diverges, so lower optimizer.lr, or the learning rate of {name}"
             ) from error
