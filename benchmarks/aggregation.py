@@ -25,10 +25,10 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from flower_desloc import Mean
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS, Window
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, to_array, to_record
 from flower_desloc.flower.messages import WindowReply
-from flower_desloc.flower.records import from_record, to_array, to_record
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 384, 1024, 32_000, 10
 WINDOW = Window(0, 16, frozenset({PARAMS}))

@@ -28,9 +28,10 @@ from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.preflight import Preflight, sized
 from flower_desloc.app.tasks import Sums, Task, build_task
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -39,7 +40,6 @@ from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
-from flower_desloc.flower.records import from_record, plain_numbers, to_record
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.optim.bounds import FIRST, SECOND, divides_by_root, moment_ratio

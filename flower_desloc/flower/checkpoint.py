@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.tensor_file import DamagedFileError

@@ -20,8 +20,10 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import NotFiniteError, Stream
+from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.failures import DIVERGED, printable, reason_of, shortened
 from flower_desloc.flower.internals import (
     DecodeError,
     HttpGrid,
@@ -29,11 +31,10 @@ from flower_desloc.flower.internals import (
     http_grid,
     pull_objects,
 )
-from flower_desloc.flower.limits import Limits, most_objects, shortened
+from flower_desloc.flower.limits import Limits, most_objects
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import EventKind
-from flower_desloc.flower.records import records_of
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
@@ -450,16 +451,16 @@ def poll_for_objects_often(most: Callable[[], int]) -> None:
     http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
 
 
+def client_failure(error: Error) -> ValueError:
+    """Return the failure of a client, given the error in place of its reply."""
+    return (NotFiniteError if error.code == DIVERGED else ValueError)(error.reason)
+
+
 def event_kind(reply: Message) -> EventKind:
     """Return as what kind of event to record that this reply cannot be used."""
     if not reply.has_error() or reply.error.code in (_OTHER_NODE, _BEYOND_LIMITS, _UNREADABLE):
         return "refused"
     return "late" if _is_late(reply) else "failed"
-
-
-def printable(text: str) -> str:
-    """Replace control characters, so that a client's text cannot act on a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _is_late(reply: Message) -> bool:
@@ -468,11 +469,6 @@ def _is_late(reply: Message) -> bool:
 
 def _is_usable(reply: Message) -> bool:
     return not reply.has_error() and not _has_lost_state(reply)
-
-
-def reason_of(error: Exception) -> str:
-    """Return the text of an error that a client's reply has led to, for logs and records."""
-    return shortened(printable(str(error)))
 
 
 def _has_lost_state(reply: Message) -> bool:

@@ -10,8 +10,8 @@ from typing import Self
 
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 from flower_desloc.flower import bundles
 from flower_desloc.flower.messages import TENSOR_NAMES
 
@@ -39,8 +39,6 @@ UNKNOWN = 16
 """How many times the bytes of the parameters a stream of unknown shapes may have."""
 OBJECTS = 1000
 """Objects that Flower cuts a reply into, besides two for each array and MiB of its streams."""
-REASON = 2000
-"""Characters of an error, or of why a reply is left out; the rest is cut off."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,6 @@ def most_objects(like: Mapping[str, Stream]) -> int:
     """Return into how many objects Flower may cut a reply with all streams."""
     sizes = [_size(name, like) for name in like]
     return OBJECTS + sum(2 * arrays + (size >> 20) for arrays, size in sizes)
-
-
-def shortened(text: str, most: int = REASON) -> str:
-    """Return ``text``, cut off after so many characters."""
-    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def _size(name: str, like: Mapping[str, Stream]) -> tuple[int, int]:

@@ -12,13 +12,14 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_desloc.core.streams import starts_at_zero
-from flower_desloc.flower.exchange import Exchange, Late, event_kind, printable, reason_of
+from flower_desloc.flower.arrays import records_of
+from flower_desloc.flower.exchange import Exchange, Late, event_kind
+from flower_desloc.flower.failures import FederationError, printable, reason_of
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.observer import DATA_VERSION, EventKind
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import records_of
+from flower_desloc.flower.policy import Policy
 
 _POLL_INTERVAL = 0.1  # seconds
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, MetricRecordValues, RecordDict
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.streams import check_like, finite_ends
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, plain_numbers, records_of, to_record
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.records import from_record, plain_numbers, records_of, to_record
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from contextlib import suppress
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
+from flower_desloc.flower.arrays import arrays_of, records_of, values_bytes
 from flower_desloc.flower.observer import Traffic
-from flower_desloc.flower.records import arrays_of, records_of, values_bytes
 
 
 class TrafficMeter:

@@ -7,13 +7,13 @@ from statistics import median
 
 from flwr.app import MetricRecord, MetricRecordValues
 
-from flower_desloc.core.averaging import Weight
-from flower_desloc.flower.exchange import printable
+from flower_desloc.core.types import Weight
+from flower_desloc.flower.arrays import plain_numbers
+from flower_desloc.flower.failures import printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import MOST_EXAMPLES, TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import plain_numbers
 
 _LARGEST = 1e30
 """Magnitude up to which a metric or a total is used, so that sums of some are finite."""

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from logging import WARNING
 
+from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.internals import log
 
 _CHOICES = {
@@ -16,10 +17,6 @@ _CHOICES = {
 
 _OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
 """Begins an error that names a setting of the run."""
-
-
-class FederationError(RuntimeError):
-    """The run cannot continue; the message names the client, the window and the setting."""
 
 
 @dataclass(kw_only=True)
@@ -119,8 +116,8 @@ class Policy:
                     f"clients at least min_clients={self.min_clients}"
                 )
 
-    def fail(self, what: str, reason: str) -> None:
-        """Raise ``FederationError`` for a failed client, or log it, by ``on_failure``.
+    def fail(self, what: str, reason: str, kind: type[FederationError] = ClientError) -> None:
+        """Raise ``kind`` for a failed client, or log it, by ``on_failure``.
 
         ``reason`` is the client's.
         """
@@ -134,7 +131,7 @@ class Policy:
                     f"federation.min_clients={self.min_clients} others remain)"
                 )
             )
-            raise FederationError(f"{what}: {reason}{advice}")
+            raise kind(f"{what}: {reason}{advice}")
         log(WARNING, "%s: %s", what, reason)
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:

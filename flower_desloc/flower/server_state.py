@@ -7,14 +7,14 @@ from typing import Self
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.formats import Format, lossy
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import check_like, plain_name, starts_at_zero
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.records import from_record, to_record
 
 _RESIDUAL, _DIFFERENCE = "residual.", "difference."
 

@@ -10,24 +10,25 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_desloc.core.averaging import Mean, Stream, Weight
+from flower_desloc.core.averaging import Averager, update_lengths
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.robust import Average, Gathered, NormBound
+from flower_desloc.core.robust import NormBound, averager
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.types import Stream, Weight
 from flower_desloc.core.unequal import fewest
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.engine import BEFORE_TRAINING, RoundEngine
-from flower_desloc.flower.exchange import event_kind
+from flower_desloc.flower.exchange import client_failure, event_kind
 from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.members import Member
@@ -44,9 +45,9 @@ from flower_desloc.flower.metrics import (
 from flower_desloc.flower.model_names import initial_names
 from flower_desloc.flower.observer import Observer, Plan, count
 from flower_desloc.flower.paces import Paces
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import Recovery
+from flower_desloc.flower.rounds import BEFORE_TRAINING, RoundLoop
 from flower_desloc.flower.server_state import ServerState
 
 _Usable = tuple[Member, WindowReply, Weight]
@@ -122,6 +123,8 @@ class DesLoc(Strategy):
     """
 
     title = "DES-LOC"
+    has_bound = True
+    """Whether ``policy.norm_bound`` is for this strategy's replies."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class DesLoc(Strategy):
         )
         self.checkpoints, self.resume = checkpoints, resume
         self.code = code or {}
-        self.engine: RoundEngine
+        self.loop: RoundLoop
         self._paces = Paces(self.policy, resume.paces if resume else {})
         self._asked: list[Member] = []  # for the window's local steps
         self._capped: set[str] = set()  # clients with more examples than count
@@ -239,15 +242,15 @@ class DesLoc(Strategy):
         del initial_arrays  # it would be kept for the whole run
         first = self.resume.round + 1 if self.resume else 0
         for server_round, window in enumerate(self._windows[first:], first):
-            self.engine.begin(server_round, window)
+            self.loop.begin(server_round, window)
             if server_round > 0:
                 metrics = self._train(server_round, train_config, grid)
                 result.train_metrics_clientapp[server_round] = metrics
             if server_round == 0 or self._evaluation_is_due(window):
                 self._evaluate(server_round, evaluate_config, grid, evaluate_fn, result)
-            self.engine.end([n for n in self.schedule.periods if n in window.due], result)
+            self.loop.end([n for n in self.schedule.periods if n in window.due], result)
         result.arrays = self._model()
-        self.engine.farewell()
+        self.loop.farewell()
         return result
 
     # Ask
@@ -256,15 +259,15 @@ class DesLoc(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window; each is sent the streams it lacks."""
-        del server_round, arrays, grid  # the engine knows the round, the state all streams
+        del server_round, arrays, grid  # the loop knows the round, the state all streams
         members = self._drawn()
         self._asked = members
         return [self._request(member, _TRAIN, config) for member in members]
 
     def _drawn(self) -> list[Member]:
         """Return the clients that train in this window."""
-        now = self.engine.round
-        return self.engine.members.drawn(now.window.start, now.failures)
+        now = self.loop.round
+        return self.loop.members.drawn(now.window.start, now.failures)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -273,7 +276,7 @@ class DesLoc(Strategy):
         del server_round, arrays, grid  # as in configure_train
         if not self.evaluate_clients:
             return []
-        members = self.engine.members.present(self.engine.round.window.stop)
+        members = self.loop.members.present(self.loop.round.window.stop)
         return [self._request(member, _EVALUATE, config) for member in members]
 
     # Average
@@ -287,23 +290,23 @@ class DesLoc(Strategy):
         averaged, and there are no metrics.
         """
         del server_round
-        now = self.engine.round
-        averager, bound = self._averager(now.window), self._norm_bound(now.window)
+        now = self.loop.round
+        mean, bound = self._averager(now.window), self._norm_bound(now.window)
         added: list[Member] = []
         for message in replies:
-            with self.engine.timed("averaging"):
-                added += self._add(averager, self._judged(bound, message))
+            with self.loop.timed("averaging"):
+                added += self._add(mean, self._judged(bound, message))
             del message  # free its memory before the next one is received
-        with self.engine.timed("averaging"):
-            added += self._add(averager, bound.rest() if bound else [])
-            if averager.count < self.policy.min_clients:
+        with self.loop.timed("averaging"):
+            added += self._add(mean, bound.rest())
+            if mean.count < self.policy.min_clients:
                 return None, None  # the clients will go back to what they held before
             for member in added:
                 member.held = dict(self.state.versions)
-            averages = averager.result()
-            self.state.lengths |= bound.medians() if bound else {}
-            now.drift = averager.drift(averages)
-            del averager  # publish frees a stream's memory once it is encoded
+            averages = mean.result()
+            self.state.lengths |= bound.medians()
+            now.drift = mean.drift(averages)
+            del mean  # publish frees a stream's memory once it is encoded
             self._publish(averages, now.window)
         has_params = self.state.versions[PARAMS] == now.window.stop
         return self.state.averages[PARAMS] if has_params else None, trained(now.clients)
@@ -317,42 +320,42 @@ class DesLoc(Strategy):
         members: dict[str, Member] = {}
         for message in replies:
             sender, kind = message.metadata.src_node_id, event_kind(message)
-            with self.engine.leaving_out(sender, kind, "evaluation: ") as member:
-                reply = self._read(message, _after(self.engine.round.window))
+            with self.loop.leaving_out(sender, kind, "evaluation: ") as member:
+                reply = self._read(message, _after(self.loop.round.window))
                 check_evaluation(reply, self.metrics)
                 member.held |= {name: self.state.versions[name] for name in self._model_streams()}
                 usable[member.name] = reply
                 members[member.name] = member
         for name, why in unusual(usable).items():
             del usable[name]
-            self.engine.leave_out(members[name], f"evaluation: {why}", "outlier")
+            self.loop.leave_out(members[name], f"evaluation: {why}", "outlier")
         return pooled(usable, self.metrics)
 
-    def _judged(self, bound: NormBound[_Usable] | None, message: Message) -> list[_Judged]:
+    def _judged(self, bound: NormBound[_Usable], message: Message) -> list[_Judged]:
         """Read a reply; return the replies that can be decided now, each with why it is left out.
 
         A reply that cannot be used is left out at once.
         """
         sender, kind = message.metadata.src_node_id, event_kind(message)
-        with self.engine.leaving_out(sender, kind) as member:
-            window = self.engine.round.window
+        with self.loop.leaving_out(sender, kind) as member:
+            window = self.loop.round.window
             reply = self._read(message, window)
             reply.check_values()
             usable = member, reply, self._weight(member, reply, window.due)
-            return bound.judge(usable, reply.streams) if bound else [(usable, "")]
+            return bound.judge(usable)
         return []
 
-    def _add(self, averager: Mean | Gathered, judged: Iterable[_Judged]) -> list[Member]:
+    def _add(self, mean: Averager, judged: Iterable[_Judged]) -> list[Member]:
         """Add replies to the average; return the clients of those that are not left out."""
         added = []
         for (member, reply, weight), why in judged:
             if why:
                 reason = f"{why}; federation.norm_bound={self.policy.norm_bound:g}"
-                self.engine.leave_out(member, reason, "outlier")
+                self.loop.leave_out(member, reason, "outlier")
                 continue
-            with self.engine.leaving_out(member.node_id, "refused"):
-                averager.add(reply.streams, weight)
-                self.engine.add(member, reply.metrics)
+            with self.loop.leaving_out(member.node_id, "refused"):
+                mean.add(reply.streams, weight)
+                self.loop.add(member, reply.metrics)
                 added.append(member)
         return added
 
@@ -369,41 +372,41 @@ class DesLoc(Strategy):
                 what = f"its {stated:g} examples count as {most:g}; federation.max_share="
                 what += f"{policy.max_share:g}"
                 log(WARNING, "%s: %s", member.name, what)
-                self.engine.note("capped", member.name, what)
+                self.loop.note("capped", member.name, what)
             self._capped.add(member.name)
         return weight_of(reply, due, policy, most)
 
     def _read(self, message: Message, window: Window) -> WindowReply:
         """Decode and validate a reply; raises ``ValueError`` saying what is wrong with it."""
         if message.has_error():
-            raise ValueError(message.error.reason)
+            raise client_failure(message.error)
         reply = WindowReply.from_content(message.content)
         if self.state.formats and reply.streams.keys() == window.due:  # if not, the check says so
             reply = replace(reply, streams=self.state.decoded(reply.streams))
         reply.check(window, self.state.like)
         return reply
 
-    def _averager(self, window: Window) -> Mean | Gathered:
+    def _averager(self, window: Window) -> Averager:
         """Return what averages the replies of a window."""
         last = self._last_averages(window)
-        if self.policy.average == "mean":
-            return Mean(last)
-        return Gathered(last, cast(Average, self.policy.average), self.policy.trim)
+        return averager(self.policy.average, last, trim=self.policy.trim)
 
     def _last_averages(self, window: Window) -> dict[str, Stream]:
         return {n: self.state.average(n) for n in window.due if n in self.state.averages}
 
-    def _norm_bound(self, window: Window) -> NormBound[_Usable] | None:
+    def _norm_bound(self, window: Window) -> NormBound[_Usable]:
         """Return what finds the replies with a much longer update than the others'."""
-        if self.policy.norm_bound is None or len(self._asked) == 1:
-            return None
-        # A client of fewer steps has a shorter update.
-        bound = self.policy.norm_bound / self.policy.min_steps
-        return NormBound(bound, self._last_averages(window), self.state.lengths)
+        bound = self.policy.norm_bound
+        if len(self._asked) == 1 or not self.has_bound:
+            bound = None
+        elif bound is not None:
+            bound /= self.policy.min_steps  # a client of fewer steps has a shorter update
+        last = self._last_averages(window)
+        return NormBound(bound, lambda u: update_lengths(u[1].streams, last), self.state.lengths)
 
     def _publish(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         for name, stream in averages.items():
-            if not math.isfinite(self.engine.round.drift[name].norm):
+            if not math.isfinite(self.loop.round.drift[name].norm):
                 self._require_finite(name, stream)
         self._step_outer(averages, window)
         self.state.publish(averages, window.stop, self.schedule.resets)
@@ -418,8 +421,8 @@ class DesLoc(Strategy):
         try:
             check_finite(name, stream)
         except ValueError as error:
-            raise FederationError(
-                f"the average after {self.engine.round}: {error}, though every client's were; the "
+            raise DivergedError(
+                f"the average after {self.loop.round}: {error}, though every client's were; the "
                 f"training diverges, so lower {rate}"
             ) from error
 
@@ -434,7 +437,7 @@ class DesLoc(Strategy):
             replies = self._ask(requests, _TRAIN, config)
             return self.aggregate_train(server_round, replies)[1]
 
-        return self.engine.until_quorum(attempt)
+        return self.loop.until_quorum(attempt)
 
     def _evaluation_is_due(self, window: Window) -> bool:
         every, stop, last = self.eval_every, window.stop, self.state.evaluated
@@ -450,9 +453,9 @@ class DesLoc(Strategy):
         result: Result,
     ) -> None:
         """Evaluate the averaged parameters on the clients and on the server."""
-        self.state.evaluated = self.engine.round.window.stop
+        self.state.evaluated = self.loop.round.window.stop
         params = self.state.averages[PARAMS]
-        with self.engine.timed("evaluation"):
+        with self.loop.timed("evaluation"):
             requests = self.configure_evaluate(server_round, params, config, grid)
             replies = self._ask(requests, _EVALUATE, config)
             federated = self.aggregate_evaluate(server_round, replies)
@@ -469,13 +472,13 @@ class DesLoc(Strategy):
         """Send requests and yield the replies; a client that lost its state is asked again."""
 
         def again(node_id: int) -> Message:
-            return self._request(self.engine.without_state(node_id), message_type, config)
+            return self._request(self.loop.without_state(node_id), message_type, config)
 
-        return self.engine.exchange.ask(requests, again)
+        return self.loop.exchange.ask(requests, again)
 
     def _request(self, member: Member, message_type: str, config: ConfigRecord) -> Message:
         """Return the request of this window, with the streams that the client lacks."""
-        window, names = self.engine.round.window, self._lacks(member)
+        window, names = self.loop.round.window, self._lacks(member)
         if message_type == _EVALUATE:
             # It follows an average of params: every client lacks what a model is made of.
             window = _after(window)
@@ -483,8 +486,8 @@ class DesLoc(Strategy):
         sent = {name: self.state.to_send(name, member.held.get(name)) for name in names}
         request = WindowRequest(
             run_key=self.run_key,
-            attempt=self.engine.attempt,
-            checkpoint=self.engine.checkpoint,
+            attempt=self.loop.attempt,
+            checkpoint=self.loop.checkpoint,
             start=window.start,
             stop=window.stop,
             steps=self._paces.steps(member.name, [m.name for m in self._asked], window),
@@ -500,18 +503,18 @@ class DesLoc(Strategy):
             config=settings_of(config),
         )
         records = {name: record for name, (record, _) in sent.items()}
-        return self.engine.exchange.request(
+        return self.loop.exchange.request(
             member.node_id,
             message_type,
             request,
             records,
-            server_round=self.engine.round.number,
+            server_round=self.loop.round.number,
             bundles=member.reads_bundles,
         )
 
     def _steps_ahead(self) -> int:
         """Return how many steps of the next window come before its averages are merged."""
-        following = self._windows[self.engine.round.number + 1 :]
+        following = self._windows[self.loop.round.number + 1 :]
         return self._delay(following[0]) if following else 0
 
     def _delay(self, window: Window) -> int:
@@ -566,7 +569,7 @@ class DesLoc(Strategy):
             raise ValueError("a strategy runs once; construct another one for another run")
         if self.resume is not None:  # before anything of the run is deleted
             self.state.require_like(self.resume, from_record(initial_arrays))
-        self.engine = RoundEngine(
+        self.loop = RoundLoop(
             grid,
             self.policy,
             self.run_key,
@@ -576,9 +579,9 @@ class DesLoc(Strategy):
             resume=self.resume,
             code=self.code,
         )
-        recovery = Recovery(self.checkpoints, self.resume, self.engine, self.state, self._paces)
-        self.engine.observers = [self._paces, observer or LogLines(), recovery]
-        members = self.engine.open(self.resume.step if self.resume else 0)
+        recovery = Recovery(self.checkpoints, self.resume, self.loop, self.state, self._paces)
+        self.loop.observers = [self._paces, observer or LogLines(), recovery]
+        members = self.loop.open(self.resume.step if self.resume else 0)
         stated = (member.model for member in members)
         names = initial_names(list(initial_arrays), stated, self.schedule, self.state.lacks_buffers)
         self._given = {key: given for of in names.values() for key, given in of.items()}
@@ -595,7 +598,7 @@ class DesLoc(Strategy):
             wire_bytes=wire_bytes(self.state.like, self.state.formats),
             clients={member.name: member.about for member in members},
         )
-        for each in self.engine.observers:
+        for each in self.loop.observers:
             each.started(plan)
 
 

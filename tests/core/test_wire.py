@@ -17,9 +17,9 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.compression import coded_bytes, decode, encode
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, to_record
 
 LOSSY = ["bf16", "int8", "int4"]
 BLOCK = {"int8": 256, "int4": 64}

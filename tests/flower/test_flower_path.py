@@ -24,11 +24,12 @@ from flower_desloc import (
     to_record,
 )
 from flower_desloc.core.streams import digest
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.messages import WindowReply
 from flower_desloc.flower.metrics import check_evaluation
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.policy import Policy
 
 # Windows of (4, 12, 24) begin at 0 4 8 12 16 20; params are due at all, the rest at 12 and 24.
 SITUATIONS: dict[str, dict[str, Any]] = {

@@ -22,16 +22,17 @@ from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.flower import limits
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, length
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
+from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
 from flower_desloc.flower.messages import WindowReply
 from flower_desloc.flower.metrics import client_record, pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, to_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}
@@ -312,7 +313,7 @@ def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
     [(client, reason)] = reasons.items()
     assert client == ("client-1" if kind == "train" else "node 2")
     assert re.search(words, reason)
-    assert len(reason) <= limits.REASON
+    assert len(reason) <= REASON
     assert set(seen[1].clients) == {"client-0", "client-2"}
 
 
@@ -332,7 +333,7 @@ def test_a_long_error_is_cut_off():
     _, seen = Raising().run()
     reason = seen[1].left_out["client-1"]
     assert reason.startswith("begin\N{REPLACEMENT CHARACTER}[2J")
-    assert len(reason) < limits.REASON + 100
+    assert len(reason) < REASON + 100
 
 
 def test_a_reply_that_flower_cannot_decode_is_left_out():

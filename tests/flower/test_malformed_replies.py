@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from tiny import TINY, summary, train
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.policy import Policy
 
 EACH = 40
 """Number of malformed replies in one window, besides those of two honest clients."""

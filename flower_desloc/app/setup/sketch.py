@@ -27,9 +27,9 @@ from flower_desloc.app.config.imports import is_path
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.app.tasks import Batch, Site, Task, build_task
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, is_wrapper, parameters, parts
+from flower_desloc.core.types import Stream
 
 _LENGTH = 512  # tokens
 _CACHED = type(cache(int))

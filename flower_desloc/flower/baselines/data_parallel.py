@@ -29,6 +29,7 @@ class DataParallel(DesLoc):
     """
 
     title = "data parallelism"
+    has_bound = False  # the gradient of a single batch may be long; the server clips
 
     def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
         super().__init__(SyncSchedule({GRADIENTS: 1}), num_steps, outer=optimizer, **options)
@@ -38,9 +39,6 @@ class DataParallel(DesLoc):
             raise ValueError(
                 f"min_steps={self.policy.min_steps}: must be 1 with gradients of every step"
             )
-
-    def _norm_bound(self, window: Window) -> None:
-        """Return None: the gradient of a single batch may be that long; the server clips."""
 
     @staticmethod
     def _streams_held(schedule: SyncSchedule) -> Iterable[str]:

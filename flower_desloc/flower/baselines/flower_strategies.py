@@ -14,14 +14,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
+from flower_desloc.core.types import Stream, Streams
+from flower_desloc.flower.arrays import from_record, records_of, to_record
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import CONFIG
-from flower_desloc.flower.policy import FederationError
-from flower_desloc.flower.records import from_record, records_of, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
@@ -34,7 +35,7 @@ class FlowerStrategy(DesLoc):
     ----------
     make : Callable
         Makes the strategy: ``FedAvg``, or ``functools.partial(FedAdam, eta=0.01)``. It is called
-        with the names of records, and with the numbers of nodes that let the engine decide who
+        with the names of records, and with the numbers of nodes that let the loop decide who
         takes part.
     schedule : SyncSchedule
         Period of ``params``; the optimizer's states must be ``reset``.
@@ -44,6 +45,8 @@ class FlowerStrategy(DesLoc):
         As in ``DesLoc``.
 
     """
+
+    has_bound = False  # the strategy averages what it is given
 
     def __init__(
         self,
@@ -103,9 +106,6 @@ class FlowerStrategy(DesLoc):
         del window  # params are due in every one
         return FlowerAverage(self)
 
-    def _norm_bound(self, window: Window) -> None:
-        """Return None: the strategy averages what it is given."""
-
     def _lacks(self, member: Member) -> list[str]:
         del member
         return [PARAMS]  # in every round, as Flower sends them
@@ -120,7 +120,7 @@ class FlowerAverage(Gathered):
 
     def result(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the strategy's parameters, in the model's own types."""
-        strategy, now = self._peer.strategy, self._peer.engine.round
+        strategy, now = self._peer.strategy, self._peer.loop.round
         replies = [_reply(streams[PARAMS], weights[PARAMS]) for streams, weights in self._held]
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None
@@ -131,15 +131,15 @@ class FlowerAverage(Gathered):
             check_finite(PARAMS, params)
         except ValueError as error:
             name, stop = type(strategy).__name__, now.window.stop
-            raise FederationError(
+            raise DivergedError(
                 f"what {name} made of the clients' parameters after step {stop}: {error}; the "
                 f"training diverges, so lower optimizer.lr, or the learning rate of {name}"
             ) from error
         return {PARAMS: params}
 
-    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
-        """Return how far the clients were from their mean, which need not be ``average``."""
-        del average
+    def drift(self, averages: Streams) -> dict[str, Drift]:
+        """Return how far the clients were from their mean, which ``averages`` need not be."""
+        del averages
         return super().drift(super().result())
 
 

@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 from flower_desloc.flower.bundles import STYPE, unbundled
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)

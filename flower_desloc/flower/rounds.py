@@ -1,6 +1,6 @@
-"""The round engine: greet the clients, ask them, collect their replies, repeat below the quorum.
+"""The loop over windows: greet clients, ask them, collect replies, repeat below the quorum.
 
-One round is one window. A strategy says what to send and how to average; the engine knows the
+One round is one window. A strategy says what to send and how to average; the loop knows the
 clients and keeps the record of the round. Messages pass through its ``exchange``.
 """
 
@@ -17,10 +17,12 @@ from flwr.app import Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
+from flower_desloc.core.types import NotFiniteError, Stream
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.exchange import Exchange, reason_of
+from flower_desloc.flower.exchange import Exchange
+from flower_desloc.flower.failures import ClientError, DivergedError, WindowError, reason_of
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
@@ -34,7 +36,7 @@ from flower_desloc.flower.messages import (
 )
 from flower_desloc.flower.metrics import client_record, evaluation_record, number
 from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Observer, WindowRecord
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.policy import Policy
 
 BEFORE_TRAINING = Window(0, 0, frozenset())
 
@@ -51,6 +53,8 @@ class Round:
     """The clients whose replies were averaged."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Client name -> reason."""
+    diverged: set[str] = field(default_factory=set)
+    """Those of ``left_out`` whose training has diverged."""
     failures: Counter[str] = field(default_factory=Counter)
     """How often each client was left out, in all repeats of the window."""
     drift: dict[str, Drift] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class Round:
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
 
 
-class RoundEngine:
+class RoundLoop:
     """The clients of one run over one grid, and the round in progress.
 
     Parameters
@@ -159,7 +163,8 @@ class RoundEngine:
     def until_quorum(self, attempt: Callable[[], MetricRecord | None]) -> MetricRecord:
         """Return what ``attempt`` returns, repeating the window while that is None.
 
-        Raises ``FederationError`` when the policy's repeats are used up.
+        Raises ``WindowError`` when the policy's repeats are used up, and ``DivergedError`` if the
+        training of a client that is left out has diverged.
         """
         for repeat in range(1 + self._policy.repeats):
             # An absent client may be back, at another node; a silent one may answer.
@@ -173,7 +178,8 @@ class RoundEngine:
             self.round.clients.clear()
         for observer in self.observers:
             observer.gave_up(self.round.failures)
-        raise FederationError(
+        kind = DivergedError if self.round.diverged else WindowError
+        raise kind(
             f"{self.round} stayed below federation.min_clients={self._policy.min_clients} "
             f"through federation.repeats={self._policy.repeats} repeats; "
             f"left out: {self.round.left_out}{self.members.silent}"
@@ -192,6 +198,7 @@ class RoundEngine:
         steps = self.round.window.stop - self.round.window.start
         self.round.clients[member.name] = client_record(metrics, steps)
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
+        self.round.diverged.discard(member.name)
         if member.held and STATE_NEW in metrics:
             self.note("state lost", member.name, "it started from the last averages")
 
@@ -204,16 +211,22 @@ class RoundEngine:
         except ValueError as error:
             # As text: an exception keeps the reply alive through its traceback.
             reason = f"{prefix}{reason_of(error)}"
+            diverged = isinstance(error, NotFiniteError)
         else:
             return
-        self.leave_out(member, reason, kind)
+        self.leave_out(member, reason, kind, diverged=diverged)
 
-    def leave_out(self, member: Member, reason: str, kind: EventKind) -> None:
-        """Record why a client is left out; raises ``FederationError`` if that ends the run."""
+    def leave_out(
+        self, member: Member, reason: str, kind: EventKind, *, diverged: bool = False
+    ) -> None:
+        """Record why a client is left out; raises a ``FederationError`` if that ends the run."""
         self.round.left_out[member.name] = reason
+        if diverged:
+            self.round.diverged.add(member.name)
         self.round.failures[member.name] += 1
         self.note(kind, member.name, reason)
-        self._policy.fail(f"{member.name} is left out of {self.round}", reason)
+        failure = DivergedError if diverged else ClientError
+        self._policy.fail(f"{member.name} is left out of {self.round}", reason, failure)
 
     def note(self, kind: EventKind, client: str, what: str) -> None:
         """Add an event to the record of the window."""
