@@ -19,7 +19,7 @@ from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import check_streams
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import PARAMS, RESET, Period
-from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, StepsAhead
+from flower_desloc.flower.ahead import FirstSteps, StepsAhead
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT
 from flower_desloc.optim.decays import state_decays
@@ -49,7 +49,7 @@ def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
 
     def take_steps(_: Any, reply: Any) -> Any:
         before = len(steps)
-        STEPS_AHEAD.take()
+        ahead.app.take_steps_ahead()
         taken.append(len(steps) > before)
         return reply
 
