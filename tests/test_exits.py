@@ -1,4 +1,4 @@
-"""``sys.exit`` in the user's code is an error; the same from a signal ends the program."""
+"""``sys.exit`` in the user's code, or a panic, is an error; a signal ends the program."""
 
 import os
 import signal
@@ -69,6 +69,18 @@ def test_any_client_app_that_exits_has_failed():
     grid = InProcessGrid(leaves, [{}])  # type: ignore[arg-type]
     [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
     assert reply.error.reason == "RuntimeError: it called sys.exit(0)"
+
+
+def test_a_client_app_with_a_panic_in_a_library_has_failed():
+    class PanicException(BaseException):
+        """As those of libraries in Rust, such as tokenizers."""
+
+    def panics(message: Message, context: Context) -> Message:
+        raise PanicException("index out of bounds")
+
+    grid = InProcessGrid(panics, [{}])  # type: ignore[arg-type]
+    [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
+    assert reply.error.reason == "RuntimeError: PanicException: index out of bounds"
 
 
 def test_ctrl_c_is_no_failure_of_a_client():
