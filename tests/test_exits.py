@@ -12,6 +12,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_desloc.cli.terminal import exit_on_signals
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.policy import FederationError
 from flower_desloc.tasks.image_classification import ImageClassification
 
 SMALL = ("run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4")
@@ -51,6 +52,15 @@ def test_a_site_that_exits_has_failed(tmp_path):
     folder = trained(tmp_path, "AtOneSite")
     assert tiny.summary(folder)["status"] == "completed"
     assert tiny.summary(folder)["clients"] == 2
+
+
+class AtEverySite(ImageClassification):
+    client_data = leaves
+
+
+def test_a_run_that_no_site_can_join_ends_with_the_reasons(tmp_path):
+    with pytest.raises(FederationError, match=r"node 3': .*it called sys\.exit\(0\)"):
+        trained(tmp_path, "AtEverySite")
 
 
 @pytest.mark.parametrize("task", ["InTheEvaluation", "WhenSaved", "WhenBuilt"])
