@@ -396,6 +396,20 @@ def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_sta
     assert all(len(record.clients) == clients for record in seen[1:])
 
 
+def test_no_client_states_the_evaluation_of_another():
+    def reply(**told: float) -> WindowReply:
+        return WindowReply(metrics={"num-examples": 1, "start-step": 2, "stop-step": 2, **told})
+
+    false = {"client-0/loss": 9.0, "other/loss": 9.0}
+    evaluations = {"client-1": reply(loss=2.0, **false), "client-2": reply(loss=4.0)}
+    assert pooled(evaluations, None) == {"loss": 3.0, "client-1/loss": 2.0, "client-2/loss": 4.0}
+    top = {"loss": 2.0, "top/1": 0.5}  # a name of one's own may contain a slash
+    assert pooled({"client-1": reply(**top)}, None) == {
+        **top,
+        **{f"client-1/{name}": value for name, value in top.items()},
+    }
+
+
 # ------------------------------------------------------------------------------- Silent poisoning
 
 
