@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the sentences in flower_desloc/app/config/schema.py.
+"""Write docs/reference/configuration.md from the sentences in flower_desloc/app/config/schema.py.
 
 Run it as ``python docs/make_configuration.py``.
 """
@@ -11,7 +11,7 @@ from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.run_config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
 POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
@@ -60,7 +60,7 @@ What belongs to a site and not to the run is set on its SuperNode, by `--node-co
 `partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
 keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
 `desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
-[warm clients](warm.md) off.
+[warm clients](../how-to/warm.md) off.
 
 """
 

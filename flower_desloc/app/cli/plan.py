@@ -98,7 +98,7 @@ def plan(
     `1.7b`. KEY=VALUE changes single settings: `desloc plan 1.7b sync.params=64 --bandwidth 100`
     With --params and no PRESET the rest is as in the paper's `1.7b`.
 
-    Nothing is trained or sent. docs/plan.md has the formulas and their limits.
+    Nothing is trained or sent. docs/how-to/plan.md has the formulas and their limits.
     """
     words = overrides or []
     if "=" in preset:

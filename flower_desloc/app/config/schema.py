@@ -1,6 +1,6 @@
 """The settings of a run: one dataclass for each section.
 
-The sentence below a field explains it; ``docs/configuration.md`` is generated from them.
+The sentence below a field explains it; ``docs/reference/configuration.md`` is generated from them.
 """
 
 from dataclasses import dataclass, field

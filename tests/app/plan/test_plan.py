@@ -529,7 +529,7 @@ SMALL = ("--params", "1e6", "--step-seconds", 0.1)
 
 def test_the_page_shows_what_its_commands_print(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "plan.md").read_text()
     shown = re.findall(r"```bash\ndesloc (plan .*?)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
     assert len(shown) == 2
     for command, output in shown:
