@@ -40,7 +40,7 @@ LAYERS = (
     ("flower_desloc.app.models",),
     ("flower_desloc.app.cli",),
 )
-"""Innermost first, as in docs/explanation/architecture.md: a package imports its own layer and those before."""
+"""Innermost first: a package imports its own layer and those before."""
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py")])
