@@ -59,7 +59,7 @@ class Estimate(NamedTuple):
 
 def published(name: str) -> Path:
     """Return the path of a page or figure: in this folder, or else in docs/."""
-    return RESEARCH / name if (RESEARCH / name).exists() else ROOT / "docs" / name
+    return RESEARCH / name if (RESEARCH / name).exists() else ROOT / "docs" / "images" / name
 
 
 def write_between(page: Path, marker: str, text: str) -> None:

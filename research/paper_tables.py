@@ -1,4 +1,4 @@
-"""The tables of research/paper.md, docs/wire.md and two of research/thin-links.md, from results.
+"""The tables of research/paper.md, docs/how-to/compress.md and two of research/thin-links.md, from results.
 
     python research/paper_tables.py keep runs/coins   # a study's results into research/results
     python research/paper_tables.py draw

@@ -108,7 +108,9 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
 @pytest.mark.skipif(not (which("openssl") and which("ssh-keygen")), reason="they are not installed")
 def test_the_pages_certificates_and_keys_are_made_and_accepted(tmp_path):
     tools = ("openssl", "ssh-keygen")
-    lines = [c for page, c in commands() if page == "docs/deployment.md" and c.startswith(tools)]
+    lines = [
+        c for page, c in commands() if page == "docs/how-to/deployment.md" and c.startswith(tools)
+    ]
     check = "openssl verify -x509_strict -CAfile ca.crt -verify_hostname fed.example.org server.pem"
     for line in [*lines, check]:
         made = subprocess.run(shlex.split(line), cwd=tmp_path, capture_output=True, text=True)

@@ -26,7 +26,7 @@ def plan(*arguments):
 
 def test_the_page_shows_what_its_commands_print(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "plan.md").read_text()
     shown = re.findall(r"```bash\ndesloc (plan .*?)\n```\n\n```\n(.*?)\n```", page, re.DOTALL)
     assert len(shown) == 2
     for command, output in shown:
@@ -179,7 +179,7 @@ def test_all_rules_are_printed_without_a_run():
     for rule in RULES:
         assert f"{rule.optimizer} {rule.data} {rule.half_lives} {rule.first} {rule.second}" in said
         assert rule.note in said
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "plan.md").read_text()
     (table,) = re.findall(r"```\n(Rules .*?)\n```", page, re.DOTALL)
     assert " ".join(table.split()) in said
 

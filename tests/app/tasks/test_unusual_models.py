@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Plain:
-    """Least squares with two layers and BatchNorm; a task as docs/train-your-own.md has it."""
+    """Least squares with two layers and BatchNorm; a task as docs/tutorials/your-own-app.md has it."""
 
     def __init__(self, config: Config) -> None:
         self.seed = config.run.seed
