@@ -70,7 +70,6 @@ def worker_of(
         if typed.evaluation.federated
         else None,
         metrics=task.metrics,
-        noise_from=typed.run.steps // 2 + 1,  # the summary has that of the second half
         about={
             **about_device(device),
             **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),

@@ -29,7 +29,6 @@ _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_examples.py": _PICTURES,
     "test_flower_strategies.py": _PICTURES,
     "test_images.py": (_PAGE, "app.runs.figures.overview.draw"),
-    "test_noise.py": _PICTURES,
     "test_outputs.py": _PICTURES,
     "test_preflight.py": _PICTURES,
     "test_resume_run.py": _PICTURES,

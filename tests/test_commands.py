@@ -40,7 +40,7 @@ NOT_HERE = {
     "run by test_warm.py and test_deployment.py": ("flower-supernode",),
     "needs a container engine; test_docs.py reads the files": ("docker", "F=", "$F"),
     "run by test_toy.py": ("desloc toy",),
-    "run by test_plan.py": ("desloc plan",),
+    "run by test_plan_command.py": ("desloc plan",),
     "run by test_images.py": ("desloc partition",),
     "needs runs: test_report.py": ("desloc report",),
     "needs a model: test_trained.py": ("desloc export", "desloc generate", "desloc evaluate"),

@@ -250,13 +250,12 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0, **window})
     totals = worker.evaluate()
-    noise = worker.noise(step) if step >= worker.noise_from else {}
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
             **window,
             **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in {**totals, **noise}.items()},
+            **{f"{TOTALS}{name}": value for name, value in totals.items()},
         }
     )
 

@@ -8,16 +8,12 @@ from statistics import median
 from flwr.app import MetricRecord, MetricRecordValues
 
 from flower_desloc.core.averaging import Weight
-from flower_desloc.core.noise import noise_scale
 from flower_desloc.flower.exchange import printable
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import MOST_EXAMPLES, TOTALS, Metrics, WindowReply
 from flower_desloc.flower.observer import ClientRecord, EvaluationRecord
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.records import plain_numbers
-
-NOISE_SCALE = "noise_scale"
-"""Metric of an evaluation on clients: the gradient noise scale in batches of one client."""
 
 _LARGEST = 1e30
 """Magnitude up to which a metric or a total is used, so that sums of some are finite."""
@@ -171,8 +167,6 @@ def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> Me
     if not any(parts.values()):
         return None
     overall = _weighted(parts, weights) if metrics is None else _computed(metrics, totals)
-    if (noise := noise_scale(totals)) is not None:
-        overall[NOISE_SCALE] = noise
     named = {f"{client}/{k}": v for client, part in parts.items() for k, v in part.items()}
     return MetricRecord({**overall, **named})
 

@@ -21,7 +21,6 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
-from flower_desloc.core.noise import noise_scale
 from flower_desloc.flower import limits
 from flower_desloc.flower.bundles import STYPE, bundled, length
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -155,8 +154,7 @@ text = st.text(max_size=20) | st.sampled_from(["\x1b[2J", "<script>", "a/b", "$x
 NAMES = [
     "num-examples", "train-loss", "start-step", "stop-step", "steps", "losses", "grad-norms",
     "learning-rates", "update-norm", "param-norm", "seconds", "weights", "state-lost", "state-new",
-    "loss", "totals/nats", "totals/tokens", "totals/gradient_batches", "totals/gradient_pairs",
-    "totals/gradient_squares", "totals/gradient_square_of_sum",
+    "loss", "totals/nats", "totals/tokens",
 ]  # fmt: skip
 
 
@@ -499,29 +497,6 @@ def reply(**figures: Any) -> WindowReply:
 
 def ratio(totals: Any) -> dict[str, float]:
     return {"loss": totals["nats"] / totals["tokens"]}
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        {"totals/gradient_batches": 2.0, "totals/gradient_pairs": 2.0},
-        {"totals/gradient_pairs": 2.0, "totals/gradient_squares": 1.0},
-        {
-            "totals/gradient_batches": 0.0,
-            "totals/gradient_pairs": 2.0,
-            "totals/gradient_squares": 1.0,
-            "totals/gradient_square_of_sum": 3.0,
-        },
-    ],
-)
-def test_a_part_of_the_noise_scales_terms_is_no_noise_scale(noise):
-    spoil = [told(name, value) for name, value in noise.items()]
-    _, seen = Federation({("evaluate", step): spoil for step in (0, 2, 4, 6)}).run()
-    assert seen[-1].federated is not None
-    assert seen[-1].federated.overall == {"loss": 2.0}
-    assert (
-        noise_scale({name.removeprefix("totals/"): value for name, value in noise.items()}) is None
-    )
 
 
 @pytest.mark.parametrize(

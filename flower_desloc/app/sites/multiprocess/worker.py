@@ -55,10 +55,6 @@ class MultiProcessWorker(Worker):
         steps: StepMetrics = self.ranks.call("steps", start, stop, origin)
         return steps
 
-    def noise(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return nothing: one rank alone has no whole gradient."""
-        return {}
-
     def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
         """Return the gradient of the next batch."""
         gradient: tuple[dict[str, Tensor], StepMetrics] = self.ranks.call("gradient", step)
