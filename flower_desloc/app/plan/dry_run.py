@@ -88,10 +88,10 @@ def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
         "at once as fit on a GPU, and 1 on a CPU"
     )
     config = needs.config
-    clients = config.federation.num_clients * needs.client_disk()
+    clients = config.simulation.num_clients * needs.client_disk()
     yield (
         f"on disk: up to {bytes_text(needs.server_disk())} in the run's folder, and "
-        f"{bytes_text(clients)} for the state of {config.federation.num_clients} clients"
+        f"{bytes_text(clients)} for the state of {config.simulation.num_clients} clients"
     )
 
 
@@ -153,7 +153,7 @@ def _step(needs: Needs, hardware: Hardware) -> Iterator[str]:
     if not rows:
         raise ValueError("one example would take long on this CPU; `desloc plan` estimates times")
     try:
-        with num_threads(config.federation.client_cpus):
+        with num_threads(config.simulation.client_cpus):
             step = measured_step(config, hardware.device, rows)
     except torch.OutOfMemoryError:
         yield (
@@ -180,7 +180,7 @@ def _most_on_a_cpu(needs: Needs) -> int:
 def _time(needs: Needs, hardware: Hardware, seconds: float) -> Iterator[str]:
     """Yield the time of the run, given that of a step."""
     config = needs.config
-    clients, steps = config.federation.num_clients, config.run.steps
+    clients, steps = config.simulation.num_clients, config.run.steps
     turns = -(-clients // hardware.at_once)
     compute = turns * steps * seconds
     yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"

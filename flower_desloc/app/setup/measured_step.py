@@ -122,7 +122,7 @@ def _fits(config: Config, device: torch.device, rows: int, data_path: Path | Non
 
 def _first_batch(task: Task, config: Config, data_path: Path | None) -> Batch:
     if config.task != TEXT:
-        site = Site(0, config.federation.num_clients, data_path)
+        site = Site(0, config.simulation.num_clients, data_path)
         return task.client_data(site).train_batch(0)
     # Imported here: transformers takes seconds.
     from flower_desloc.app.tasks.causal_lm import TextBatch

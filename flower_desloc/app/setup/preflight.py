@@ -115,11 +115,11 @@ class Needs:
 
     def server(self) -> Parts:
         """Return the host memory that the ServerApp needs."""
-        f = self.config.federation
+        policy, clients = self.config.federation, self.config.simulation.num_clients
         due = self._due(self.sizes)
         # Under a bound, two more are held until there are three to compare.
-        held = min(2, f.num_clients - 1) if f.norm_bound is not None else 0
-        replies = 1 + held if f.average == "mean" else f.num_clients
+        held = min(2, clients - 1) if policy.norm_bound is not None else 0
+        replies = 1 + held if policy.average == "mean" else clients
         outer = {"none": 0, "sgd": 1, "adam": 2}[self.config.outer.name] * self.gradients
         return {
             "Python": _SERVER,
@@ -136,7 +136,7 @@ class Needs:
         Flower's link holds the replies that the server has not pulled yet.
         """
         client = self.client(device) if device.type == "cpu" else self.host_memory()
-        waiting = self.config.federation.num_clients * self._due(self.wire)
+        waiting = self.config.simulation.num_clients * self._due(self.wire)
         return sum(self.server().values()) + waiting + at_once * sum(client.values()) + _SIMULATION
 
     def client_disk(self) -> int:
@@ -178,7 +178,7 @@ class Hardware:
     @classmethod
     def of(cls, config: Config, *, in_process: bool, workers: int | None) -> "Hardware":
         """Return the hardware that the settings select on this machine."""
-        gpu = torch.cuda.is_available() if in_process else config.federation.client_gpus > 0
+        gpu = torch.cuda.is_available() if in_process else config.simulation.client_gpus > 0
         at_once = 1 if in_process else workers or clients_at_once(config)
         return cls(torch.device("cuda" if gpu else "cpu"), at_once)
 
@@ -193,8 +193,8 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
     config, device = needs.config, hardware.device
     if not hardware.exists:
         yield Finding(
-            f"federation.client_gpus={config.federation.client_gpus:g}, and this machine has no "
-            "GPU that PyTorch can use; set federation.client_gpus=0 to train on the CPU",
+            f"simulation.client_gpus={config.simulation.client_gpus:g}, and this machine has no "
+            "GPU that PyTorch can use; set simulation.client_gpus=0 to train on the CPU",
             stops=True,
             estimated=False,
         )
@@ -204,7 +204,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         yield from _memory("clients on one GPU", wanted, total, _SMALLER, free=free)
     elif torch.cuda.is_available():
         yield Finding(
-            "this machine has a GPU that no client uses; set federation.client_gpus=1, or a share"
+            "this machine has a GPU that no client uses; set simulation.client_gpus=1, or a share"
         )
     total, free = memory()
     who, change = "the server and a client at a time", _SMALLER
@@ -213,7 +213,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         change = f"simulate fewer clients at once (--workers 1), or {_SMALLER}"
     wanted = needs.machine(device, hardware.at_once)
     yield from _memory(who, wanted, total, change, free=free)
-    number = config.federation.num_clients
+    number = config.simulation.num_clients
     states = number * needs.client_disk()
     yield from _disk(
         needs.server_disk() + states,

@@ -53,7 +53,7 @@ class SmallGPU:
 )
 def test_auto_halves_the_batch_until_a_step_fits_into_the_gpu(batch, rows, tried, monkeypatch):
     gpu = SmallGPU(rows, monkeypatch)
-    config = auto(f"data.batch_size={batch}", "federation.client_gpus=0.25")
+    config = auto(f"data.batch_size={batch}", "simulation.client_gpus=0.25")
     found = with_micro_batch_size(config, GPU).data.micro_batch_size
     assert gpu.tried == tried
     assert found == (tried[-1] if tried and tried[-1] <= rows else 1)
