@@ -27,7 +27,7 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
-from flower_desloc.app.setup.preflight import Preflight, sized
+from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
@@ -215,7 +215,7 @@ def _warn_if_unbounded(config: Config) -> None:
 
 def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
     device = default_device()
-    task = build_task(sized(config, device))
+    task = build_task(config)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal device

@@ -11,6 +11,7 @@ from command import accepted
 
 from flower_desloc.app.config import load
 from flower_desloc.app.plan import dry_run
+from flower_desloc.app.setup.measured_step import MeasuredStep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -101,7 +102,7 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
     if "--output-dir" not in rest:
         rest += ["--output-dir", str(tmp_path)]
     # test_preflight.py takes the step.
-    monkeypatch.setattr(dry_run, "timed_step", lambda *_: (1.0, "not timed"))
+    monkeypatch.setattr(dry_run, "measured_step", lambda *_: MeasuredStep(1.0, 1))
     accepted(what, *rest, *["--dry-run"] * ("--dry-run" not in rest))
 
 

@@ -17,7 +17,7 @@ from flower_desloc.app.plan.rules import FIRST_MOMENTS
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
 from flower_desloc.app.setup.build import build_optimizer, build_schedule, check_streams
 from flower_desloc.app.setup.initial import with_init_from
-from flower_desloc.app.setup.sketch import unallocated_model
+from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
@@ -144,7 +144,7 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def _model(config: Config) -> nn.Module:
-    return unallocated_model(with_init_from(config))
+    return meta_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:
