@@ -44,7 +44,9 @@ NOT_HERE = {
     "run by test_plan_command.py": ("desloc plan",),
     "run by test_images.py": ("desloc partition",),
     "needs runs: test_report.py": ("desloc report",),
-    "needs a model: test_trained.py": ("desloc export", "desloc generate", "desloc evaluate"),
+    "needs a run: test_export.py": ("desloc export",),
+    "needs a run: test_final.py": ("lm_eval",),
+    "needs a run and transformers[serving]": ("transformers serve", "transformers chat"),
 }
 """Why the commands that start so are not tried here."""
 OF_ONES_OWN = ("run.init_from", "task_options.base", "my/own.yaml", "./rest.yaml", "path/to/")

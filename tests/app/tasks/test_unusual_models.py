@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
 from flower_desloc.app.config import Config, ConfigError, load
-from flower_desloc.app.models.model import TrainedModel
+from flower_desloc.app.runs.export import export
 from flower_desloc.app.setup.build import build_streams
 from flower_desloc.app.setup.measured_step import measured_step
 from flower_desloc.app.setup.preflight import Needs
@@ -171,8 +171,7 @@ def test_a_compiled_model_has_the_names_of_its_run_without(tmp_path):
     assert len({sha(folder) for folder in again.values()}) == 1
     last = Checkpoints(folders[Compiled] / "checkpoints").all()[-1]
     assert not any("_orig_mod" in key for key in Checkpoint.read(last).averages["params"])
-    (tmp_path / "export").mkdir()
-    TrainedModel.of(last).write(tmp_path / "export")
+    export(last, tmp_path / "export")
 
 
 def test_a_quantised_base_is_compared_and_counted_by_what_it_holds(tmp_path, monkeypatch):
