@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.log_lines import LogLines
     from flower_desloc.flower.observer import Observer, Plan, WindowRecord
     from flower_desloc.flower.policy import Policy
+    from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
@@ -66,6 +67,7 @@ __all__ = [
     "Plan",
     "Policy",
     "QHAdam",
+    "RoundHook",
     "SeedsStates",
     "StepMetrics",
     "SyncSchedule",
@@ -104,6 +106,7 @@ _HOMES = {
     "flower.observer": ["Observer", "Plan", "WindowRecord"],
     "flower.policy": ["Policy"],
     "flower.arrays": ["from_record", "to_record"],
+    "flower.rounds": ["RoundHook"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
 }

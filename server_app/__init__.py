@@ -101,10 +101,9 @@ def _run(grid: Grid, context: Context) -> None:
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
+            observer=recorder,
             # In one process everything is on this machine, which `desloc run` has checked.
-            observer=recorder
-            if isinstance(grid, InProcessGrid)
-            else Preflight(config, folder.path, recorder),
+            hooks=[] if isinstance(grid, InProcessGrid) else [Preflight(config, folder.path)],
         )
         install(model, from_record(result.arrays))
         folder.write_final(lambda path: task.save(model, path))

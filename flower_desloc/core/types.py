@@ -1,6 +1,6 @@
 """The words that every part uses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the configuration is checked without importing PyTorch
@@ -17,6 +17,9 @@ Weight = float | Mapping[str, float]
 
 Totals = Mapping[str, float]
 """Sums over held-out data, such as nats and tokens, which are added over clients."""
+
+FromTotals = Callable[[Totals], Mapping[str, float]]
+"""Returns metrics from totals, such as nats per token."""
 
 
 class NotFiniteError(ValueError):

@@ -45,12 +45,12 @@ from flower_desloc.flower.messages import (
     STATE_NEW,
     TOTALS,
     Settings,
-    WindowReply,
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.observer import DATA_VERSION
+from flower_desloc.flower.replies import WindowReply
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays

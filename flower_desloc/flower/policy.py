@@ -116,6 +116,11 @@ class Policy:
                     f"clients at least min_clients={self.min_clients}"
                 )
 
+    @property
+    def bound_of_norms(self) -> float | None:
+        """``norm_bound`` where clients take a part of the steps, and have shorter updates."""
+        return None if self.norm_bound is None else self.norm_bound / self.min_steps
+
     def fail(self, what: str, reason: str, kind: type[FederationError] = ClientError) -> None:
         """Raise ``kind`` for a failed client, or log it, by ``on_failure``.
 

@@ -22,18 +22,18 @@ from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.core.noise import noise_scale
-from flower_desloc.flower import limits
+from flower_desloc.flower import replies as limits
 from flower_desloc.flower.arrays import from_record, to_record
-from flower_desloc.flower.bundles import STYPE, bundled, length
+from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
 from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
-from flower_desloc.flower.messages import WindowReply
-from flower_desloc.flower.metrics import client_record, pooled, unusual
+from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.replies import Evaluation, client_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}
@@ -320,9 +320,9 @@ def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
 
 
 def test_a_bundle_has_at_most_4096_arrays():
-    assert length("params", rows(4096)) == 4096
+    assert len(unbundled(ArrayRecord({"params": rows(4096)}))) == 4096
     with pytest.raises(ValueError, match="at most 4096"):
-        length("params", rows(4097))
+        unbundled(ArrayRecord({"params": rows(4097)}))
 
 
 def test_a_long_error_is_cut_off():
@@ -457,10 +457,9 @@ def test_honest_shares_within_the_cap_are_the_stated_ones():
 # --------------------------------------------------------------------------- What is only shown
 
 
-def reply(**figures: Any) -> WindowReply:
-    return WindowReply(
-        metrics={**EVALUATION, **{k.replace("_", "/", 1): v for k, v in figures.items()}}
-    )
+def reply(**figures: Any) -> Evaluation:
+    more = {k.replace("_", "/", 1): v for k, v in figures.items()}
+    return Evaluation.measured({**EVALUATION, **more}, ratio)
 
 
 def ratio(totals: Any) -> dict[str, float]:
