@@ -19,8 +19,8 @@ from small_runs import SEEDS, Cells, Study, periods
 from torch import Tensor
 
 from flower_desloc.core import late
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 
 RATES = {256: 0.00594, 1024: 0.0119}
 """Tokens of a worker and step -> the learning rate tuned for DES-LOC-Adam (research/ladder.md)."""

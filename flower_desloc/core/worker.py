@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.schedule import BUFFERS, PARAMS
@@ -21,6 +20,7 @@ from flower_desloc.core.streams import (
     trained,
     trained_by,
 )
+from flower_desloc.core.types import Stream
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import digest, frozen
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.flower.client import client_app as client_app_of
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.policy import FederationError
 from server_app import app as server_app
 
 EXAMPLES = ROOT / "examples"

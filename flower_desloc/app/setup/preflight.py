@@ -19,12 +19,13 @@ from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.setup.build import build_optimizer, build_schedule
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, parameters, parts, prime, stream_names
 from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
+from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import MEMORY_TOTAL, Observer, Plan, WindowRecord
+from flower_desloc.flower.observer import MEMORY_TOTAL, Plan
+from flower_desloc.flower.rounds import RoundHook
 
 Parts = dict[str, int]
 """Bytes by purpose; they add up."""
@@ -267,23 +268,21 @@ def _disk(wanted: int, folder: Path, change: str) -> Iterator[Finding]:
         )
 
 
-class Preflight(Observer):
-    """Observer that stops a run which cannot fit, and forwards everything to another.
+class Preflight(RoundHook):
+    """Round hook that stops a run which cannot fit.
 
     When training starts, the clients have reported their devices.
     """
 
-    def __init__(self, config: Config, folder: Path, observer: Observer) -> None:
+    def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self._observer = observer
 
     def started(self, plan: Plan) -> None:
         """Compare what is needed with the clients' memory; if that is unknown, nothing is stopped.
 
         Raises ``ConfigError`` if the memory is too small.
         """
-        self._observer.started(plan)
         try:
             findings = list(on_the_server(Needs(self._config), plan.clients, self._folder))
         except ValueError as error:
@@ -293,11 +292,3 @@ class Preflight(Observer):
             if finding.stops and self._config.run.preflight == "stop":
                 raise ConfigError(f"{finding.what} ({OVERRIDE})")
             log(WARNING, "%s", finding.what)
-
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
-        """Forward it."""
-        self._observer.joined(client, about)
-
-    def window(self, record: WindowRecord) -> None:
-        """Forward it."""
-        self._observer.window(record)

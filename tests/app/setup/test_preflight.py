@@ -161,10 +161,9 @@ def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_p
     need = sum(Needs(load("quickstart", TINY)).client(CPU).values())
 
     def start(memory, *settings):
-        config, told = load("quickstart", f"{TINY} {' '.join(settings)}"), Mock()
+        config = load("quickstart", f"{TINY} {' '.join(settings)}")
         plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(memory))
-        Preflight(config, tmp_path, told).started(plan)
-        told.started.assert_called_once_with(plan)
+        Preflight(config, tmp_path).started(plan)
 
     start(need)
     with pytest.raises(ConfigError, match=r"^client-0: .*model.hidden_size.*run.preflight=warn"):
@@ -342,7 +341,7 @@ def test_a_server_goes_on_without_the_estimate_and_says_so(tmp_path, caplog):
     config = load("digits", [f"task={__name__}:Raises", "task_options.build_model=KeyError"])
     plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(1e12))
     with caplog.at_level(logging.WARNING, "flwr"):
-        Preflight(config, tmp_path, Mock()).started(plan)
+        Preflight(config, tmp_path).started(plan)
     [said] = caplog.messages
     assert said.endswith("cannot be estimated: the model cannot be built (KeyError: 'mine')")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.sites.multiprocess.ranks import Ranks
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.streams import check_like
+from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import StepMetrics, Worker
 
 
