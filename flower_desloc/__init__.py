@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.policy import FederationError, Policy
     from flower_desloc.flower.records import from_record, to_record
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
+    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,6 @@ __all__ = [
     "PaperAdam",
     "Plan",
     "Policy",
-    "QHAdam",
     "SeedsStates",
     "StepMetrics",
     "SyncSchedule",
@@ -102,7 +101,7 @@ _HOMES = {
     "flower.policy": ["FederationError", "Policy"],
     "flower.records": ["from_record", "to_record"],
     "flower.strategy": ["DesLoc"],
-    "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
+    "optim": ["ADOPT", "SGDM", "PaperAdam"],
 }
 
 

@@ -4,7 +4,6 @@ from torch.optim import Adam, AdamW
 
 from flower_desloc.optim.adopt import ADOPT
 from flower_desloc.optim.paper_adam import PaperAdam
-from flower_desloc.optim.qhadam import QHAdam
 from flower_desloc.optim.sgdm import SGDM
 
-__all__ = ["ADOPT", "SGDM", "Adam", "AdamW", "PaperAdam", "QHAdam"]
+__all__ = ["ADOPT", "SGDM", "Adam", "AdamW", "PaperAdam"]

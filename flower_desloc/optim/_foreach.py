@@ -28,8 +28,8 @@ class ForeachOptimizer(Optimizer):
     A subclass names its states in ``streams`` and its step in ``update``. States start at
     zero, besides a ``step`` that counts completed steps.
 
-    Raises ``ValueError`` for a hyperparameter that is negative, a beta or a momentum of 1 or more,
-    or a ``mix`` above 1.
+    Raises ``ValueError`` for a hyperparameter that is negative, or a beta or a momentum of 1 or
+    more.
     """
 
     streams: ClassVar[tuple[str, ...]]
@@ -153,9 +153,6 @@ def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> N
 
 
 def _check(name: str, value: float) -> None:
-    if name == "mix":
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be at least 0 and at most 1, got {value}")
-    elif not 0 <= value < (1 if name in _BELOW_1 else math.inf):
+    if not 0 <= value < (1 if name in _BELOW_1 else math.inf):
         limit = " and below 1" if name in _BELOW_1 else ""
         raise ValueError(f"{name} must be at least 0{limit}, got {value}")

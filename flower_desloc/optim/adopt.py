@@ -31,7 +31,6 @@ def adopt_step(
     betas: tuple[float, float],
     eps: float,
     clip: float | Tensor | None,
-    mix: float,
     weight_decay: float,
     decouple: bool,
 ) -> None:
@@ -41,7 +40,7 @@ def adopt_step(
 
     n <- clip(g / max(sqrt(v), eps), +-clip)
     u <- beta1 u + (1 - beta1) n
-    x <- x - lr (mix u + (1 - mix) n)        mix = 1: ADOPT; less: quasi-hyperbolic
+    x <- x - lr u
     v <- beta2 v + (1 - beta2) g^2
 
     Weight decay comes before it: g <- g + decay x, or with ``decouple`` x <- x - lr decay x.
@@ -61,7 +60,7 @@ def adopt_step(
         torch._foreach_clamp_min_(ns, [-clip] * len(ns))  # type: ignore[list-item]
         torch._foreach_clamp_max_(ns, [clip] * len(ns))  # type: ignore[list-item]
     torch._foreach_lerp_(us, ns, 1 - beta1)
-    add_scaled_(xs, us if mix == 1 else list(torch._foreach_lerp(ns, us, mix)), -lr)
+    add_scaled_(xs, us, -lr)
     torch._foreach_mul_(vs, beta2)
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
 
@@ -70,13 +69,11 @@ class ADOPT(TwoMoments):
     """ADOPT with streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     ``clip_lambda`` gives the bound of the normalised gradient after ``step`` completed steps;
-    ``None`` is ADOPT as first published. ``mix`` is the share of u in the update; the rest is the
-    normalised gradient itself, so that beta1 can be close to 1 (Ma and Yarats, ICLR 2019; for
-    local steps MT-DAO, Iacob et al., 2025). ``weight_decay`` is added to the gradient, or with
+    ``None`` is ADOPT as first published. ``weight_decay`` is added to the gradient, or with
     ``decouple`` taken off the parameters as in AdamW.
 
-    Raises ``ValueError`` for a negative ``lr``, ``eps`` or ``weight_decay``, a beta outside
-    [0, 1), or a ``mix`` outside [0, 1].
+    Raises ``ValueError`` for a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside
+    [0, 1).
     """
 
     update = staticmethod(adopt_step)
@@ -90,7 +87,6 @@ class ADOPT(TwoMoments):
         eps: float = 1e-6,
         *,
         clip_lambda: Callable[[int], float] | None = fourth_root,
-        mix: float = 1.0,
         weight_decay: float = 0.0,
         decouple: bool = False,
     ) -> None:
@@ -100,7 +96,6 @@ class ADOPT(TwoMoments):
             "lr": lr,
             "betas": betas,
             "eps": eps,
-            "mix": mix,
             "weight_decay": weight_decay,
             "decouple": decouple,
         }

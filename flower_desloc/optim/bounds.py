@@ -9,10 +9,9 @@ from torch.optim import Adam, AdamW, Optimizer, RAdam
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.newcomer import SeedsStates
 from flower_desloc.optim.paper_adam import PaperAdam
-from flower_desloc.optim.qhadam import QHAdam
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-_ADAMS = (Adam, AdamW, RAdam, PaperAdam, QHAdam)
+_ADAMS = (Adam, AdamW, RAdam, PaperAdam)
 
 
 def moment_ratio(optimizer: Optimizer) -> float | None:

@@ -18,13 +18,13 @@ class KnownOptimizer:
     """True if it treats every value by itself, so that it can work on shards of tensors."""
 
 
-_ADOPT = {"betas": [0.95, 0.9999], "eps": 1e-6, "weight_decay": 0.0, "mix": 1.0}
+_ADOPT = {"betas": [0.95, 0.9999], "eps": 1e-6, "weight_decay": 0.0}
 _ADAM = {"betas": [0.95, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 
 OPTIMIZERS: Final = {
     "adopt": KnownOptimizer(defaults=_ADOPT),
-    "adam": KnownOptimizer(defaults={**_ADAM, "mix": 1.0}, decay_in_gradient=True),
-    "adamw": KnownOptimizer(defaults={**_ADAM, "mix": 1.0}),
+    "adam": KnownOptimizer(defaults=_ADAM, decay_in_gradient=True),
+    "adamw": KnownOptimizer(defaults=_ADAM),
     "amsgrad": KnownOptimizer(defaults=_ADAM, decay_in_gradient=True),
     "sgdm": KnownOptimizer(defaults={"momentum": 0.9, "weight_decay": 0.0}, decay_in_gradient=True),
     "paper_adam": KnownOptimizer(defaults={key: _ADAM[key] for key in ("betas", "eps")}),

@@ -168,10 +168,6 @@ class Optimizer:
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
     """Decay of the first and second moment; the default is adopt's, of the others 0.95 and 0.95."""
-    mix: float = bounded(1.0, 0, 1)
-    """Share of the first moment in the update of adopt, adam and adamw; the rest is the gradient of
-    the step (quasi-hyperbolic, as in MT-DAO). Below 1 the first beta can be 0.99 or 0.999, so that
-    an average of it lasts."""
     momentum: float = bounded(0.9, 0, below=1)
     """Decay of sgdm's momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)

@@ -34,9 +34,6 @@ do and those of exp_avg do not."""
 AT_LONG: Final = {"exp_avg": 6, "exp_avg_sq": 1}
 """The multiples for Adam at a long K_x, if clients hold unlike data."""
 
-_SLOW: Final = "exp_avg"
-"""The moment that ``optimizer.mix`` makes a slow momentum."""
-
 _ADAMS: Final = ("adam", "adamw")
 
 FORGOTTEN: Final = 5
@@ -60,19 +57,12 @@ def is_long(run: PlannedRun, period: Period) -> bool:
 
 
 def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
-    """Return the recommended K_u and K_v as multiples of K_x, which is ``period``.
-
-    A slow momentum (``mix`` below 1) loses nothing while its average is kept: K_u is at most half
-    a half-life.
-    """
-    times = MULTIPLES
+    """Return the recommended K_u and K_v as multiples of K_x, which is ``period``."""
     if can_bound(run):
-        times = AT_LONG if is_long(run, period) else FIRST_WITH_PARAMS
-    elif run.optimizer == "adopt" and period <= _longest_for_adopt(run):
-        times = FIRST_WITH_PARAMS
-    if run.mix == 1:
-        return times
-    return {**times, _SLOW: max(1, _longest(run) // period)}
+        return AT_LONG if is_long(run, period) else FIRST_WITH_PARAMS
+    if run.optimizer == "adopt" and period <= _longest_for_adopt(run):
+        return FIRST_WITH_PARAMS
+    return MULTIPLES
 
 
 def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:
@@ -242,7 +232,7 @@ def _first_moment_warnings(run: PlannedRun) -> Iterator[str]:
     # (research/paper.md, RQ2 and RQ3).
     longest = math.inf if bounded else _longest_for_adopt(run)
     rare = isinstance(of_params, int) and of_params < first and of_params <= longest
-    if run.mix == 1 and rare:
+    if rare:
         yield (
             f"sync.exp_avg={first}: the least loss was measured with exp_avg averaged with params"
             f"{bounded}; lossy formats offset the extra bytes, as in the preset lean "
@@ -295,22 +285,14 @@ def _is_late(run: PlannedRun, topology: Topology) -> bool:
     return run.delay > 0 and topology is Topology.STAR
 
 
-def _longest(run: PlannedRun) -> int:
-    """Return half a half-life of a slow momentum, in steps."""
-    return int(_first_half_life(run) / 2)
-
-
 def _first_half_life(run: PlannedRun) -> float:
     """Return the half-life of the first moment in steps; 0 if there is none."""
-    return half_life(run.beta(_SLOW) or 0.0)
+    return half_life(run.beta("exp_avg") or 0.0)
 
 
 def _longest_short(run: PlannedRun) -> int:
-    """Return the greatest K_x that is not long.
-
-    0 if none is: data are alike, the moments are not Adam's, or one is a slow momentum.
-    """
-    if run.partition == "iid" or run.mix < 1 or not can_bound(run):
+    """Return the greatest K_x that is not long; 0 if data are alike or moments not Adam's."""
+    if run.partition == "iid" or not can_bound(run):
         return 0
     return int(LONG * max(half_life(stream.beta or 0.0) for stream in run.moments))
 
@@ -322,8 +304,6 @@ def _longest_for_adopt(run: PlannedRun) -> int:
 
 def _last_jump(run: PlannedRun) -> int:
     """Return the greatest K_x that may have other multiples than the next; 0 if none has."""
-    if run.mix < 1:
-        return _longest(run)
     return _longest_for_adopt(run) if run.optimizer == "adopt" else _longest_short(run)
 
 
@@ -348,10 +328,6 @@ def _multiple(run: PlannedRun, name: str, of_params: int) -> str:
     times = multiples(run, of_params)
     if name not in times:
         return "that of params"
-    if name == _SLOW and run.mix < 1:
-        if of_params > _longest(run):
-            return "with params, although a slow momentum is half forgotten by then"
-        return f"{times[name]} K_x, for a slow momentum half a half-life at most"
     if times is AT_LONG:
         how_often = "with params" if times[name] == 1 else f"{times[name]} K_x"
         return f"{how_often}, which costs Adam the least loss at so long a K_x, with unlike data"

@@ -73,7 +73,6 @@ _SAME: Final = {
     "sync_delay": 0,
     "sync_phase": {},
     "sync_once_at": [],
-    "optimizer.mix": 1.0,
     "federation.min_steps": 1.0,
 }
 """Settings that all measurements have in common."""

@@ -99,7 +99,6 @@ def planned_run(
         schedule=build_schedule(config),
         bound=config.sync_bound,
         formats=config.wire,
-        mix=config.optimizer.mix,
         partition=config.data.partition,
         unmeasured=unmeasured(asdict(config)),
         delay=config.sync_delay,

@@ -62,8 +62,6 @@ class PlannedRun:
     """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Lossy formats of streams."""
-    mix: float = 1.0
-    """Share of the first moment in a step; below 1 it is a slow momentum (``optimizer.mix``)."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
     unmeasured: tuple[str, ...] = ()

@@ -45,14 +45,10 @@ def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer
     match o.name:
         case "adopt":
             return optim.ADOPT(params, o.lr, **given, decouple=True)
-        case "adam" | "adamw" if o.mix < 1:
-            return optim.QHAdam(params, o.lr, **given, decouple=o.name == "adamw")
         case "sgdm":
             return optim.SGDM(params, o.lr, **given)
         case "paper_adam":
             return optim.PaperAdam(params, o.lr, **given)
-    # PyTorch's own, which have no argument mix.
-    given.pop("mix", None)
     given["fused"] = all(p.device.type in ("cpu", "cuda") for p in params)
     match o.name:
         case "adam":
@@ -80,8 +76,10 @@ def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Opt
 def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
     o = config.optimizer
     make = imported(o.name, "optimizer.name")
+    # YAML has no tuples, and some optimizers take nothing else for their betas.
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in o.options.items()}
     try:
-        optimizer = make(params, lr=o.lr, **o.options)
+        optimizer = make(params, lr=o.lr, **options)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
