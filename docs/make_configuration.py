@@ -13,7 +13,7 @@ from flower_desloc.app.config.run_config import SETTINGS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
-POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # base class of the section federation
+POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
 _AS_YAML = {
     "None": "null",
@@ -71,7 +71,7 @@ def page() -> str:
     lines = [HEAD.format(keys=_keys())]
     lines += _table("", sections.pop("Config"))
     for name, (doc, fields) in sections.items():
-        key = "lr_schedule" if name == "LRSchedule" else name.lower()
+        key = {"LRSchedule": "lr_schedule", "Policy": "federation"}.get(name, name.lower())
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -82,14 +82,10 @@ def _keys() -> str:
 
 
 def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:
-    for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            fields = list(_fields(node))
-            if any(isinstance(base, ast.Name) and base.id == "Policy" for base in node.bases):
-                policy = ast.parse(POLICY.read_text(encoding="utf-8"))
-                bases = (base for base in policy.body if isinstance(base, ast.ClassDef))
-                fields += [field for base in bases for field in _fields(base)]
-            yield node.name, (ast.get_docstring(node) or "", fields)
+    for file in (SCHEMA, POLICY):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and (fields := list(_fields(node))):
+                yield node.name, ((ast.get_docstring(node) or "").partition("\n")[0], fields)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
@@ -103,6 +99,8 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
                 value = ast.Constant(next(iter(OPTIMIZERS)))
+            if isinstance(value, ast.Call):  # field(default_factory=..., metadata=...)
+                value.keywords = [word for word in value.keywords if word.arg != "metadata"]
             default = ast.unparse(value)
             yield field.target.id, _AS_YAML.get(default, default), doc
 

@@ -131,7 +131,7 @@ def main(
     if weights:  # a tied output embedding is not in the file
         model.load_state_dict(load_file(weights / "model.safetensors"), strict=False)
     state = (model, build_optimizer(loaded, model.parameters()))
-    clients = loaded.federation.num_clients
+    clients = loaded.simulation.num_clients
     shards = [task.client_data(Site(index, clients)) for index in range(clients)]
     tokens = loaded.data.batch_size * loaded.data.seq_len
     points: dict[str, Any] = {}

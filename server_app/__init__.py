@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -66,7 +67,7 @@ def _run(grid: Grid, context: Context) -> None:
     model = task.build_model()
     streams = build_streams(config, model)
     params = streams.pop(PARAMS)
-    _leave_buffers_local(config, streams)
+    config = _with_local_buffers(config, streams)
     schedule = build_schedule(config)
     schedule.require([PARAMS, *streams], config.optimizer.name)
     _warn_if_unbounded(config)
@@ -179,19 +180,21 @@ def _strategy(
     raise AssertionError(config.strategy)
 
 
-def _leave_buffers_local(config: Config, streams: Container[str]) -> None:
+def _with_local_buffers(config: Config, streams: Container[str]) -> Config:
+    """Return ``config`` with a period for the model's buffers, if it has some and states none."""
     if BUFFERS in streams and GRADIENTS in config.sync:
         raise ConfigError(
             "sync.gradients=1: the model has buffers (such as BatchNorm's statistics), which are "
             "not sent with gradients; choose a model without, or average params"
         )
-    if BUFFERS in streams and BUFFERS not in config.sync:
-        config.sync[BUFFERS] = NEVER
-        log(
-            WARNING,
-            "the model has buffers (such as BatchNorm's statistics), which stay local; the "
-            "averaged model keeps their initial values; set sync.buffers to average them",
-        )
+    if BUFFERS not in streams or BUFFERS in config.sync:
+        return config
+    log(
+        WARNING,
+        "the model has buffers (such as BatchNorm's statistics), which stay local; the "
+        "averaged model keeps their initial values; set sync.buffers to average them",
+    )
+    return replace(config, sync={**config.sync, BUFFERS: NEVER})
 
 
 def _warn_if_unbounded(config: Config) -> None:

@@ -170,17 +170,27 @@ def test_the_core_neither_reads_nor_writes_nor_prints(path):
     ]
 
 
-def test_every_library_that_the_wheel_imports_is_declared():
-    files = modules(ROOT, ["flower_desloc", "client_app", "server_app", "examples/toy"]).values()
-    imported = {name.partition(".")[0] for path in files for name in imported_names(path)}
+def imported_distributions(names: list[str]) -> set[str]:
+    files = modules(ROOT, names)
+    imported = {name.partition(".")[0] for path in files.values() for name in imported_names(path)}
     homes = packages_distributions()
-    others = {"flower_desloc", "client_app", "server_app", "examples", "lm_eval"}  # an extra
-    needed = {homes[name][0] for name in imported & homes.keys() - others}
+    others = {"flower_desloc", "client_app", "server_app", "examples"}
+    return {normalised(homes[name][0]) for name in imported & homes.keys() - others}
+
+
+def test_every_library_that_the_wheel_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    declared = {re.split(r"[\[<>=]", one)[0] for one in project["project"]["dependencies"]}
-    assert {normalised(name) for name in needed} <= {normalised(name) for name in declared}
+    extras = project["project"]["optional-dependencies"]
+    library, app = (
+        {normalised(re.split(r"[\[<>=]", one)[0]) for one in listed}
+        for listed in (project["project"]["dependencies"], extras["app"])
+    )
+    inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
+    assert imported_distributions(inner) == library
+    everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
+    assert imported_distributions(everything) <= library | app | {"lm-eval"}
     # Flower's `uv sync` of the app installs nothing: docs/dependencies.md.
-    assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
+    assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 
 
 def normalised(distribution: str) -> str:

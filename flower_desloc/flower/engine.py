@@ -173,10 +173,12 @@ class RoundEngine:
             self.round.clients.clear()
         for observer in self.observers:
             observer.gave_up(self.round.failures)
+        # A node that cannot take part is not in ``left_out``: it has no name.
+        nodes = {e.client: e.what for e in self._events if e.client.startswith("node ")}
         raise FederationError(
             f"{self.round} stayed below federation.min_clients={self._policy.min_clients} "
             f"through federation.repeats={self._policy.repeats} repeats; "
-            f"left out: {self.round.left_out}{self.members.silent}"
+            f"left out: {nodes | self.round.left_out}{self.members.silent}"
         )
 
     def without_state(self, node_id: int) -> Member:

@@ -1,7 +1,8 @@
-"""A ``sys.exit`` of the user's code is an error like any other.
+"""A ``sys.exit`` of the user's code, or a panic in a library, is an error like any other.
 
 Flower catches ``Exception``, which ``SystemExit`` is not: in a simulation the process of the client
-ends, and a run whose ServerApp exits counts as completed.
+ends, and a run whose ServerApp exits counts as completed. The panics of libraries in Rust, such as
+tokenizers, and ``asyncio.CancelledError`` are none either.
 """
 
 import traceback
@@ -13,9 +14,10 @@ _OWN = ("flwr", "ray", "flower_desloc")
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Raise ``RuntimeError`` where the user's code called ``sys.exit``.
+    """Raise ``RuntimeError`` where the user's code called ``sys.exit``, or a library panicked.
 
-    The ``SystemExit`` of a signal passes: the handlers of Flower, Ray and ``desloc`` raise it.
+    ``KeyboardInterrupt`` passes, and the ``SystemExit`` of a signal: the handlers of Flower, Ray
+    and ``desloc`` raise it.
     """
     try:
         yield
@@ -24,3 +26,7 @@ def exits_as_errors() -> Iterator[None]:
         if str(raised_in.get("__name__")).partition(".")[0] in _OWN:
             raise
         raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

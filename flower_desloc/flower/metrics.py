@@ -149,7 +149,7 @@ def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> Me
 
     Each one's are the ``metrics`` of its totals, and together of the added totals; without that
     function they are what the clients state, weighted by their examples. Without those that are not
-    finite. None if there are none.
+    finite, and without names of a metric of a part, such as another client. None if there are none.
     """
     totals: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
@@ -163,6 +163,11 @@ def pooled(replies: Mapping[str, WindowReply], metrics: FromTotals | None) -> Me
         if metrics is not None:
             own = _computed(metrics, own_totals) if figures else {}
         parts[client] = {k: v for k, v in own.items() if math.isfinite(_in_range(v))}
+    known = {name for part in parts.values() for name in part}
+    parts = {
+        client: {k: v for k, v in part.items() if not part_of(k, known)[0]}
+        for client, part in parts.items()
+    }
     if not any(parts.values()):
         return None
     overall = _weighted(parts, weights) if metrics is None else _computed(metrics, totals)

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from scipy.stats import trim_mean
 
 from flower_desloc import Mean
-from flower_desloc.app.config import ConfigError, dump, load, parse
+from flower_desloc.app.config import ConfigError, load
 from flower_desloc.core.robust import Gathered, NormBound, coordinate_median, trimmed_mean
 from flower_desloc.flower.policy import FederationError, Policy
 from flower_desloc.flower.records import from_record, to_record
@@ -267,9 +267,3 @@ def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
 def test_an_invalid_guard_is_refused(preset, settings, words):
     with pytest.raises(ConfigError, match=words):
         load(preset, f"federation.{settings}")
-
-
-def test_a_run_whose_trim_was_ignored_can_still_be_read():
-    config = load("quickstart")
-    config.federation.trim = 2
-    assert parse(dump(config)) == config

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command import accepted, refused
+from configurations import with_values
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 PAGE = (ROOT / "docs" / "train-your-own.md").read_text()
 COMMANDS = re.findall(r"^desloc run (\S+)\.yaml", PAGE, re.MULTILINE)
 SMALL = [
-    *(*TINY, "data.batch_size=4", "federation.num_clients=2"),
+    *(*TINY, "data.batch_size=4", "simulation.num_clients=2"),
     *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=3"),
 ]
 
@@ -319,21 +320,25 @@ QHADAM = ["beta1_weight", "beta2_weight", "exp_avg", "exp_avg_sq"]
 )
 def test_streams_of_any_optimizer_are_found_by_name(name, states):
     config = an_optimizer(name)
-    config.sync = {"params": 2, **dict.fromkeys(states, 4)}
+    config = with_values(config, {"sync": {"params": 2, **dict.fromkeys(states, 4)}})
     check_streams(config)
     for wrong, message in (
         ({"exp_avgg": 2}, rf"sync\.exp_avgg: {name} has no stream of that name; .*params"),
         *(({state: None}, rf"sync\.{state} is not stated") for state in states),
     ):
         periods = {"params": 2, **dict.fromkeys(states, 4)} | wrong
-        config.sync = {key: period for key, period in periods.items() if period}
+        config = with_values(
+            config, {"sync": {key: period for key, period in periods.items() if period}}
+        )
         with pytest.raises(ConfigError, match=message):
             check_streams(config)
 
 
 def test_a_shape_s_own_streams_may_be_stated():
     config = an_optimizer("torch.optim:Adafactor")
-    config.sync = dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)
+    config = with_values(
+        config, {"sync": dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)}
+    )
     check_streams(config)
 
 

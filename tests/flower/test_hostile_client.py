@@ -28,7 +28,7 @@ from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
-from flower_desloc.flower.messages import WindowReply
+from flower_desloc.flower.messages import TENSOR_NAMES, WindowReply
 from flower_desloc.flower.metrics import client_record, pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
@@ -62,6 +62,7 @@ class Federation:
     policy: dict[str, Any] = field(default_factory=dict)
     evaluate: bool = True
     grid: type[InProcessGrid] = InProcessGrid
+    clients: int = 3
     sent: dict[tuple[int, int], dict[str, ArrayRecord]] = field(default_factory=dict)
     """By client and step: its streams as they were received."""
     examples: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class Federation:
                 {name: strategy.state.average(name) for name in record.streams}
             )
         )
-        nodes = [{"m": m} for m in range(3)]
+        nodes = [{"m": m} for m in range(self.clients)]
         strategy.start(self.grid(self, nodes), to_record(X0), observer=watch)
         return strategy, watch.records
 
@@ -373,6 +374,40 @@ def test_the_largest_honest_reply_is_within_the_limits():
     limits.Limits.of([], 0, like).check(hello)
     assert sum(int(size) for size in described(sizes).values()) == sum(sizes.values())
     assert described({"b": 2, "a": 1}) == {"data/b": "2", "data/a": "1"}
+
+
+@pytest.mark.parametrize("hostile", range(3))
+@pytest.mark.parametrize("honest_state_theirs", [False, True])
+@pytest.mark.parametrize("clients", [2, 3])
+@pytest.mark.parametrize("lists", [[["other"], [], [], []], [[*SHAPES], ["statistics"], [], []]])
+def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_state_theirs, hostile):
+    def states(names: list[list[str]]) -> Spoil:
+        return lambda content: content["about"].update(dict(zip(TENSOR_NAMES, names, strict=True)))
+
+    class Stating(Federation):
+        def _good(self, message: Message, m: int) -> Content:
+            content = super()._good(message, m)
+            if honest_state_theirs and message.metadata.message_type == "query.hello":
+                states([[*SHAPES], [], [], []])(content)
+            return content
+
+    run = Stating({("query.hello", 0): [states(lists)]}, hostile, evaluate=False, clients=clients)
+    _, seen = run.run()
+    assert all(len(record.clients) == clients for record in seen[1:])
+
+
+def test_no_client_states_the_evaluation_of_another():
+    def reply(**told: float) -> WindowReply:
+        return WindowReply(metrics={"num-examples": 1, "start-step": 2, "stop-step": 2, **told})
+
+    false = {"client-0/loss": 9.0, "other/loss": 9.0}
+    evaluations = {"client-1": reply(loss=2.0, **false), "client-2": reply(loss=4.0)}
+    assert pooled(evaluations, None) == {"loss": 3.0, "client-1/loss": 2.0, "client-2/loss": 4.0}
+    top = {"loss": 2.0, "top/1": 0.5}  # a name of one's own may contain a slash
+    assert pooled({"client-1": reply(**top)}, None) == {
+        **top,
+        **{f"client-1/{name}": value for name, value in top.items()},
+    }
 
 
 # ------------------------------------------------------------------------------- Silent poisoning

@@ -109,7 +109,7 @@ def plan(
             fail(USAGE, f"which preset, or how many --params? There are\n{known}")
         paper = not preset or preset in PAPER
         config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
-        _set_options(config, steps, beta1, beta2)
+        config = _with_options(config, steps, beta1, beta2)
         run = planned_run(
             config,
             Link(bandwidth=bandwidth * MBIT, latency=latency / 1000),
@@ -138,13 +138,15 @@ def plan(
         typer.echo(f"drawn into {plot}")
 
 
-def _set_options(
+def _with_options(
     config: Config, steps: int | None, beta1: float | None, beta2: float | None
-) -> None:
-    """Change ``config`` by the options that stand for its keys."""
+) -> Config:
+    """Return ``config`` with the options that stand for its keys."""
+    run, optimizer = config.run, config.optimizer
     if steps is not None:
-        config.run.steps = steps
-    first, second = config.optimizer.betas
+        run = replace(run, steps=steps)
     if beta1 is not None:
-        first = config.optimizer.momentum = beta1
-    config.optimizer.betas = (first, second if beta2 is None else beta2)
+        optimizer = replace(optimizer, betas=(beta1, optimizer.betas[1]), momentum=beta1)
+    if beta2 is not None:
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], beta2))
+    return replace(config, run=run, optimizer=optimizer)

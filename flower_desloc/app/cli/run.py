@@ -64,7 +64,7 @@ def run(
         typer.Option(
             min=1,
             help="Clients simulated at the same time. By default as many as the CPU cores and GPUs "
-            "allow, by federation.client_cpus and federation.client_gpus.",
+            "allow, by simulation.client_cpus and simulation.client_gpus.",
         ),
     ] = None,
     ray_address: Annotated[
@@ -189,7 +189,7 @@ def _run_simulation(
 
 def _run_in_process(config: Config, run_config: Mapping[str, str], *, verbose: bool) -> None:
     try:
-        run_in_process({**app_run_config(), **run_config}, config.federation.num_clients)
+        run_in_process({**app_run_config(), **run_config}, config.simulation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()

@@ -3,28 +3,18 @@
 The sentence below a field explains it; ``docs/configuration.md`` is generated from them.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from flower_desloc.app.config.optimizers import OPTIMIZERS
+from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
 
 AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into memory."""
 
 
-def bounded(default: Any, least: float, most: float = math.inf, *, below: float = math.inf) -> Any:
-    """Return a field for a number, several numbers, or null; all numbers must be in bounds."""
-    return field(default=default, metadata={"bounds": (least, most, below)})
-
-
-def one_of(*words: str, or_path: bool = False) -> Any:
-    """Return a field for one of ``words``, by default the first, or for an import path."""
-    return field(default=words[0], metadata={"words": words, "or_path": or_path})
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The run: its name, seed, length and checkpoints."""
 
@@ -51,7 +41,7 @@ class Run:
     or on the disk: `stop`, with the reason, or `warn` and start."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model of the transformers library for the task, with weights drawn from the seed."""
 
@@ -92,7 +82,7 @@ class Model:
     `~/.cache/flower-desloc`; every new process then takes seconds. Needs a C++ compiler."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """The data: its source, and which client gets which part."""
 
@@ -154,7 +144,7 @@ class Data:
     `auto`: as many as fit into each client's memory, and the server's; null: the whole batch."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The local optimizer of every client."""
 
@@ -184,7 +174,7 @@ class Optimizer:
     """More arguments of an optimizer named by its import path."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Outer:
     """The server's optimizer of the averaged parameters, as in DiLoCo."""
 
@@ -199,7 +189,7 @@ class Outer:
     """Nesterov's momentum, in sgd."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FedAdam:
     """The server's step under `strategy: fedadam`; the defaults are Flower's."""
 
@@ -209,7 +199,7 @@ class FedAdam:
     """Stability term; a larger one makes the rates of the coordinates more equal."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """The learning rate as a function of the global step."""
 
@@ -223,12 +213,12 @@ class LRSchedule:
     """Fraction of the peak rate at which cosine ends."""
 
 
-@dataclass(kw_only=True)
-class Federation(Policy):
-    """Clients that take part, and the reaction to a client that fails."""
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The clients that `desloc run` simulates; no effect in a deployment."""
 
     num_clients: int = bounded(4, 1)
-    """Clients that `desloc run` simulates; no effect in a deployment."""
+    """Number of clients."""
     client_cpus: int = bounded(1, 1)
     """CPU cores, and so threads, a simulated client gets; the result depends on it in the last
     bits."""
@@ -236,7 +226,7 @@ class Federation(Policy):
     """Share of a GPU a simulated client gets."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The evaluation of the averaged model."""
 
@@ -251,7 +241,7 @@ class Evaluation:
     """Held-out images for each label, and for each client; 0: all."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -294,5 +284,6 @@ class Config:
     with a scale each. The quantisation error of params and first moments is sent later."""
     outer: Outer = field(default_factory=Outer)
     fedadam: FedAdam = field(default_factory=FedAdam)
-    federation: Federation = field(default_factory=Federation)
+    federation: Policy = field(default_factory=Policy)
+    simulation: Simulation = field(default_factory=Simulation)
     evaluation: Evaluation = field(default_factory=Evaluation)

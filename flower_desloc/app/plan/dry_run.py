@@ -99,10 +99,10 @@ def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
     if hardware.device.type != "cpu":
         yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())
-    clients = config.federation.num_clients * needs.client_disk()
+    clients = config.simulation.num_clients * needs.client_disk()
     yield (
         f"on disk: up to {bytes_text(needs.server_disk())} in the run's folder, and "
-        f"{bytes_text(clients)} for the state of {config.federation.num_clients} clients"
+        f"{bytes_text(clients)} for the state of {config.simulation.num_clients} clients"
     )
 
 
@@ -149,7 +149,7 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
     except ValueError as error:
         yield f"the time of a step cannot be estimated: {error}"
         return
-    clients, steps = config.federation.num_clients, config.run.steps
+    clients, steps = config.simulation.num_clients, config.run.steps
     turns = -(-clients // hardware.at_once)
     here = "GPU" if device.type == "cuda" else "CPU"
     yield f"a step takes {seconds_text(seconds)} on this {here} ({how})"
@@ -192,7 +192,7 @@ def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[f
 def _scaled(config: Config, part: Config, device: torch.device, num_params: int) -> float:
     """Return the seconds of a step of ``config``, from timing ``part``."""
     rows = part.data.batch_size
-    with num_threads(config.federation.client_cpus), estimating():
+    with num_threads(config.simulation.client_cpus), estimating():
         task, batch = sample(part, rows, rows)
         model = task.build_model().to(device).train()
         seconds = _timed(lambda: task.loss(model, batch).backward(), device)

@@ -58,9 +58,9 @@ def planned_run(
     """
     num_params = num_params or model_size(config)
     if workers is None:  # the clients of a window when all are online
-        clients = config.federation
-        drawn = max(clients.min_clients, round(clients.fraction_train * clients.num_clients))
-        workers = min(drawn, clients.num_clients)
+        policy, clients = config.federation, config.simulation.num_clients
+        drawn = max(policy.min_clients, round(policy.fraction_train * clients))
+        workers = min(drawn, clients)
     if config.task == TEXT:
         tokens = tokens or workers * config.data.batch_size * config.data.seq_len
     elif tokens is not None:

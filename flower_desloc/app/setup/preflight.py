@@ -124,11 +124,11 @@ class Needs:
 
     def server(self) -> Parts:
         """Return the host memory that the ServerApp needs."""
-        f = self.config.federation
+        policy, clients = self.config.federation, self.config.simulation.num_clients
         due = self._due(self.sizes)
         # Under a bound, two more are held until there are three to compare.
-        held = min(2, f.num_clients - 1) if f.norm_bound is not None else 0
-        replies = 1 + held if f.average == "mean" else f.num_clients
+        held = min(2, clients - 1) if policy.norm_bound is not None else 0
+        replies = 1 + held if policy.average == "mean" else clients
         return {
             "Python": _SERVER,
             "weights": self.sketch.weights,
@@ -145,7 +145,7 @@ class Needs:
         Flower's link holds the replies that the server has not pulled yet.
         """
         client = self.client(device, micro_batch) if device.type == "cpu" else self.host_memory()
-        waiting = self.config.federation.num_clients * self._due(self.wire)
+        waiting = self.config.simulation.num_clients * self._due(self.wire)
         return sum(self.server().values()) + waiting + at_once * sum(client.values()) + _SIMULATION
 
     def client_disk(self) -> int:
@@ -200,7 +200,7 @@ def micro_batch_size(config: Config, device: torch.device) -> int:
 def _share(config: Config, device: torch.device) -> float:
     if device.type == "cpu":
         return 1 / clients_at_once(config)
-    gpus = config.federation.client_gpus
+    gpus = config.simulation.client_gpus
     return gpus if 0 < gpus < 1 else 1.0
 
 
@@ -229,7 +229,7 @@ class Hardware:
 
         If they require a GPU and there is none, its memory is unknown.
         """
-        gpu = torch.cuda.is_available() if in_process else config.federation.client_gpus > 0
+        gpu = torch.cuda.is_available() if in_process else config.simulation.client_gpus > 0
         device = torch.device("cuda" if gpu else "cpu")
         at_once = 1 if in_process else workers or clients_at_once(config)
         if gpu and not torch.cuda.is_available():
@@ -246,17 +246,17 @@ class Hardware:
 def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[Finding]:
     """Yield the problems of simulating the run on this machine, with its files in ``folder``."""
     config = needs.config
-    gpus = config.federation.client_gpus
+    gpus = config.simulation.client_gpus
     if not hardware.exists:
         yield Finding(
-            f"federation.client_gpus={gpus:g}, and this machine has no GPU that PyTorch can use; "
-            "set federation.client_gpus=0 to train on the CPU",
+            f"simulation.client_gpus={gpus:g}, and this machine has no GPU that PyTorch can use; "
+            "set simulation.client_gpus=0 to train on the CPU",
             stops=True,
             estimated=False,
         )
     elif hardware.device.type == "cpu" and torch.cuda.is_available():
         yield Finding(
-            "this machine has a GPU that no client uses; set federation.client_gpus=1, or a share"
+            "this machine has a GPU that no client uses; set simulation.client_gpus=1, or a share"
         )
     try:
         if hardware.exists and hardware.device.type != "cpu":
@@ -274,7 +274,7 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
             who = f"the server and {hardware.at_once} clients at a time"
             change += ", or fewer clients at once (--workers 1)"
         yield from _memory(who, wanted, total, change, free=free)
-    number = config.federation.num_clients
+    number = config.simulation.num_clients
     states = number * needs.client_disk()
     yield from _disk(
         needs.server_disk() + states,

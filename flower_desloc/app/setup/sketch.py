@@ -224,7 +224,7 @@ def sample(
     config = replace(config, data=data)
     task = offline_task(config)
     if config.task != TEXT:
-        shard = task.client_data(Site(0, config.federation.num_clients))
+        shard = task.client_data(Site(0, config.simulation.num_clients))
         return task, next(iter(shard.heldout())) if heldout else shard.train_batch(0)
     # Imported here: transformers takes seconds.
     from flower_desloc.app.tasks.causal_lm import TextBatch

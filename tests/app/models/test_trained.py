@@ -11,6 +11,7 @@ import tiny
 import torch
 import transformers
 from command import accepted, desloc, refused
+from configurations import with_values
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny import summary
@@ -28,7 +29,7 @@ from flower_desloc.core.streams import digest
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 
 SMALL = [
-    *(*tiny.TINY, "data.domains=[docs,code]", "data.seq_len=64", "federation.num_clients=2"),
+    *(*tiny.TINY, "data.domains=[docs,code]", "data.seq_len=64", "simulation.num_clients=2"),
     *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=6"),
 ]
 
@@ -168,15 +169,21 @@ def test_the_card_tells_the_runs_facts_and_names_no_site(run, model):
 
 def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
     config = parse((run / "config.yaml").read_text())
-    config.run.init_from, config.model.config = "org/base", {"vocab_size": 256}
-    config.data.source = "org/text:a"
+    config = with_values(
+        config,
+        {
+            "run.init_from": "org/base",
+            "model.config": {"vocab_size": 256},
+            "data.source": "org/text:a",
+        },
+    )
     data = ModelCard(card(config, summary(run))).data
     assert (data.base_model, data.datasets) == ("org/base", ["org/text"])
 
 
 def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_read(run):
     config = parse((run / "config.yaml").read_text())
-    config.task, config.data.source = "cnn:CNN", "org/text"
+    config = with_values(config, {"task": "cnn:CNN", "data.source": "org/text"})
     page = ModelCard(card(config, summary(run)))
     assert page.data.datasets is None
     assert "| model and data | those of a custom task |" in page.text
@@ -186,7 +193,7 @@ def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_
 
 def test_the_card_tells_averages_besides_the_periods(run):
     config = parse((run / "config.yaml").read_text())
-    config.sync_once_at = [3]
+    config = with_values(config, {"sync_once_at": [3]})
     assert "| `params` | every 2 and after 3 |" in card(config, summary(run))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command import accepted, desloc, refused
+from configurations import with_values
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import ROOT, load_script
@@ -110,7 +111,7 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     torch.manual_seed(3)
     words = ["run.steps=60", f"optimizer.name={name}", "optimizer.lr=0.1"]
     config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
-    config.optimizer.betas, config.optimizer.momentum = (0.8, 0.9), 0.8
+    config = with_values(config, {"optimizer.betas": (0.8, 0.9), "optimizer.momentum": 0.8})
     if name == "amsgrad":
         config.sync["max_exp_avg_sq"] = 7
     streams = planned_streams(config)

@@ -35,7 +35,7 @@ from flower_desloc.app.runs.time_model import DEFAULT_LINK, modelled, seconds_pe
 from flower_desloc.flower.observer import Event
 
 PNG = b"\x89PNG\r\n\x1a\n"
-SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "federation.num_clients=2"]
+SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "simulation.num_clients=2"]
 CLOCKS = ["sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=8"]
 
 

@@ -73,7 +73,7 @@ def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
 def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, period, local):
     config = load(preset)
     assert config.run.steps == steps
-    assert config.data.batch_size * config.federation.num_clients == 1024
+    assert config.data.batch_size * config.simulation.num_clients == 1024
     assert (config.data.seq_len, config.optimizer.clip_norm) == (2048, 1.0)
     assert config.sync == {"params": period, "exp_avg": 3 * period, "exp_avg_sq": 6 * period}
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.betas) == local
@@ -162,7 +162,7 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
         f"{TINY} model.hidden_size=512 model.intermediate_size=2048 model.num_hidden_layers=3 "
         "data.batch_size=2 run.steps=2 run.eval_every=0 evaluation.federated=false "
         "evaluation.central=false sync.params=1 sync.exp_avg=1 sync.exp_avg_sq=1 "
-        "federation.num_clients=2"
+        "simulation.num_clients=2"
     )
     needs = Needs(load("quickstart", settings))
     parts = [*needs.client(CPU, 2).items(), *needs.server().items()]
@@ -181,7 +181,7 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
 def test_auto_is_the_largest_divisor_whose_estimate_leaves_a_part_of_the_memory(total, monkeypatch):
     monkeypatch.setattr(preflight, "device_memory", lambda _: (int(total / 0.7), 0))
     sizes = "data.batch_size=24 data.seq_len=512 data.micro_batch_size=auto"
-    config = load("quickstart", f"{TINY} {sizes} federation.num_clients=1")
+    config = load("quickstart", f"{TINY} {sizes} simulation.num_clients=1")
     chosen = micro_batch_size(config, CPU)
     divisors = [n for n in range(1, 25) if 24 % n == 0]
 
@@ -277,9 +277,9 @@ def test_a_client_that_takes_smaller_parts_needs_less(tmp_path):
 def test_a_gpu_that_is_not_there_ends_the_run_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     for more in ("stop", "warn"):  # it is no estimate
-        settings = [*TINY.split(), "federation.client_gpus=1", f"run.preflight={more}"]
+        settings = [*TINY.split(), "simulation.client_gpus=1", f"run.preflight={more}"]
         said = refused("run", "quickstart", *settings, "--output-dir", tmp_path)
-        assert "set federation.client_gpus=0" in said
+        assert "set simulation.client_gpus=0" in said
         assert "run.preflight=warn" not in said
 
 
@@ -397,7 +397,7 @@ class Raises(ImageClassification):
 @pytest.mark.parametrize("method", ["client_data", "loss"])
 def test_a_run_whose_task_raises_starts_without_the_estimate(method, error, tmp_path):
     words = [f"task={__name__}:Raises", f"task_options.{method}={error}", "run.steps=1"]
-    words += ["federation.num_clients=1", "sync.params=1", "--output-dir", str(tmp_path)]
+    words += ["simulation.num_clients=1", "sync.params=1", "--output-dir", str(tmp_path)]
     result = desloc("run", "digits", *words, "--engine", "inprocess")
     assert result.exit_code == 1
     assert f"beware: the memory of a step cannot be estimated: {error}: " in result.stdout
