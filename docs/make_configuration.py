@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flower_desloc.app.config.optimizers import OPTIMIZERS
+
 from flower_desloc.app.config.run_config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]

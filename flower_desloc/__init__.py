@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
+    from flower_desloc.core.kinds import Kind
     from flower_desloc.core.lr_schedule import constant, cosine, wsd
-    from flower_desloc.core.newcomer import SeedsStates
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
+    from flower_desloc.core.states import State, kinds_of
     from flower_desloc.core.streams import (
         check_optimizer,
         prime,
@@ -56,6 +57,7 @@ __all__ = [
     "Drift",
     "FederationError",
     "InProcessGrid",
+    "Kind",
     "LogLines",
     "Mean",
     "Observer",
@@ -63,7 +65,7 @@ __all__ = [
     "PaperAdam",
     "Plan",
     "Policy",
-    "SeedsStates",
+    "State",
     "StepMetrics",
     "SyncSchedule",
     "Window",
@@ -74,6 +76,7 @@ __all__ = [
     "constant",
     "cosine",
     "from_record",
+    "kinds_of",
     "last_checkpoint",
     "prime",
     "put",
@@ -87,7 +90,8 @@ __all__ = [
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
     "core.lr_schedule": ["constant", "cosine", "wsd"],
-    "core.newcomer": ["SeedsStates"],
+    "core.kinds": ["Kind"],
+    "core.states": ["State", "kinds_of"],
     "core.worker": ["Clipping", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],

@@ -27,8 +27,7 @@ from flower_desloc.core.averaging import (
     require_same,
     weights_of,
 )
-from flower_desloc.core.formats import NEVER_NEGATIVE
-from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 
 T = TypeVar("T")
 
@@ -67,17 +66,17 @@ Lengths = Mapping[str, float]
 _VOTES = 3  # a median of fewer than three lengths does not tell which of them is wrong
 
 
-def length(name: str, stream: Stream, last: Stream | None) -> float:
+def length(kind: Kind, stream: Stream, last: Stream | None) -> float:
     """Return how long a client's update of a stream is.
 
     That of params and buffers is the distance from their last average, that of a moment its norm,
     and that of a second moment the root of its norm: it is a square of gradients, and grows twice
     as fast with their scale.
     """
-    if name in (PARAMS, BUFFERS):
+    if kind in (Kind.PARAMS, Kind.BUFFERS):
         return distance(stream, last)
     norm = distance(stream)
-    return math.sqrt(norm) if name in NEVER_NEGATIVE else norm
+    return norm if kind.is_signed else math.sqrt(norm)
 
 
 class NormBound(Generic[T]):
@@ -92,11 +91,14 @@ class NormBound(Generic[T]):
         bound: How many medians are too long.
         last: The last averages.
         before: The median length of each stream in the last window that averaged it.
+        kinds: The kinds of streams that PyTorch's names do not give.
 
     """
 
-    def __init__(self, bound: float, last: Mapping[str, Stream], before: Lengths) -> None:
-        self._bound, self._last, self._before = bound, last, before
+    def __init__(
+        self, bound: float, last: Mapping[str, Stream], before: Lengths, kinds: Kinds
+    ) -> None:
+        self._bound, self._last, self._before, self._kinds = bound, last, before, kinds
         self._seen: list[Lengths] = []
         self._accepted: list[Lengths] = []
         self._held: list[tuple[T, Lengths]] = []
@@ -106,7 +108,10 @@ class NormBound(Generic[T]):
 
         ``reply`` is what the caller wants back for these ``streams``.
         """
-        lengths = {n: length(n, stream, self._last.get(n)) for n, stream in streams.items()}
+        lengths = {
+            name: length(kind_of(name, self._kinds), stream, self._last.get(name))
+            for name, stream in streams.items()
+        }
         self._seen.append(lengths)
         self._held.append((reply, lengths))
         if len(self._seen) >= _VOTES:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
-from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import (
     put,
     set_step,

@@ -14,7 +14,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, MetricRecordValues, RecordDict
 
 from flower_desloc.core.averaging import Stream
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
+from flower_desloc.core.formats import EXACT, Format, lossy
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.streams import check_like, finite_ends
 from flower_desloc.flower.bundles import bundled
@@ -74,6 +75,8 @@ class WindowRequest:
     """Streams that are never averaged and restarted from zeros at their version."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are compressed, in both directions."""
+    kinds: Kinds = field(default_factory=dict)
+    """Of every stream; the server's, so that both ends code alike."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
     differences: frozenset[str] = frozenset()
@@ -108,6 +111,7 @@ class WindowRequest:
                 "stream-versions": list(self.versions.values()),
                 "streams-reset": sorted(self.resets),
                 "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "stream-kinds": [str(kind_of(n, self.kinds)) for n in self.versions],
                 "differences": sorted(self.differences),
                 "former-version": self.former,
                 "bundles": self.bundles,
@@ -125,6 +129,7 @@ class WindowRequest:
         names = _values(config, "streams", str)
         versions = _values(config, "stream-versions", int)
         formats = _values(config, "stream-formats", str)
+        kinds = map(Kind, _values(config, "stream-kinds", str))
         attempts = _values(config, "attempts", str)
         starts = _values(config, "attempt-starts", int)
         code, digests = _values(config, "code", str), _values(config, "code-digests", str)
@@ -144,6 +149,7 @@ class WindowRequest:
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),
             formats=lossy(dict(zip(names, formats, strict=True))),
+            kinds=dict(zip(names, kinds, strict=True)),
             differences=frozenset(_values(config, "differences", str)),
             former=_value(config, "former-version", int),
             bundles=_value(config, "bundles", bool),
@@ -215,12 +221,12 @@ class WindowReply:
                 if not tensor.is_floating_point():
                     raise ValueError(f"{what}, which has no mean")
 
-    def check_values(self) -> None:
+    def check_values(self, kinds: Kinds) -> None:
         """Raise ``ValueError`` for values whose mean could not be used for training."""
         for name, stream in self.streams.items():
             for key, (low, high) in finite_ends(name, stream).items():
                 what = f"{key!r} of stream {name!r}"
-                least, greatest = limits(name, stream[key].dtype)
+                least, greatest = limits(kind_of(name, kinds), stream[key].dtype)
                 if max(-low, high) > greatest:
                     raise ValueError(
                         f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
@@ -251,14 +257,14 @@ class WindowReply:
             )
 
 
-def limits(name: str, dtype: torch.dtype) -> tuple[float, float]:
+def limits(kind: Kind, dtype: torch.dtype) -> tuple[float, float]:
     """Return the least and the greatest value of a stream that can be averaged.
 
     The greatest second moment is half of the type's greatest value, so that the difference of two
     is finite; any other's is the root of that, so that its square is finite too.
     """
     most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
-    return (0.0, most) if name in NEVER_NEGATIVE else (-math.sqrt(most), math.sqrt(most))
+    return (-math.sqrt(most), math.sqrt(most)) if kind.is_signed else (0.0, most)
 
 
 def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:

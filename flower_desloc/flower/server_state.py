@@ -10,6 +10,7 @@ from torch import Tensor
 from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.formats import Format, lossy
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import check_like, plain_name, starts_at_zero
@@ -36,6 +37,8 @@ class ServerState:
     """Step of the last average or reset of every stream; 0 before the first."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are sent in a lossy format."""
+    kinds: Kinds = field(default_factory=dict)
+    """Of the states that PyTorch's names do not give (``kind_of``)."""
     lengths: dict[str, float] = field(default_factory=dict)
     """The median length of the clients' last updates of every stream (``core/robust.py``)."""
     like: dict[str, Stream] = field(default_factory=dict)
@@ -55,6 +58,7 @@ class ServerState:
         averaged: Iterable[str],
         states: Mapping[str, Stream],
         formats: Mapping[str, str],
+        kinds: Kinds,
         outer: OuterOptimizer | None,
     ) -> Self:
         """Return the state before a run whose streams ``averaged`` have averages.
@@ -64,6 +68,7 @@ class ServerState:
         state = cls(
             versions=dict.fromkeys(averaged, 0),
             formats=lossy(formats),
+            kinds=kinds,
             like={name: meta(stream) for name, stream in states.items()},
             outer=outer,
         )
@@ -73,6 +78,10 @@ class ServerState:
             if not starts_at_zero(name):
                 state.averages[name] = to_record(stream)
         return state
+
+    def kind(self, name: str) -> Kind:
+        """Return what a stream holds."""
+        return kind_of(name, self.kinds)
 
     @property
     def lacks_buffers(self) -> bool:
@@ -94,7 +103,9 @@ class ServerState:
         """Return the last average of a stream, decoded."""
         stream = from_record(self.averages[name])
         if name in self.formats and name != PARAMS:
-            return decode_stream(name, stream, self.formats[name], self.like[name])
+            return decode_stream(
+                name, stream, self.formats[name], self.like[name], kind=self.kind(name)
+            )
         return stream
 
     def publish(
@@ -122,7 +133,7 @@ class ServerState:
             return
         before = self.average(PARAMS) if name == PARAMS else None
         residual = self.residuals.get(name)
-        sent = encode_stream(name, stream, format_, reference=before, residual=residual)
+        sent = encode_stream(self.kind(name), stream, format_, reference=before, residual=residual)
         if sent.residual:
             self.residuals[name] = sent.residual
         if name == PARAMS:
@@ -145,6 +156,7 @@ class ServerState:
                 stream,
                 self.formats[name],
                 self.like[name],
+                kind=self.kind(name),
                 reference=self.average(PARAMS) if name == PARAMS else None,
             )
             if name in self.formats

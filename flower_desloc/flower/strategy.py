@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.core.averaging import Mean, Stream, Weight
+from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import Average, Gathered, NormBound
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
@@ -87,17 +88,18 @@ class DesLoc(Strategy):
         (``Worker.evaluate``).
     formats : Mapping[str, str], optional
         Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``
-        (``flower_desloc.core.compression``). Optimizer states in it must be in ``states``. Second
-        moments are coded as such under the names ``exp_avg_sq`` and ``max_exp_avg_sq`` only; send
-        those of other names in ``bf16`` or as they are.
+        (``flower_desloc.core.compression``). Optimizer states in it must be in ``states``.
+    kinds : Mapping[str, Kind], optional
+        What the optimizer's states are, where they do not have PyTorch's names
+        (``flower_desloc.kinds_of``): second moments are coded, bounded and checked as such.
     sync_delay : int (default: 0)
         Local steps that clients take before they merge an average
         (``flower_desloc.core.late``); a shorter window merges at its end. Clients that outlive a
         message take them while the streams travel. The clients' optimizers must state their states'
-        decays (``flower_desloc.optim.decays``).
+        decays (``flower_desloc.State``).
     sync_bound : bool (default: True)
         Whether clients bound Adam's first moment by their second after an average of either
-        (``flower_desloc.optim.bounds``); other optimizers have no such bound. False is the paper's
+        (``flower_desloc.optim.bounds``); ADOPT and SGD have no such bound. False is the paper's
         letter, under which a run can spike.
     run_key : str, optional
         Names the run in the clients' own files; random by default, so that runs share nothing.
@@ -135,6 +137,7 @@ class DesLoc(Strategy):
         metrics: FromTotals | None = None,
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
+        kinds: Kinds | None = None,
         sync_delay: int = 0,
         sync_bound: bool = True,
         run_key: str | None = None,
@@ -162,7 +165,7 @@ class DesLoc(Strategy):
         self.run_key = resume.run_key if resume else run_key or secrets.token_hex(8)
         self.seed = seed
         self.state = ServerState.of(
-            self._streams_held(schedule), states or {}, formats or {}, outer
+            self._streams_held(schedule), states or {}, formats or {}, kinds or {}, outer
         )
         self.checkpoints, self.resume = checkpoints, resume
         self.code = code or {}
@@ -337,7 +340,7 @@ class DesLoc(Strategy):
         with self.engine.leaving_out(sender, kind) as member:
             window = self.engine.round.window
             reply = self._read(message, window)
-            reply.check_values()
+            reply.check_values(self.state.kinds)
             usable = member, reply, self._weight(member, reply, window.due)
             return bound.judge(usable, reply.streams) if bound else [(usable, "")]
         return []
@@ -399,7 +402,7 @@ class DesLoc(Strategy):
             return None
         # A client of fewer steps has a shorter update.
         bound = self.policy.norm_bound / self.policy.min_steps
-        return NormBound(bound, self._last_averages(window), self.state.lengths)
+        return NormBound(bound, self._last_averages(window), self.state.lengths, self.state.kinds)
 
     def _publish(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
         for name, stream in averages.items():
@@ -495,6 +498,7 @@ class DesLoc(Strategy):
             versions=self.state.versions,
             resets=self.schedule.resets,
             formats=self.state.formats,
+            kinds=self.state.kinds,
             differences=frozenset(name for name, (_, differs) in sent.items() if differs),
             former=self.state.former,
             config=settings_of(config),
@@ -592,7 +596,7 @@ class DesLoc(Strategy):
             num_steps=self.num_steps,
             num_windows=len(self._windows) - 1,
             stream_bytes=stream_bytes(self.state.like),
-            wire_bytes=wire_bytes(self.state.like, self.state.formats),
+            wire_bytes=wire_bytes(self.state.like, self.state.formats, self.state.kinds),
             clients={member.name: member.about for member in members},
         )
         for each in self.engine.observers:

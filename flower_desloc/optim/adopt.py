@@ -6,13 +6,17 @@ only seeds v, the denominator is clamped, and the normalised gradient is clipped
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import TwoMoments, add_scaled_
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.states import State, beta1, beta2, squared_gradient
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim.description import Description
 
 
 def fourth_root(step: int) -> float:
@@ -65,7 +69,7 @@ def adopt_step(
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
 
 
-class ADOPT(TwoMoments):
+class ADOPT(ForeachOptimizer):
     """ADOPT with streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     ``clip_lambda`` gives the bound of the normalised gradient after ``step`` completed steps;
@@ -76,6 +80,11 @@ class ADOPT(TwoMoments):
     [0, 1).
     """
 
+    states = (
+        # Of g / sqrt(v), clipped at step^(1/4) for gradients of any size.
+        State("exp_avg", Kind.FIRST_MOMENT, beta1, ceiling=fourth_root),
+        State("exp_avg_sq", Kind.SECOND_MOMENT, beta2, squared_gradient),
+    )
     update = staticmethod(adopt_step)
     varying = ("lr", "clip")
 
@@ -105,3 +114,12 @@ class ADOPT(TwoMoments):
         """Return the keyword arguments of ``adopt_step`` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
+
+
+DESCRIPTION: Final = Description(
+    name="adopt",
+    make=partial(ADOPT, decouple=True),
+    settings={"betas": (0.95, 0.9999), "eps": 1e-6, "weight_decay": 0.0},
+    states=ADOPT.states,
+    weight_decay="decoupled",
+)

@@ -115,7 +115,7 @@ def judged(
     stream: str = "exp_avg",
 ) -> tuple[list[tuple[int, bool]], int]:
     """Return which replies are accepted, in order, and how many were held at once."""
-    of = NormBound[int](bound, {"params": {"x": torch.zeros(1)}}, before or {})
+    of = NormBound[int](bound, {"params": {"x": torch.zeros(1)}}, before or {}, {})
     decided: list[tuple[int, str]] = []
     held = 0
     for index, norm in enumerate(norms):
@@ -162,7 +162,7 @@ def test_a_median_of_zero_is_no_scale():
 def test_second_moments_are_measured_by_their_root_and_params_from_their_average():
     assert accepted([1.0, 1.0, 3.9], stream="exp_avg_sq") == [True, True, True]
     assert accepted([1.0, 1.0, 4.1], stream="exp_avg_sq") == [True, True, False]
-    of = NormBound[int](2.0, {"params": {"x": torch.full((1,), 100.0)}}, {})
+    of = NormBound[int](2.0, {"params": {"x": torch.full((1,), 100.0)}}, {}, {})
     for index, value in enumerate([101.0, 99.0, 103.0]):
         decided = of.judge(index, {"params": {"x": torch.tensor([value])}})
     assert [bool(why) for _, why in decided] == [False, False, True]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc import NEVER, Policy, SyncSchedule
-from flower_desloc.core.newcomer import needs_seed, seed_states
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.states import needs_seed, seed_states
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.records import from_record

@@ -122,7 +122,7 @@ def test_a_state_dict_from_a_file_without_pickle_continues_bit_for_bit(ours, tmp
     drive(params, optimizer, range(5, 12))
     drive(copies, restored, range(5, 12))
     assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    names = optimizer.streams
+    names = [state.name for state in optimizer.states]
     assert_same(finals_of(copies, restored, names), finals_of(params, optimizer, names))
 
 

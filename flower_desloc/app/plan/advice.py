@@ -9,14 +9,14 @@ from flower_desloc.app.config.units import number_text, seconds_text
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.theory import half_life, kept
 from flower_desloc.app.plan.wall_clock import Topology
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import starts_at_zero
 
 MULTIPLES: Final = {
-    "momentum_buffer": 3,
-    "exp_avg": 3,
-    "exp_avg_sq": 6,
-    "max_exp_avg_sq": 6,
+    Kind.FIRST_MOMENT: 3,
+    Kind.SECOND_MOMENT: 6,
+    Kind.MAXIMUM: 6,
 }
 """K_u and K_v as multiples of K_x: "robust default choices" (the paper's ablation of
 low-communication configurations). Any other stream has the period of params."""
@@ -62,7 +62,7 @@ def multiples(run: PlannedRun, period: int) -> Mapping[str, int]:
         return AT_LONG if is_long(run, period) else FIRST_WITH_PARAMS
     if run.optimizer == "adopt" and period <= _longest_for_adopt(run):
         return FIRST_WITH_PARAMS
-    return MULTIPLES
+    return {s.name: MULTIPLES[s.kind] for s in run.streams if s.kind in MULTIPLES}
 
 
 def recommended(run: PlannedRun, topology: Topology) -> dict[str, int] | None:

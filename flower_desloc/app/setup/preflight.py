@@ -14,7 +14,7 @@ from torch import nn
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.units import bytes_text
-from flower_desloc.app.setup.build import build_optimizer, build_schedule
+from flower_desloc.app.setup.build import build_optimizer, build_schedule, stream_kinds
 from flower_desloc.app.setup.machine import clients_at_once, default_device, device_memory, memory
 from flower_desloc.app.setup.sketch import Sketch, estimating
 from flower_desloc.core.schedule import GRADIENTS
@@ -68,7 +68,7 @@ class Needs:
     @cached_property
     def wire(self) -> dict[str, int]:
         """Bytes of every stream on the wire."""
-        return wire_bytes(self.sketch.streams, self.config.wire)
+        return wire_bytes(self.sketch.streams, self.config.wire, stream_kinds(self.config))
 
     @cached_property
     def states(self) -> int:

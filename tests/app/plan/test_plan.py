@@ -16,7 +16,6 @@ from torch import nn
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.app.config import load
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.plan.advice import MULTIPLES, can_bound, multiples, recommended, warnings
 from flower_desloc.app.plan.evidence import MEASURED, nearest
 from flower_desloc.app.plan.from_config import dtype_bytes, model_size, planned_run, planned_streams
@@ -38,10 +37,17 @@ from flower_desloc.app.plan.wall_clock import (
 )
 from flower_desloc.app.runs.figures import plan as plan_figure
 from flower_desloc.app.runs.figures.style import figure
-from flower_desloc.app.setup.build import build_optimizer, build_schedule, build_streams
+from flower_desloc.app.setup.build import (
+    build_optimizer,
+    build_schedule,
+    build_streams,
+    stream_kinds,
+)
 from flower_desloc.app.tasks import build_task
+from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.traffic import method_rates, rate, stream_bytes, uploads, wire_bytes
-from flower_desloc.optim.bounds import moment_ratio
+from flower_desloc.optim import OPTIMIZERS
+from flower_desloc.optim.bounds import moment_ratios
 
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 PERIOD = st.integers(1, 12) | st.just(NEVER)
@@ -63,8 +69,11 @@ def planned(
         optimizer="adam",
         num_params=1e6,
         streams=(
-            PlannedStream(name=PARAMS, num_bytes=4e6),
-            *(PlannedStream(name=s, num_bytes=4e6, beta=b, ceiling=ceiling) for s, b in moments),
+            PlannedStream(name=PARAMS, kind=Kind.PARAMS, num_bytes=4e6),
+            *(
+                PlannedStream(name=s, kind=kind_of(s), num_bytes=4e6, beta=b, ceiling=ceiling)
+                for s, b in moments
+            ),
         ),
         schedule=SyncSchedule(
             by_stream(*periods), 0 if coins else None, frozenset(once_at), phases or {}
@@ -396,7 +405,8 @@ def test_every_optimizers_states_have_a_multiple():
     for name in OPTIMIZERS:
         config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1")
         streams = build_streams(config, torch.nn.Linear(1, 1))
-        assert streams.keys() - {PARAMS} <= MULTIPLES.keys()
+        kinds = {kind_of(stream, stream_kinds(config)) for stream in streams}
+        assert kinds - {Kind.PARAMS} <= MULTIPLES.keys()
 
 
 @pytest.mark.parametrize(
@@ -420,7 +430,7 @@ def test_a_bound_is_recommended_exactly_where_it_would_bound(name, betas):
     )
     run = run_of(config, num_params=1e6)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
-    assert can_bound(run) == (moment_ratio(optimizer) is not None)
+    assert can_bound(run) == (moment_ratios(optimizer).get("exp_avg") is not None)
 
 
 @pytest.mark.parametrize(
@@ -586,7 +596,7 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
-    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire)
+    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire, {})
     run = run_of(config)
     # A tensor's last block may not be full.
     assert run.wire == pytest.approx(sent, rel=1e-3)
