@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the sentences in flower_desloc/app/config/schema.py.
+"""Write docs/reference/configuration.md from the sentences in flower_desloc/app/config/schema.py.
 
 Run it as ``python docs/make_configuration.py``.
 """
@@ -7,12 +7,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
-
 from flower_desloc.app.config.run_config import SETTINGS
+from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
 POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
@@ -61,7 +60,7 @@ What belongs to a site and not to the run is set on its SuperNode, by `--node-co
 `partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
 keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
 `desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
-[warm clients](warm.md) off.
+[warm clients](../how-to/warm.md) off.
 
 """
 
@@ -74,7 +73,24 @@ def page() -> str:
     for name, (doc, fields) in sections.items():
         key = {"LRSchedule": "lr_schedule", "Policy": "federation"}.get(name, name.lower())
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
+        lines += _optimizers() if key == "optimizer" else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _optimizers() -> list[str]:
+    """Return the table of the project's optimizers, with their own defaults."""
+    rows = [
+        "| optimizer | settings and their defaults | weight decay | states |",
+        "|---|---|---|---|",
+    ]
+    for name, described in OPTIMIZERS.items():
+        settings = ", ".join(
+            f"`{key}` {list(value) if isinstance(value, tuple) else value}"
+            for key, value in described.settings.items()
+        )
+        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)
+        rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
+    return [*rows, ""]
 
 
 def _keys() -> str:

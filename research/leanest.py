@@ -1,7 +1,7 @@
 """How few bytes: rare averages of u and v, 4-bit codes and late averages together.
 
     python research/leanest.py measure --data FOLDER --work runs/leanest
-    python research/leanest.py draw     # docs/leanest.png, and the tables as text
+    python research/leanest.py draw     # docs/images/leanest.png, and the tables as text
 
 Each method's rate is tuned on a seed of its own, IID.
 """

@@ -16,8 +16,8 @@ LOSCAR-SGD and DaSGD; that of the moments is this project's.
 import torch
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.kinds import Kind
+from flower_desloc.core.types import Stream
 
 
 @torch.no_grad()

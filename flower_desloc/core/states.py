@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer, RAdam
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.kinds import Kind
+from flower_desloc.core.types import Stream
 
 Group = Mapping[str, Any]
 """One of ``optimizer.param_groups``."""

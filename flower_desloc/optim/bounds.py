@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.states import Group, states_of
+from flower_desloc.core.types import Stream
 
 
 def moment_ratios(optimizer: Optimizer) -> dict[str, float | None]:

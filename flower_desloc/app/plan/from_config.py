@@ -1,8 +1,7 @@
 """A planned run from a configuration."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import TEXT, precision_text
-from flower_desloc.app.plan.evidence import unmeasured
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
 from flower_desloc.app.setup.build import (
@@ -23,7 +21,7 @@ from flower_desloc.app.setup.build import (
     stream_kinds,
 )
 from flower_desloc.app.setup.initial import with_init_from
-from flower_desloc.app.setup.sketch import unallocated_model
+from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import PARAMS
@@ -102,9 +100,7 @@ def planned_run(
         link=link,
         schedule=build_schedule(config),
         bound=config.sync_bound,
-        formats=config.wire,
         partition=config.data.partition,
-        unmeasured=unmeasured(asdict(config)),
         delay=config.sync_delay,
     )
 
@@ -132,7 +128,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
             name=name,
             kind=kind_of(name, kinds_of(optimizer)),
             num_bytes=0,
-            beta=_beta(states, optimizer, name),
+            beta=_beta(optimizer, name),
             ceiling=_ceiling(config, states.get(name), rho),
         )
         for name in build_schedule(config).periods
@@ -155,7 +151,7 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def _model(config: Config) -> nn.Module:
-    return unallocated_model(with_init_from(config))
+    return meta_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:
@@ -164,7 +160,8 @@ def dtype_bytes(config: Config) -> int:
     return dtype.itemsize
 
 
-def _beta(states: Mapping[str, State], optimizer: Optimizer, name: str) -> float | None:
+def _beta(optimizer: Optimizer, name: str) -> float | None:
+    states = states_of(optimizer)
     if name in states and states[name].kind is Kind.MAXIMUM:
         # It changes at most as fast as what it is taken of.
         name = next(n for n, state in states.items() if state.kind is Kind.SECOND_MOMENT)
