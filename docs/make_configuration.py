@@ -7,8 +7,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.run_config import SETTINGS
+from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
@@ -73,7 +73,24 @@ def page() -> str:
     for name, (doc, fields) in sections.items():
         key = {"LRSchedule": "lr_schedule", "Policy": "federation"}.get(name, name.lower())
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
+        lines += _optimizers() if key == "optimizer" else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _optimizers() -> list[str]:
+    """Return the table of the project's optimizers, with their own defaults."""
+    rows = [
+        "| optimizer | settings and their defaults | weight decay | states |",
+        "|---|---|---|---|",
+    ]
+    for name, described in OPTIMIZERS.items():
+        settings = ", ".join(
+            f"`{key}` {list(value) if isinstance(value, tuple) else value}"
+            for key, value in described.settings.items()
+        )
+        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)
+        rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
+    return [*rows, ""]
 
 
 def _keys() -> str:

@@ -6,9 +6,9 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
+from flower_desloc.optim import OPTIMIZERS
 
 AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into a GPU's memory."""
@@ -77,7 +77,7 @@ class Model:
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
-    """Compile the loss and the steps of adopt, sgdm and paper_adam with `torch.compile` (PyTorch's
+    """Compile the loss and the steps of this project's optimizers with `torch.compile` (PyTorch's
     own Adam has one fused kernel). The first compilation takes a minute or more and is cached in
     `~/.cache/flower-desloc`; every new process then takes seconds. Needs a C++ compiler."""
 
@@ -150,33 +150,28 @@ class Optimizer:
     """The local optimizer of every client."""
 
     name: str = one_of(*OPTIMIZERS, or_path=True)
-    """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
-    any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
-    and options; clipping applies too, the other settings of this section do not. Another optimizer
-    than that of the preset has its own defaults and needs its own lr (adam, adamw and amsgrad share
-    one)."""
+    """One of the optimizers in the table below; or any torch.optim.Optimizer by its import path,
+    such as `pytorch_optimizer:Lion`, which gets lr and options; clipping applies too, the other
+    settings of this section do not. Another optimizer than that of the preset has its own defaults
+    and needs its own lr (adam, adamw and amsgrad share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment; the default is adopt's, of the others 0.95 and 0.95."""
-    mix: float = bounded(1.0, 0, 1)
-    """Share of the first moment in the update of adopt, adam and adamw; the rest is the gradient of
-    the step (quasi-hyperbolic, as in MT-DAO). Below 1 the first beta can be 0.99 or 0.999, so that
-    an average of it lasts."""
+    """Decay of the first and second moment."""
     momentum: float = bounded(0.9, 0, below=1)
-    """Decay of sgdm's momentum, the paper's beta."""
+    """Decay of the momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)
-    """Stability term; its place in the formula depends on the optimizer, and the default: 1e-8 for
-    all but adopt."""
+    """Stability term; its place in the formula depends on the optimizer."""
     weight_decay: float = bounded(0.0, 0)
-    """Weight decay; decoupled in adamw and adopt."""
+    """Weight decay, added to the clipped gradient or decoupled from it."""
     clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
     clip_value: float | None = bounded(None, 1e-12)
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of an optimizer named by its import path."""
+    """More arguments, of an optimizer named by its import path; or settings of one in the table
+    that have no key of their own. A list becomes a tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
