@@ -34,10 +34,11 @@ from torch.nn.functional import cross_entropy
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.lr_schedule import wsd
 from flower_desloc.core.worker import Worker
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.client import client_app
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import ADOPT
 
 CLIENTS, STEPS, BATCH = 8, 192, 16

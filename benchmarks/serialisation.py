@@ -17,7 +17,7 @@ from aggregation import shapes
 from common import ratios, report, spread, spreads, take_turns
 from flwr.app import ArrayRecord
 
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.arrays import from_record, to_record
 
 PAIRS = {
     "write, to flower's": ("write flower", "write desloc"),

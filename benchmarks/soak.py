@@ -29,12 +29,12 @@ from flwr.serverapp import Grid
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.worker import Worker
+from flower_desloc.flower.arrays import to_record
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import STATE_DIR, StateFiles
 from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import to_record
 from flower_desloc.optim import Adam
 
 WIDTH = 64

@@ -40,9 +40,9 @@ from flwr.serverapp import Grid
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.worker import Worker
+from flower_desloc.flower.arrays import to_record
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import STATE_DIR, StateFiles
-from flower_desloc.flower.records import to_record
 from flower_desloc.optim import ADOPT
 
 SHAPE = "BENCHMARK_SHAPE"  # Ray's processes inherit the environment

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from flwr.app import Context
 from torch import Tensor, nn
 
-from client_app.worker import config_of, model_of, task_of, with_micro_batch_size, worker_of
+from client_app.worker import config_of, model_of, task_of, with_number, worker_of
 from flower_desloc.app.config import Config
 from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.setup.build import build_local_optimizer
@@ -40,7 +40,7 @@ def build_ranks_worker(
 def build_rank(device: torch.device, parallelism: Parallelism, argument: str) -> RankWorker:
     """Return what this process trains, as one rank."""
     settings, frozen = json.loads(argument)
-    settings = with_micro_batch_size(settings, device)
+    settings = with_number(settings, device)
     config, task = config_of(settings), task_of(settings)
     rank, world = dist.get_rank(), dist.get_world_size()
     sharing = _require_shared_batches(config, task)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         take,
     )
     from flower_desloc.core.worker import Clipping, StepMetrics, Worker
+    from flower_desloc.flower.arrays import from_record, to_record
     from flower_desloc.flower.baselines.data_parallel import DataParallel
     from flower_desloc.flower.checkpoint import (
         Checkpoint,
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
         last_checkpoint,
     )
     from flower_desloc.flower.client import client_app
+    from flower_desloc.flower.failures import DivergedError, FederationError
     from flower_desloc.flower.inprocess import InProcessGrid
     from flower_desloc.flower.log_lines import LogLines
     from flower_desloc.flower.observer import Observer, Plan, WindowRecord
-    from flower_desloc.flower.policy import FederationError, Policy
-    from flower_desloc.flower.records import from_record, to_record
+    from flower_desloc.flower.policy import Policy
+    from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
@@ -53,6 +55,7 @@ __all__ = [
     "Clipping",
     "DataParallel",
     "DesLoc",
+    "DivergedError",
     "Drift",
     "FederationError",
     "InProcessGrid",
@@ -64,6 +67,7 @@ __all__ = [
     "Plan",
     "Policy",
     "QHAdam",
+    "RoundHook",
     "SeedsStates",
     "StepMetrics",
     "SyncSchedule",
@@ -96,11 +100,13 @@ _HOMES = {
     "flower.baselines.data_parallel": ["DataParallel"],
     "flower.checkpoint": ["Checkpoint", "CheckpointError", "Checkpoints", "last_checkpoint"],
     "flower.client": ["client_app"],
+    "flower.failures": ["DivergedError", "FederationError"],
     "flower.inprocess": ["InProcessGrid"],
     "flower.log_lines": ["LogLines"],
     "flower.observer": ["Observer", "Plan", "WindowRecord"],
-    "flower.policy": ["FederationError", "Policy"],
-    "flower.records": ["from_record", "to_record"],
+    "flower.policy": ["Policy"],
+    "flower.arrays": ["from_record", "to_record"],
+    "flower.rounds": ["RoundHook"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
 }

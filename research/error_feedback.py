@@ -19,9 +19,9 @@ from unittest.mock import patch
 from paired import table
 from small_runs import SEEDS, Cells, Study, periods
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import EncodedStream, encode_stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 from flower_desloc.flower import coding, server_state
 
 RATE = 0.0119

@@ -1,7 +1,7 @@
 """The held-out loss when averages arrive late (`sync_delay`), and are merged in one of three ways.
 
     python research/late_averages.py measure --data FOLDER --work runs/late
-    python research/late_averages.py draw     # docs/images/late_averages.png, and the tables as text
+    python research/late_averages.py draw     # docs/images/late_averages.png, the tables as text
 
 *Corrected* is `flower_desloc.core.late`; *overwritten* replaces every stream by its late average,
 as it came; *moments dropped* merges the parameters alone. All arms have the learning rate that was
@@ -19,8 +19,8 @@ from small_runs import SEEDS, Cells, Study, periods
 from torch import Tensor
 
 from flower_desloc.core import late
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 
 RATES = {256: 0.00594, 1024: 0.0119}
 """Tokens of a worker and step -> the learning rate tuned for DES-LOC-Adam (research/ladder.md)."""

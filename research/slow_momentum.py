@@ -1,7 +1,7 @@
 """The held-out loss of a slow momentum (`optimizer.mix`) when u is averaged rarely.
 
     python research/slow_momentum.py measure --data FOLDER --work runs/slow
-    python research/slow_momentum.py draw     # docs/images/slow_momentum.png, and the tables as text
+    python research/slow_momentum.py draw     # docs/images/slow_momentum.png, the tables as text
 
 Learning rates, and for each optimizer the pair of beta1 and mix, are tuned on a seed of their own,
 at K_u = 12 K_x.

@@ -1,6 +1,6 @@
 """Studies of small runs, compared in pairs: a language model on four domains of text.
 
-For docs/explanation/beyond.md: 41,120 parameters, four clients in one process, the final loss on held-out text
+For docs/explanation/beyond.md: 41,120 parameters, four clients, the final loss on held-out text
 in nats a byte. A study declares its arms and their settings. A run that is in its file of results
 is not repeated.
 """
@@ -21,7 +21,7 @@ from paired import RESULTS, Estimate, about
 
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.failures import FederationError
 
 CLIENTS, STEPS = 4, 512
 SEEDS, SPARE = (0, 1, 2), 100

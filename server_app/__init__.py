@@ -27,11 +27,12 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
-from flower_desloc.app.setup.preflight import Preflight, sized
+from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
+from flower_desloc.core.types import Stream
+from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
@@ -40,7 +41,6 @@ from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
-from flower_desloc.flower.records import from_record, plain_numbers, to_record
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.optim.bounds import FIRST, SECOND, divides_by_root, moment_ratio
@@ -102,10 +102,9 @@ def _run(grid: Grid, context: Context) -> None:
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
+            observer=recorder,
             # In one process everything is on this machine, which `desloc run` has checked.
-            observer=recorder
-            if isinstance(grid, InProcessGrid)
-            else Preflight(config, folder.path, recorder),
+            hooks=[] if isinstance(grid, InProcessGrid) else [Preflight(config, folder.path)],
         )
         install(model, from_record(result.arrays))
         folder.write_final(lambda path: task.save(model, path))
@@ -215,7 +214,7 @@ def _warn_if_unbounded(config: Config) -> None:
 
 def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:
     device = default_device()
-    task = build_task(sized(config, device))
+    task = build_task(config)
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal device

@@ -214,7 +214,7 @@ class Faults:
         for message_id in message_ids:
             asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
             node, window = _place(asked)
-            if asked.metadata.dst_node_id in self.run.strategy.engine.exchange.silent:
+            if asked.metadata.dst_node_id in self.run.strategy.loop.exchange.silent:
                 replies += filter(None, [self._late.pop(message_id, None)])
             for reply in self._pull([message_id]):
                 replies += self._on_the_way.pop((node, window), UNHARMED).reply(reply)

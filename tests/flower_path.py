@@ -14,12 +14,12 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period
 from flower_desloc.core.worker import Worker
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord
-from flower_desloc.flower.records import from_record, to_record
 
 RUN = "run"
 

@@ -37,10 +37,9 @@ LAYERS = (
     ("client_app", "server_app"),
     ("flower_desloc.app.engines",),
     ("flower_desloc.app.study",),
-    ("flower_desloc.app.models",),
     ("flower_desloc.app.cli",),
 )
-"""Innermost first, as in docs/explanation/architecture.md: a package imports its own layer and those before."""
+"""Innermost first: a package imports its own layer and those before."""
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py")])
@@ -188,7 +187,7 @@ def test_every_library_that_the_wheel_imports_is_declared():
     inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
     assert imported_distributions(inner) == library
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
-    assert imported_distributions(everything) <= library | app | {"lm-eval"}
+    assert imported_distributions(everything) <= library | app
     # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 

@@ -27,8 +27,8 @@ from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import build_outer, build_schedule
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET
+from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record
 from flower_desloc.optim import SGDM
 
 STATES = ("exp_avg", "exp_avg_sq")

@@ -13,9 +13,9 @@ from flwr.serverapp.strategy import FedAvg
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.config import dump, load
 from flower_desloc.app.tasks import build_task
+from flower_desloc.flower.arrays import to_record
 from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import to_record
 
 CLIENTS = 2
 

@@ -11,9 +11,9 @@ from flwr.superlink.grid import InMemoryGrid
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower import exchange
+from flower_desloc.flower.arrays import from_array, to_array
 from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_array, to_array
 
 app = ServerApp()
 

@@ -27,7 +27,7 @@ from examples.toy.search import (
 from examples.toy.setting import NUM_WORKERS, ToySetting
 from flower_desloc.app.cli.terminal import FAILED, USAGE, exit_on_signals, fail
 from flower_desloc.app.setup.machine import cores
-from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.failures import FederationError
 
 SETTING = ToySetting()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

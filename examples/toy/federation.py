@@ -12,10 +12,10 @@ from torch import nn
 from examples.toy.problem import SPLITS, START, Noise, Reals, noisy_value
 from examples.toy.setting import ToyMethod, ToySetting
 from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.messages import Settings
-from flower_desloc.flower.records import from_record, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 

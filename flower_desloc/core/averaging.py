@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Stream = Mapping[str, Tensor]
-"""Tensors of one stream under their parameters' names."""
-
-Weight = float | Mapping[str, float]
-"""A client's weight in all averages, or in that of each stream."""
+from flower_desloc.core.formats import NEVER_NEGATIVE
+from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.types import Stream, Streams, Weight
 
 _BLOCK = 1 << 19
 """Values per operation: their difference to the mean stays in the cache."""
@@ -19,6 +18,26 @@ _ROW = 1 << 12
 """Values whose squares are summed by one thread; a sum must not depend on the thread count."""
 _SMALLEST_NORM = 1e-14
 """Below this norm of a row in fp32, squares that matter have underflowed."""
+
+
+class Averager(Protocol):
+    """Averages the replies of one window, which are added one at a time and in a fixed order.
+
+    ``flower_desloc.core.robust.averager`` makes one by its name.
+    """
+
+    @property
+    def count(self) -> int:
+        """Number of clients whose streams were added."""
+
+    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
+        """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
+
+    def result(self) -> dict[str, dict[str, Tensor]]:
+        """Return the average of every stream; raises ``ValueError`` when nothing was added."""
+
+    def drift(self, averages: Streams) -> dict[str, "Drift"]:
+        """Return how far apart the clients were, given the ``averages`` from ``result``."""
 
 
 class Mean:
@@ -37,7 +56,7 @@ class Mean:
     (Welford's algorithm): no cancellation, and equal clients have exactly zero drift.
     """
 
-    def __init__(self, reference: Mapping[str, Stream] | None = None) -> None:
+    def __init__(self, reference: Streams | None = None) -> None:
         self.count = 0
         self._weights: dict[str, float] = {}
         self._reference = reference or {}
@@ -46,7 +65,7 @@ class Mean:
         self._squares: dict[str, float] = {}
         self._shared = False
 
-    def add(self, streams: Mapping[str, Stream], weight: Weight = 1.0) -> None:
+    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
         """Add one client's streams.
 
         Raises ``ValueError`` when a ``weight`` is not a positive finite number, or when the streams
@@ -84,15 +103,15 @@ class Mean:
             for name, means in self._means.items()
         }
 
-    def drift(self, mean: Mapping[str, Stream]) -> dict[str, "Drift"]:
-        """Return how far apart the clients were, given the ``mean`` from ``result``."""
+    def drift(self, averages: Streams) -> dict[str, "Drift"]:
+        """Return how far apart the clients were, given the means from ``result``."""
         return {
             name: Drift(
                 spread=math.sqrt(self._squares[name] / self._weights[name]),
                 moved=distance(stream, self._reference.get(name)),
                 norm=distance(stream),
             )
-            for name, stream in mean.items()
+            for name, stream in averages.items()
         }
 
 
@@ -141,7 +160,21 @@ def distance(stream: Stream, origin: Stream | None = None) -> float:
     return math.sqrt(squares)
 
 
-def require_same(streams: Mapping[str, Stream], expected: Mapping[str, Stream]) -> None:
+def update_lengths(streams: Streams, last: Streams) -> dict[str, float]:
+    """Return by stream how long a client's update is, given the ``last`` averages.
+
+    That of params and buffers is the distance from their last average, that of a moment its norm,
+    and that of a second moment the root of its norm: it is a square of gradients, and grows twice
+    as fast with their scale.
+    """
+    lengths = {}
+    for name, stream in streams.items():
+        norm = distance(stream, last.get(name) if name in (PARAMS, BUFFERS) else None)
+        lengths[name] = math.sqrt(norm) if name in NEVER_NEGATIVE else norm
+    return lengths
+
+
+def require_same(streams: Streams, expected: Streams) -> None:
     """Raise ``ValueError`` unless these are the expected streams and tensors, by name and shape."""
     _require_same_names("streams", streams, expected)
     for name, stream in streams.items():
@@ -159,7 +192,7 @@ def _require_same_names(what: str, got: Iterable[str], expected: Iterable[str]) 
         raise ValueError(f"{what} are {sorted(got)}, expected {sorted(expected)}")
 
 
-def _copies(streams: Mapping[str, Stream]) -> dict[str, dict[str, Tensor]]:
+def _copies(streams: Streams) -> dict[str, dict[str, Tensor]]:
     return {
         name: {k: t.detach().to(_wide(t.dtype), copy=True) for k, t in stream.items()}
         for name, stream in streams.items()

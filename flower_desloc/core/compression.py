@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format
+from flower_desloc.core.types import Stream
 
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = {"int8": 256, "int4": 64}

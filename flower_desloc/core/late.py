@@ -16,9 +16,9 @@ LOSCAR-SGD and DaSGD; that of the moments is this project's.
 import torch
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.formats import NEVER_NEGATIVE
 from flower_desloc.core.schedule import BUFFERS
+from flower_desloc.core.types import Stream
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer, RAdam
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 
 
 @runtime_checkable

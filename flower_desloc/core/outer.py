@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.streams import STEP, prime, set_step
+from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import Clipping, clip
 
 

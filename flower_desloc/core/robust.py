@@ -6,33 +6,42 @@ norm of an update: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Feder
 (2019, arXiv:1911.07963).
 
 Median and trimmed mean need all replies at once: ``Gathered`` keeps them, while ``Mean`` keeps
-none. The bound, ``NormBound``, is in front of either, and holds two replies at most.
+none. The bound, ``NormBound``, is a step in front of any average, and holds two replies at most.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from flower_desloc.core.averaging import (
+    Averager,
     Drift,
     Mean,
-    Stream,
-    Weight,
     blocks,
     distance,
     require_same,
     weights_of,
 )
-from flower_desloc.core.formats import NEVER_NEGATIVE
-from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.types import Streams, Weight
 
 T = TypeVar("T")
 
-Average = Literal["mean", "median", "trimmed_mean"]
+
+def averager(name: str, last: Streams, *, trim: int = 0) -> Averager:
+    """Return what averages a window's replies in the way of that ``name``.
+
+    Args:
+        name: One of ``AVERAGES``.
+        last: The last averages, from which the clients' updates are measured.
+        trim: Values that a trimmed mean leaves out on each side.
+
+    """
+    return AVERAGES[name](last, trim)
 
 
 def trimmed_mean(tensors: Sequence[Tensor], trim: int) -> Tensor:
@@ -61,23 +70,78 @@ def coordinate_median(tensors: Sequence[Tensor]) -> Tensor:
     return trimmed_mean(tensors, (len(tensors) - 1) // 2)
 
 
+class Gathered:
+    """Keeps all replies until the end.
+
+    Args:
+        reference: The last averages, from which a client's update is measured.
+        combine: Returns the average of a tensor from the clients' values, which all count once; by
+            default the weighted mean.
+
+    """
+
+    def __init__(
+        self,
+        reference: Streams | None = None,
+        combine: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    ) -> None:
+        self._reference = reference or {}
+        self._combine = combine
+        self._held: list[tuple[Streams, dict[str, float]]] = []
+
+    @property
+    def count(self) -> int:
+        """Number of clients whose streams are kept."""
+        return len(self._held)
+
+    def add(self, streams: Streams, weight: Weight = 1.0) -> None:
+        """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
+        if self._held:
+            require_same(streams, self._held[0][0])
+        self._held.append((streams, weights_of(streams, weight)))
+
+    def result(self) -> dict[str, dict[str, Tensor]]:
+        """Return the average of every stream; raises ``ValueError`` when nothing was added."""
+        combine = self._combine
+        if combine is None or not self._held:
+            mean = Mean()
+            for streams, weights in self._held:
+                mean.add(streams, weights)
+            return mean.result()
+        return {
+            name: {
+                key: combine([streams[name][key] for streams, _ in self._held]) for key in stream
+            }
+            for name, stream in self._held[0][0].items()
+        }
+
+    def drift(self, averages: Streams) -> dict[str, Drift]:
+        """Return how far apart the clients were, given the ``averages`` from ``result``."""
+        drifts = {}
+        for name, stream in averages.items():
+            total = sum(weights[name] for _, weights in self._held)
+            apart = (
+                math.sqrt(weights[name]) * distance(streams[name], stream)
+                for streams, weights in self._held
+            )
+            spread = math.hypot(*apart) / math.sqrt(total)
+            moved = distance(stream, self._reference.get(name))
+            drifts[name] = Drift(spread=spread, moved=moved, norm=distance(stream))
+        return drifts
+
+
+AVERAGES: Final[Mapping[str, Callable[[Streams, int], Averager]]] = {
+    "mean": lambda last, _: Mean(last),
+    "median": lambda last, _: Gathered(last, coordinate_median),
+    "trimmed_mean": lambda last, trim: Gathered(last, partial(trimmed_mean, trim=trim)),
+}
+"""By name, what makes an ``Averager`` from the last averages and the number of values to trim."""
+
+
 Lengths = Mapping[str, float]
-"""By stream: how long a client's update is, in the sense of ``length``."""
+"""By stream: how long a client's update is (``flower_desloc.core.averaging.update_lengths``)."""
 
 _VOTES = 3  # a median of fewer than three lengths does not tell which of them is wrong
-
-
-def length(name: str, stream: Stream, last: Stream | None) -> float:
-    """Return how long a client's update of a stream is.
-
-    That of params and buffers is the distance from their last average, that of a moment its norm,
-    and that of a second moment the root of its norm: it is a square of gradients, and grows twice
-    as fast with their scale.
-    """
-    if name in (PARAMS, BUFFERS):
-        return distance(stream, last)
-    norm = distance(stream)
-    return math.sqrt(norm) if name in NEVER_NEGATIVE else norm
 
 
 class NormBound(Generic[T]):
@@ -89,24 +153,26 @@ class NormBound(Generic[T]):
     replies are decided in the order in which they arrive.
 
     Args:
-        bound: How many medians are too long.
-        last: The last averages.
+        bound: How many medians are too long; None: none are, and no reply is measured.
+        measure: Returns the lengths of a reply's updates.
         before: The median length of each stream in the last window that averaged it.
 
     """
 
-    def __init__(self, bound: float, last: Mapping[str, Stream], before: Lengths) -> None:
-        self._bound, self._last, self._before = bound, last, before
+    def __init__(
+        self, bound: float | None, measure: Callable[[T], Lengths], before: Lengths
+    ) -> None:
+        self._bound, self._measure, self._before = bound or math.inf, measure, before
+        self._is_off = bound is None
         self._seen: list[Lengths] = []
         self._accepted: list[Lengths] = []
         self._held: list[tuple[T, Lengths]] = []
 
-    def judge(self, reply: T, streams: Mapping[str, Stream]) -> list[tuple[T, str]]:
-        """Return the replies that are decided now, each with why it is left out, or "".
-
-        ``reply`` is what the caller wants back for these ``streams``.
-        """
-        lengths = {n: length(n, stream, self._last.get(n)) for n, stream in streams.items()}
+    def judge(self, reply: T) -> list[tuple[T, str]]:
+        """Return the replies that are decided now, each with why it is left out, or ""."""
+        if self._is_off:
+            return [(reply, "")]
+        lengths = self._measure(reply)
         self._seen.append(lengths)
         self._held.append((reply, lengths))
         if len(self._seen) >= _VOTES:
@@ -140,69 +206,3 @@ class NormBound(Generic[T]):
             if own > self._bound * typical > 0:
                 return f"its update of {name} has the norm {own:.4g}, the median is {typical:.4g}"
         return ""
-
-
-class Gathered:
-    """Like ``Mean``, but keeps all replies until the end.
-
-    Args:
-        reference: The last averages, from which a client's update is measured.
-        average: How ``result`` averages.
-        trim: Values that a trimmed mean leaves out on each side.
-
-    """
-
-    def __init__(
-        self,
-        reference: Mapping[str, Stream] | None = None,
-        average: Average = "mean",
-        trim: int = 0,
-    ) -> None:
-        self._reference = reference or {}
-        self._average, self._trim = average, trim
-        self._held: list[tuple[Mapping[str, Stream], dict[str, float]]] = []
-
-    @property
-    def count(self) -> int:
-        """Number of clients whose streams are kept."""
-        return len(self._held)
-
-    def add(self, streams: Mapping[str, Stream], weight: Weight = 1.0) -> None:
-        """Add one client's streams; raises ``ValueError`` when they are not those of the first."""
-        if self._held:
-            require_same(streams, self._held[0][0])
-        self._held.append((streams, weights_of(streams, weight)))
-
-    def result(self) -> dict[str, dict[str, Tensor]]:
-        """Return the average of every stream; raises ``ValueError`` when nothing was added."""
-        if self._average == "mean" or not self._held:
-            mean = Mean()
-            for streams, weights in self._held:
-                mean.add(streams, weights)
-            return mean.result()
-        return {
-            name: {
-                key: self._combined([streams[name][key] for streams, _ in self._held])
-                for key in stream
-            }
-            for name, stream in self._held[0][0].items()
-        }
-
-    def _combined(self, tensors: Sequence[Tensor]) -> Tensor:
-        if self._average == "median":
-            return coordinate_median(tensors)
-        return trimmed_mean(tensors, self._trim)
-
-    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
-        """Return how far the clients were apart, given the ``average`` that ``result`` gave."""
-        drifts = {}
-        for name, stream in average.items():
-            total = sum(weights[name] for _, weights in self._held)
-            apart = (
-                math.sqrt(weights[name]) * distance(streams[name], stream)
-                for streams, weights in self._held
-            )
-            spread = math.hypot(*apart) / math.sqrt(total)
-            moved = distance(stream, self._reference.get(name))
-            drifts[name] = Drift(spread=spread, moved=moved, norm=distance(stream))
-        return drifts

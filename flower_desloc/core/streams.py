@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.schedule import BUFFERS as BUFFERS
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import NotFiniteError, Stream
 
 STEP: Final = "step"
 """PyTorch's name of the step count; it is set, never averaged."""
@@ -281,7 +281,7 @@ def check_like(name: str, stream: Stream, like: Stream) -> None:
 
 
 def check_finite(name: str, stream: Stream) -> None:
-    """Raise ``ValueError`` when a tensor of ``stream`` holds NaN or infinity."""
+    """Raise ``NotFiniteError`` when a tensor of ``stream`` holds NaN or infinity."""
     finite_ends(name, stream)
 
 
@@ -290,7 +290,7 @@ def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
 
     Complex values count by their real and imaginary parts.
 
-    Raises ``ValueError`` when a tensor holds NaN or infinity.
+    Raises ``NotFiniteError`` when a tensor holds NaN or infinity.
     """
     ends = {}
     for key, tensor in stream.items():
@@ -299,7 +299,7 @@ def finite_ends(name: str, stream: Stream) -> dict[str, tuple[float, float]]:
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         low, high = (float(end) for end in torch.aminmax(values))
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError(f"{key!r} of stream {name!r} has values that are not finite")
+            raise NotFiniteError(f"{key!r} of stream {name!r} has values that are not finite")
         ends[key] = low, high
     return ends
 

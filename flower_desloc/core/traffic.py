@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import coded_bytes
 from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, lossy
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, Period, SyncSchedule
+from flower_desloc.core.types import Stream
 
 _N = TypeVar("_N", int, float)
 

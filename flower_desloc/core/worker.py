@@ -1,6 +1,5 @@
 """A worker: its model, optimizer and data, and the local steps it takes between two sync events."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,10 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.newcomer import seed_states
-from flower_desloc.core.noise import noise_totals
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.streams import (
     put,
@@ -23,6 +20,7 @@ from flower_desloc.core.streams import (
     trained,
     trained_by,
 )
+from flower_desloc.core.types import Stream
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,6 @@ class Worker:
     metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     """Metrics from totals that are at least 0, such as nats per token; ``DesLoc`` needs the same
     function."""
-    noise_from: float = math.inf
-    """Completed steps from which evaluations also measure the gradient noise scale, by the
-    gradients of the next two batches: ``loss_at`` is then called with steps beyond the last."""
     about: Mapping[str, str] = field(default_factory=dict)
     """What the server should know of this client, such as its device."""
     data_version: Callable[[], str] | None = None
@@ -156,14 +151,6 @@ class Worker:
         clip(trained_by(self.optimizer), self.clipping)
         seed_states(self.optimizer, names)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def noise(self, step: int) -> Mapping[str, float]:
-        """Return the totals of the gradient noise over the next two batches, if they are finite."""
-        self.module.train()
-        losses = (self.loss_at(each) for each in (step, step + 1))
-        params = list(trained(self.module, self.optimizer).values())
-        totals = noise_totals(losses, params)
-        return totals if all(map(math.isfinite, totals.values())) else {}
 
     def _require_dense(self) -> None:
         for key, p in trained(self.module, self.optimizer).items():

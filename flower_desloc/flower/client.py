@@ -14,7 +14,7 @@ from typing import TypeVar
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_desloc.core.averaging import Stream, distance
+from flower_desloc.core.averaging import distance
 from flower_desloc.core.late import merged
 from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -27,12 +27,13 @@ from flower_desloc.core.streams import (
     stream_names,
     zeros_like,
 )
+from flower_desloc.core.types import Stream
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import StepMetrics, Worker
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
 from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
 from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
-from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
 from flower_desloc.flower.fingerprint import PACKAGE, differing, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
@@ -44,12 +45,12 @@ from flower_desloc.flower.messages import (
     STATE_NEW,
     TOTALS,
     Settings,
-    WindowReply,
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.observer import DATA_VERSION
+from flower_desloc.flower.replies import WindowReply
 from flower_desloc.flower.tensor_file import DamagedFileError
 from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
 from flower_desloc.optim.decays import state_decays
@@ -68,7 +69,7 @@ def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
     (single values: strings, numbers, booleans) and Flower's context. All that outlives the message
     is in the client's state file: in ``~/.flwr/desloc``, or ``state-dir`` of the node's config.
     """
-    app = ClientApp(mods=[_exits_are_errors])
+    app = ClientApp(mods=[divergence_as_error, _exits_are_errors])
 
     @app.query(HELLO.partition(".")[2])
     def hello(message: Message, context: Context) -> Message:
@@ -250,13 +251,12 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0, **window})
     totals = worker.evaluate()
-    noise = worker.noise(step) if step >= worker.noise_from else {}
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
             **window,
             **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in {**totals, **noise}.items()},
+            **{f"{TOTALS}{name}": value for name, value in totals.items()},
         }
     )
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from flwr.app import Context
 from torch import Tensor
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.checkpoint import KEEP

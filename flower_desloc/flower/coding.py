@@ -6,9 +6,9 @@ differences are taken to, and ``residual.NAME``, the quantisation error of a str
 
 from collections.abc import Mapping
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.types import Stream
 from flower_desloc.flower.client_state import Held, StateFiles
 from flower_desloc.flower.messages import WindowRequest
 

@@ -1,13 +1,19 @@
-"""A ``sys.exit`` of the user's code, or a panic in a library, is an error like any other.
+"""How a client's failure leaves the client: with its type, and a ``sys.exit`` as an error.
 
 Flower catches ``Exception``, which ``SystemExit`` is not: in a simulation the process of the client
 ends, and a run whose ServerApp exits counts as completed. The panics of libraries in Rust, such as
-tokenizers, and ``asyncio.CancelledError`` are none either.
+tokenizers, and ``asyncio.CancelledError`` are none either. Of an exception Flower sends the text.
 """
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import ERROR
+
+from flwr.app import Context, Error, Message
+
+from flower_desloc.flower.failures import DIVERGED, DivergedError
+from flower_desloc.flower.internals import log
 
 _OWN = ("flwr", "ray", "flower_desloc")
 
@@ -30,3 +36,14 @@ def exits_as_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def divergence_as_error(
+    message: Message, context: Context, call: Callable[[Message, Context], Message]
+) -> Message:
+    """Flower mod: answer a ``DivergedError`` with an error of that type, whose code is its own."""
+    try:
+        return call(message, context)
+    except DivergedError as error:
+        log(ERROR, "the training of this client has diverged", exc_info=True)
+        return Message(Error(DIVERGED, f"{type(error).__name__}: {error}"), reply_to=message)

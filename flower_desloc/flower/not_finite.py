@@ -6,6 +6,7 @@ from math import isfinite
 from torch.optim import Optimizer
 
 from flower_desloc.core.worker import StepMetrics
+from flower_desloc.flower.failures import DivergedError
 
 
 def cause(
@@ -18,7 +19,8 @@ def cause(
     """Return the error of a window after which a stream has NaN or infinity, as ``error`` states.
 
     ``steps`` were taken from the step ``start``. ``again`` takes a step by itself from where these
-    started: a batch whose loss or gradient is not finite there either is the cause.
+    started: a batch whose loss or gradient is not finite there either is the cause. Otherwise the
+    training has diverged, and the error is a ``DivergedError``.
     """
     if (step := _bad_batch(start, steps, again)) is not None:
         return FloatingPointError(
@@ -29,7 +31,7 @@ def cause(
     advice = "lower optimizer.lr"
     if any(group.get("eps") == 0 for group in optimizer.param_groups):
         advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
-    return FloatingPointError(f"training diverged: {error}; {advice}")
+    return DivergedError(f"training diverged: {error}; {advice}")
 
 
 def _bad_batch(start: int, steps: StepMetrics, again: Callable[[int], StepMetrics]) -> int | None:

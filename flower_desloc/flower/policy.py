@@ -5,15 +5,12 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Final
 
+from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
 
 _OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
 """Begins an error that names a setting of the run."""
-
-
-class FederationError(RuntimeError):
-    """The run cannot continue; the message names the client, the window and the setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +82,13 @@ class Policy:
                     f"numbers of clients at least federation.min_clients={self.min_clients}"
                 )
 
-    def fail(self, what: str, reason: str) -> None:
-        """Raise ``FederationError`` for a failed client, or log it, by ``on_failure``.
+    @property
+    def bound_of_norms(self) -> float | None:
+        """``norm_bound`` where clients take a part of the steps, and have shorter updates."""
+        return None if self.norm_bound is None else self.norm_bound / self.min_steps
+
+    def fail(self, what: str, reason: str, kind: type[FederationError] = ClientError) -> None:
+        """Raise ``kind`` for a failed client, or log it, by ``on_failure``.
 
         ``reason`` is the client's.
         """
@@ -100,7 +102,7 @@ class Policy:
                     f"federation.min_clients={self.min_clients} others remain)"
                 )
             )
-            raise FederationError(f"{what}: {reason}{advice}")
+            raise kind(f"{what}: {reason}{advice}")
         log(WARNING, "%s: %s", what, reason)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 
 _ABOUT, _CHECKSUMS = "desloc", "xxh3"  # keys of the file's metadata
 _SEPARATOR = "/"  # joins stream and tensor; no stream name contains it

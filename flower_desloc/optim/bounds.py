@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer, RAdam
 
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.newcomer import SeedsStates
+from flower_desloc.core.types import Stream
 from flower_desloc.optim.paper_adam import PaperAdam
 from flower_desloc.optim.qhadam import QHAdam
 

@@ -125,14 +125,6 @@ def test_an_optimizer_of_some_parameters_trains_and_clips_these_alone(norm):
     assert worked.gradient(8)[0].keys() == {"a.weight", "b.bias"}
 
 
-def test_the_noise_of_gradients_is_that_of_the_trained_parameters():
-    module = TiedMLP()
-    some = worker(module, Adam([module.a.weight], lr=0.05)).noise(3)
-    module.a.bias.requires_grad_(False)
-    module.b.bias.requires_grad_(False)
-    assert some == worker(module, Adam(module.parameters(), lr=0.05)).noise(3)
-
-
 def test_a_sparse_gradient_is_refused_by_name_before_a_step():
     module = nn.ModuleDict({"table": nn.Embedding(5, 2), "head": nn.Linear(2, 1)})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -1,6 +1,7 @@
 """Robust averages compared with NumPy and SciPy, their properties, and hostile clients."""
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,18 @@ from scipy.stats import trim_mean
 
 from flower_desloc import Mean
 from flower_desloc.app.config import ConfigError, load
-from flower_desloc.core.robust import Gathered, NormBound, coordinate_median, trimmed_mean
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.core.averaging import update_lengths
+from flower_desloc.core.robust import (
+    AVERAGES,
+    Gathered,
+    NormBound,
+    averager,
+    coordinate_median,
+    trimmed_mean,
+)
+from flower_desloc.flower.arrays import from_record, to_record
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import Policy
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +111,7 @@ def test_other_tensors_than_the_first_clients_are_refused():
     with pytest.raises(ValueError, match="expected"):
         gathered.add({"params": client(1)["params"]})
     with pytest.raises(ValueError, match="no client"):
-        Gathered(average="median").result()
+        averager("median", {}).result()
 
 
 # --------------------------------------------------------------------------------- A bound of norms
@@ -115,13 +125,15 @@ def judged(
     stream: str = "exp_avg",
 ) -> tuple[list[tuple[int, bool]], int]:
     """Return which replies are accepted, in order, and how many were held at once."""
-    of = NormBound[int](bound, {"params": {"x": torch.zeros(1)}}, before or {})
+    last = {"params": {"x": torch.zeros(1)}}
+    of = NormBound[Any](bound, lambda reply: update_lengths(reply[1], last), before or {})
     decided: list[tuple[int, str]] = []
     held = 0
     for index, norm in enumerate(norms):
-        decided += of.judge(index, {stream: {"x": torch.tensor([norm])}})
+        update = {stream: {"x": torch.tensor([norm])}}
+        decided += [(reply[0], why) for reply, why in of.judge((index, update))]
         held = max(held, index + 1 - len(decided))
-    decided += of.rest()
+    decided += [(reply[0], why) for reply, why in of.rest()]
     return [(index, not why) for index, why in decided], held
 
 
@@ -162,9 +174,10 @@ def test_a_median_of_zero_is_no_scale():
 def test_second_moments_are_measured_by_their_root_and_params_from_their_average():
     assert accepted([1.0, 1.0, 3.9], stream="exp_avg_sq") == [True, True, True]
     assert accepted([1.0, 1.0, 4.1], stream="exp_avg_sq") == [True, True, False]
-    of = NormBound[int](2.0, {"params": {"x": torch.full((1,), 100.0)}}, {})
-    for index, value in enumerate([101.0, 99.0, 103.0]):
-        decided = of.judge(index, {"params": {"x": torch.tensor([value])}})
+    last = {"params": {"x": torch.full((1,), 100.0)}}
+    of = NormBound[Any](2.0, lambda streams: update_lengths(streams, last), {})
+    for value in (101.0, 99.0, 103.0):
+        decided = of.judge({"params": {"x": torch.tensor([value])}})
     assert [bool(why) for _, why in decided] == [False, False, True]
     assert of.medians() == {"params": 1.0}
 
@@ -247,6 +260,19 @@ def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------- Settings
+
+
+def test_every_average_of_the_policy_is_made_by_its_name():
+    assert {field.name: field for field in fields(Policy)}["average"].default == "mean"
+    for name in AVERAGES:
+        assert Policy(average=name, min_clients=3).average == name
+        made = averager(name, client(9), trim=1)
+        for m in range(3):
+            made.add(client(m))
+        assert made.count == 3
+        assert made.drift(made.result()).keys() == client(9).keys()
+    with pytest.raises(ValueError, match=re.escape(", ".join(AVERAGES))):
+        Policy(average="mode")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.compression import coded_bytes, decode, encode
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, to_record
 
 LOSSY = ["bf16", "int8", "int4"]
 BLOCK = {"int8": 256, "int4": 64}
@@ -137,7 +137,7 @@ def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
     federation.start()
     assert federation.watch.plan is not None
     sizes, wire = federation.watch.plan.stream_bytes, federation.watch.plan.wire_bytes
-    assert wire == wire_bytes(federation.strategy.state.like, ALL_CODED)
+    assert wire == wire_bytes(federation.strategy.state.templates, ALL_CODED)
     assert all(wire[name] < sizes[name] / 3 for name in ALL_CODED)
     due: list[str] = []
     for record in federation.watch.records[1:]:

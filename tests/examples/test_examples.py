@@ -40,8 +40,8 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import digest, frozen
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.flower.client import client_app as client_app_of
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.policy import FederationError
 from server_app import app as server_app
 
 EXAMPLES = ROOT / "examples"
@@ -258,12 +258,11 @@ def test_only_the_adapters_travel_with_their_moments(base, whole):
     assert {name: measured[name] for name in sent} == {k: clients * n for k, n in sent.items()}
 
 
-def test_peft_loads_the_final_adapters_beside_their_base(base, whole):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def test_transformers_loads_the_final_adapters_with_their_base(whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(base)
-    adapted = PeftModel.from_pretrained(model, whole("lora") / "final")
+    adapted = AutoModelForCausalLM.from_pretrained(whole("lora") / "final")
+    assert AutoTokenizer.from_pretrained(whole("lora") / "final").encode("naïve")
     task = build_task(parse((whole("lora") / "config.yaml").read_text()))
     sums: dict[str, float] = {}
     for batches in task.heldout().values():

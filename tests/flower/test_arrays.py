@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
+from flower_desloc.flower.arrays import from_array, from_record, to_array, values_bytes
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.records import from_array, from_record, to_array, values_bytes
 
 DTYPES = [
     *(torch.float16, torch.float32, torch.float64, torch.bool),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import bundles
+from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.messages import HELLO
-from flower_desloc.flower.records import from_record, records_of, to_array, to_record
 
 DTYPES = [torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
 from flower_desloc.app.runs.recorder import to_line
+from flower_desloc.flower.arrays import to_record
 from flower_desloc.flower.exchange import Exchange, Probe
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import to_record
 
 PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
 COINS = {"adopt": None, "adam": 4}

@@ -31,7 +31,8 @@ from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.setup.build import check_streams
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import Policy
 
 ADAM = OPTIMIZERS["adam"]
 WINDOWS = [range(0, 4), range(4, 8), range(8, 12), range(12, 14)]

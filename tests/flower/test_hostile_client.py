@@ -21,18 +21,19 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
-from flower_desloc.core.noise import noise_scale
-from flower_desloc.flower import limits
-from flower_desloc.flower.bundles import STYPE, bundled, length
+from flower_desloc.flower import replies as limits
+from flower_desloc.flower.arrays import from_record, to_record
+from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
+from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
-from flower_desloc.flower.messages import TENSOR_NAMES, WindowReply
-from flower_desloc.flower.metrics import client_record, pooled, unusual
+from flower_desloc.flower.messages import TENSOR_NAMES
+from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.replies import Evaluation, client_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}
@@ -155,8 +156,7 @@ text = st.text(max_size=20) | st.sampled_from(["\x1b[2J", "<script>", "a/b", "$x
 NAMES = [
     "num-examples", "train-loss", "start-step", "stop-step", "steps", "losses", "grad-norms",
     "learning-rates", "update-norm", "param-norm", "seconds", "weights", "state-lost", "state-new",
-    "loss", "totals/nats", "totals/tokens", "totals/gradient_batches", "totals/gradient_pairs",
-    "totals/gradient_squares", "totals/gradient_square_of_sum",
+    "loss", "totals/nats", "totals/tokens",
 ]  # fmt: skip
 
 
@@ -315,14 +315,14 @@ def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
     [(client, reason)] = reasons.items()
     assert client == ("client-1" if kind == "train" else "node 2")
     assert re.search(words, reason)
-    assert len(reason) <= limits.REASON
+    assert len(reason) <= REASON
     assert set(seen[1].clients) == {"client-0", "client-2"}
 
 
 def test_a_bundle_has_at_most_4096_arrays():
-    assert length("params", rows(4096)) == 4096
+    assert len(unbundled(ArrayRecord({"params": rows(4096)}))) == 4096
     with pytest.raises(ValueError, match="at most 4096"):
-        length("params", rows(4097))
+        unbundled(ArrayRecord({"params": rows(4097)}))
 
 
 def test_a_long_error_is_cut_off():
@@ -335,7 +335,7 @@ def test_a_long_error_is_cut_off():
     _, seen = Raising().run()
     reason = seen[1].left_out["client-1"]
     assert reason.startswith("begin\N{REPLACEMENT CHARACTER}[2J")
-    assert len(reason) < limits.REASON + 100
+    assert len(reason) < REASON + 100
 
 
 def test_a_reply_that_flower_cannot_decode_is_left_out():
@@ -397,8 +397,8 @@ def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_sta
 
 
 def test_no_client_states_the_evaluation_of_another():
-    def reply(**told: float) -> WindowReply:
-        return WindowReply(metrics={"num-examples": 1, "start-step": 2, "stop-step": 2, **told})
+    def reply(**told: float) -> Evaluation:
+        return Evaluation.measured({"num-examples": 1, **told}, None)
 
     false = {"client-0/loss": 9.0, "other/loss": 9.0}
     evaluations = {"client-1": reply(loss=2.0, **false), "client-2": reply(loss=4.0)}
@@ -491,37 +491,13 @@ def test_honest_shares_within_the_cap_are_the_stated_ones():
 # --------------------------------------------------------------------------- What is only shown
 
 
-def reply(**figures: Any) -> WindowReply:
-    return WindowReply(
-        metrics={**EVALUATION, **{k.replace("_", "/", 1): v for k, v in figures.items()}}
-    )
+def reply(**figures: Any) -> Evaluation:
+    more = {k.replace("_", "/", 1): v for k, v in figures.items()}
+    return Evaluation.measured({**EVALUATION, **more}, ratio)
 
 
 def ratio(totals: Any) -> dict[str, float]:
     return {"loss": totals["nats"] / totals["tokens"]}
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        {"totals/gradient_batches": 2.0, "totals/gradient_pairs": 2.0},
-        {"totals/gradient_pairs": 2.0, "totals/gradient_squares": 1.0},
-        {
-            "totals/gradient_batches": 0.0,
-            "totals/gradient_pairs": 2.0,
-            "totals/gradient_squares": 1.0,
-            "totals/gradient_square_of_sum": 3.0,
-        },
-    ],
-)
-def test_a_part_of_the_noise_scales_terms_is_no_noise_scale(noise):
-    spoil = [told(name, value) for name, value in noise.items()]
-    _, seen = Federation({("evaluate", step): spoil for step in (0, 2, 4, 6)}).run()
-    assert seen[-1].federated is not None
-    assert seen[-1].federated.overall == {"loss": 2.0}
-    assert (
-        noise_scale({name.removeprefix("totals/"): value for name, value in noise.items()}) is None
-    )
 
 
 @pytest.mark.parametrize(

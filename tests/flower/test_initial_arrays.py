@@ -30,7 +30,7 @@ from flower_desloc import (
     to_record,
 )
 from flower_desloc.core.streams import trained_by
-from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.failures import FederationError
 
 Build = Callable[[], nn.Module]
 MOMENTS = {"exp_avg": 6, "exp_avg_sq": 6}

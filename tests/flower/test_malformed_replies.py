@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from tiny import TINY, summary, train
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.meter import TrafficMeter
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record, to_record
+from flower_desloc.flower.policy import Policy
 
 EACH = 40
 """Number of malformed replies in one window, besides those of two honest clients."""
@@ -328,7 +329,7 @@ def good(message: Message, m: int) -> RecordDict:
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
     # The requests are valid, and counting their bytes takes half of the time.
-    monkeypatch.setattr(TrafficMeter, "sent", lambda self, message: None)
+    monkeypatch.setattr(TrafficMeter, "sent", lambda self, message, payload: None)
 
 
 # -------------------------------------------------------------------------------------- Properties

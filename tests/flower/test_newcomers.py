@@ -15,8 +15,8 @@ from flower_desloc import NEVER, Policy, SyncSchedule
 from flower_desloc.core.newcomer import needs_seed, seed_states
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
+from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.flower.records import from_record
 from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
 
 JOINS = 10

@@ -24,14 +24,15 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.core.streams import digest
 from flower_desloc.flower import tensor_file
+from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.checkpoint import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
     last_checkpoint,
 )
-from flower_desloc.flower.policy import FederationError, Policy
-from flower_desloc.flower.records import from_record
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import Policy
 
 
 class Killed(BaseException):

@@ -17,9 +17,10 @@ from processes import output_of, processes_with
 from tiny import summary
 
 from flower_desloc.flower.exchange import Exchange
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.messages import WindowRequest
-from flower_desloc.flower.policy import FederationError, Policy
+from flower_desloc.flower.policy import Policy
 
 Seconds = Callable[[str, int, int], float]
 """From the type of a message, the client, and the step after which a window begins."""

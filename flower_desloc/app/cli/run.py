@@ -78,8 +78,8 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the whole configuration, the command, and the memory, disk, traffic and "
-            "time that the run needs; then stop.",
+            help="Print the whole configuration, the command, and the memory (without "
+            "activations), disk, traffic and time that the run needs; measure a step; then stop.",
         ),
     ] = False,
     verbose: Annotated[
@@ -139,10 +139,10 @@ def run(
 def _preflight(
     config: Config, engine: Engine, workers: int | None, output_dir: Path, *, dry: bool
 ) -> None:
-    """Print what the run needs; unless ``dry``, end the command if it clearly does not fit."""
+    """Print what the run needs; unless ``dry``, end the command if it does not fit."""
     needs = Needs(config)
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
-    lines = full_report(needs, hardware) if dry else memory_line(needs, hardware)
+    lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:
         typer.echo(line)
     for finding in on_this_machine(needs, hardware, output_dir):

@@ -11,7 +11,7 @@ from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
 
 AUTO = "auto"
-"""Value of ``data.micro_batch_size``: as many as fit into memory."""
+"""Value of ``data.micro_batch_size``: as many as fit into a GPU's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Run:
     transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
     the section model. Optimizer states and the step count start at zero."""
     preflight: str = one_of("stop", "warn")
-    """Action when the estimate before the start says that the run clearly does not fit into memory
-    or on the disk: `stop`, with the reason, or `warn` and start."""
+    """Action when the run, without its activations, needs more memory than there is, or clearly
+    more disk space: `stop`, with the reason, or `warn` and start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,8 @@ class Data:
     micro_batch_size: int | str | None = None
     """Examples that go through the model at once, which bounds the memory of a step and of an
     evaluation. Their gradients add up to that of the batch, up to rounding. Divides batch_size;
-    `auto`: as many as fit into each client's memory, and the server's; null: the whole batch."""
+    `auto`: as many as fit into the memory of each client's GPU, found by halving the batch, and 1
+    on a CPU; null: the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

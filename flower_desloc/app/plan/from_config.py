@@ -1,7 +1,7 @@
 """A planned run from a configuration."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +12,12 @@ from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.imports import is_path
 from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.units import TEXT, precision_text
-from flower_desloc.app.plan.evidence import unmeasured
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.app.plan.rules import FIRST_MOMENTS
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
 from flower_desloc.app.setup.build import build_optimizer, build_schedule, check_streams
 from flower_desloc.app.setup.initial import with_init_from
-from flower_desloc.app.setup.sketch import unallocated_model
+from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
@@ -30,8 +30,6 @@ PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 
 PAPER_CONFIGS: Final = Path(__file__).with_name("paper")
 """Folder of their configurations."""
-
-_FIRST_MOMENTS: Final = ("exp_avg", "momentum_buffer")
 
 
 def planned_run(
@@ -98,10 +96,7 @@ def planned_run(
         link=link,
         schedule=build_schedule(config),
         bound=config.sync_bound,
-        formats=config.wire,
-        mix=config.optimizer.mix,
         partition=config.data.partition,
-        unmeasured=unmeasured(asdict(config)),
         delay=config.sync_delay,
     )
 
@@ -149,7 +144,7 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def _model(config: Config) -> nn.Module:
-    return unallocated_model(with_init_from(config))
+    return meta_model(with_init_from(config))
 
 
 def dtype_bytes(config: Config) -> int:
@@ -179,4 +174,4 @@ def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
         return fourth_root(config.run.steps)
     if rho is None or (optimizer.weight_decay and OPTIMIZERS[optimizer.name].decay_in_gradient):
         return None
-    return rho if name in _FIRST_MOMENTS else rho**2
+    return rho if name in FIRST_MOMENTS else rho**2

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flower_desloc.app.plan.wall_clock import (
@@ -60,14 +60,8 @@ class PlannedRun:
     which fits the measurements (research/thin-links.md)."""
     bound: bool = False
     """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
-    formats: Mapping[str, str] = field(default_factory=dict)
-    """Lossy formats of streams."""
-    mix: float = 1.0
-    """Share of the first moment in a step; below 1 it is a slow momentum (``optimizer.mix``)."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
-    unmeasured: tuple[str, ...] = ()
-    """Settings that no measurement of research/ladder.md has."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 from flower_desloc.app.config import units
-from flower_desloc.flower.metrics import NOISE_SCALE
 
 Direction = Literal["min", "max"]
 
@@ -18,7 +17,7 @@ DIRECTIONS: Final[dict[str, Direction]] = {
 """The metrics of the project's tasks. Of a task's own metrics the direction is not known."""
 OF_LOSS: Final = ("perplexity", "bits_per_byte", "nats_per_byte")
 """Metrics that rank runs as the loss does."""
-_DIAGNOSTICS: Final = (NOISE_SCALE, "activation_norm")
+_DIAGNOSTICS: Final = ("activation_norm",)
 
 
 def ordered(names: Iterable[str]) -> list[str]:

@@ -15,7 +15,6 @@ from flower_desloc.app.runs.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
-from flower_desloc.flower.metrics import NOISE_SCALE
 from flower_desloc.flower.observer import Plan, client_data, devices
 
 Status = Literal["completed", "failed", "unfinished"]
@@ -86,7 +85,6 @@ def build(
         },
         "evaluation": {where: _evaluation(lines, where) for where in sorted(seen)},
         "fairness": fairness(lines),
-        "noise_scale": noise_scale(lines),
         "client_data": client_data(plan),
         "devices": devices(plan),
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
@@ -141,18 +139,6 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
         "median": {name: median(values) for name, values in columns.items()},
         "std": {name: pstdev(values) for name, values in columns.items()},
     }
-
-
-def noise_scale(lines: Iterable[Line]) -> float | None:
-    """Return the gradient noise scale in batches of a client; None where it was not measured.
-
-    It is the median over the evaluations on clients in the second half of the run: one evaluation
-    measures few batches.
-    """
-    seen = evaluations(lines, "federated")
-    late = [each["overall"].get(NOISE_SCALE) for step, each in seen if 2 * step > seen[-1][0]]
-    values = [value for value in late if value is not None]
-    return median(values) if values else None
 
 
 def _bytes(

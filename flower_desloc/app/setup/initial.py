@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import TEXT
-from flower_desloc.core.averaging import Stream
+from flower_desloc.core.types import Stream
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, last_checkpoint
 
 OF_MODEL_CONFIG = "model.config states the architecture; the settings above it do not count"

@@ -61,6 +61,12 @@ def clients_at_once(config: Config) -> int:
     return min(clients.num_clients, at_once)
 
 
+def gpu_share(config: Config) -> float:
+    """Return the part of a GPU's memory that a client may fill."""
+    gpus = config.simulation.client_gpus
+    return gpus if 0 < gpus < 1 else 1.0
+
+
 def cores() -> int:
     """Return the CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS

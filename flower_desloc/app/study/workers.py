@@ -23,13 +23,13 @@ from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.setup.machine import cores, memory
 from flower_desloc.app.study.grid import StudyRun, code_digest
 from flower_desloc.app.study.store import LOG, OUTCOME, Outcome, Store
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.fingerprint import fingerprint
 
 _WORKER_BYTES: Final = 1_500_000_000
 """Memory to expect of a worker: mostly PyTorch, transformers and datasets."""
-_NOT_FINITE: Final = "has values that are not finite"
-"""In the error of every run that diverged: the server and the clients validate all tensors by
-``check_finite``. A client's error reaches the server as text only."""
+
+Status = Literal["completed", "diverged", "failed"]
 
 _CODE_CHANGED: Final = (
     "the code of the task or the optimizer has changed since the study was started; the same "
@@ -117,10 +117,7 @@ def run_to_end(run: StudyRun, folder: Path) -> Outcome:
     scratch.mkdir(parents=True)
     with _output_to(scratch / LOG):
         is_current = code_digest(user_modules(run.config)) == run.code
-        error = _train(run.config, scratch) if is_current else _CODE_CHANGED
-    status: Literal["completed", "diverged", "failed"] = "completed"
-    if error is not None:
-        status = "diverged" if _NOT_FINITE in error else "failed"
+        status, error = _train(run.config, scratch) if is_current else ("failed", _CODE_CHANGED)
     seconds = time.perf_counter() - began
     outcome = Outcome(
         status=status,
@@ -155,8 +152,11 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _train(config: Config, folder: Path) -> str | None:
-    """Run ``config`` in this process, with ``folder`` as its output folder; return the error."""
+def _train(config: Config, folder: Path) -> tuple[Status, str | None]:
+    """Run ``config`` in this process, with ``folder`` as its output folder.
+
+    Returns how the run ended, and its error.
+    """
     # Imported here: the study's own process does not need PyTorch's models.
     from flower_desloc.app.engines.in_process import run_in_process
 
@@ -167,8 +167,9 @@ def _train(config: Config, folder: Path) -> str | None:
         run_in_process(run_config, config.simulation.num_clients)
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__}: {error}"
-    return None
+        status: Status = "diverged" if isinstance(error, DivergedError) else "failed"
+        return status, f"{type(error).__name__}: {error}"
+    return "completed", None
 
 
 @contextmanager

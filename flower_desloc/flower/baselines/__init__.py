@@ -1,1 +1,1 @@
-"""Baselines over the same round engine: data parallelism, and Flower's own strategies."""
+"""Baselines over the same round loop: data parallelism, and Flower's own strategies."""

@@ -14,14 +14,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flower_desloc.core.averaging import Drift, Stream
+from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import BUFFERS, check_finite
-from flower_desloc.flower.members import Member
+from flower_desloc.core.types import Stream, Streams
+from flower_desloc.flower.arrays import from_record, records_of, to_record
+from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.messages import CONFIG
-from flower_desloc.flower.policy import FederationError
-from flower_desloc.flower.records import from_record, records_of, to_record
 from flower_desloc.flower.strategy import DesLoc
 
 _WEIGHT = "weight"
@@ -34,7 +34,7 @@ class FlowerStrategy(DesLoc):
     ----------
     make : Callable
         Makes the strategy: ``FedAvg``, or ``functools.partial(FedAdam, eta=0.01)``. It is called
-        with the names of records, and with the numbers of nodes that let the engine decide who
+        with the names of records, and with the numbers of nodes that let the loop decide who
         takes part.
     schedule : SyncSchedule
         Period of ``params``; the optimizer's states must be ``reset``.
@@ -44,6 +44,9 @@ class FlowerStrategy(DesLoc):
         As in ``DesLoc``.
 
     """
+
+    has_bound = False  # the strategy averages what it is given
+    sent_always = (PARAMS,)  # in every round, as Flower sends them
 
     def __init__(
         self,
@@ -78,9 +81,12 @@ class FlowerStrategy(DesLoc):
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window, with the settings that the strategy adds."""
         if not self.arrays:
+            self._require_arrays_of_numpy()
             self.arrays = arrays
+        now = self.loop.round
+        drawn = self.loop.members.drawn(now.window.start, now.failures)
         # All that FedAvg needs of a grid. Never zero nodes: it would wait for one for ever.
-        nodes = range(max(1, len(self._drawn())))
+        nodes = range(max(1, len(drawn)))
         own = ConfigRecord({**config})
         for message in self.strategy.configure_train(
             server_round, self.arrays, own, cast(Grid, SimpleNamespace(get_node_ids=lambda: nodes))
@@ -89,9 +95,8 @@ class FlowerStrategy(DesLoc):
         own.pop("server-round", None)  # every request has it
         return super().configure_train(server_round, arrays, own, grid)
 
-    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
-        super()._start_from(initial)
-        for key, tensor in self.state.like[PARAMS].items():
+    def _require_arrays_of_numpy(self) -> None:
+        for key, tensor in self.state.templates[PARAMS].items():
             if tensor.dtype == torch.bfloat16:
                 raise ValueError(
                     f"{key!r} is of type {tensor.dtype}, which NumPy does not have, and strategy="
@@ -103,13 +108,6 @@ class FlowerStrategy(DesLoc):
         del window  # params are due in every one
         return FlowerAverage(self)
 
-    def _norm_bound(self, window: Window) -> None:
-        """Return None: the strategy averages what it is given."""
-
-    def _lacks(self, member: Member) -> list[str]:
-        del member
-        return [PARAMS]  # in every round, as Flower sends them
-
 
 class FlowerAverage(Gathered):
     """Gathers the replies of one round and lets the strategy aggregate them."""
@@ -120,26 +118,26 @@ class FlowerAverage(Gathered):
 
     def result(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the strategy's parameters, in the model's own types."""
-        strategy, now = self._peer.strategy, self._peer.engine.round
+        strategy, now = self._peer.strategy, self._peer.loop.round
         replies = [_reply(streams[PARAMS], weights[PARAMS]) for streams, weights in self._held]
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None
         self._peer.arrays = arrays
-        like = self._peer.state.like[PARAMS]
-        params = {key: t.to(like[key].dtype) for key, t in from_record(arrays).items()}
+        templates = self._peer.state.templates[PARAMS]
+        params = {key: t.to(templates[key].dtype) for key, t in from_record(arrays).items()}
         try:
             check_finite(PARAMS, params)
         except ValueError as error:
             name, stop = type(strategy).__name__, now.window.stop
-            raise FederationError(
+            raise DivergedError(
                 f"what {name} made of the clients' parameters after step {stop}: {error}; the "
                 f"training diverges, so lower optimizer.lr, or the learning rate of {name}"
             ) from error
         return {PARAMS: params}
 
-    def drift(self, average: Mapping[str, Stream]) -> dict[str, Drift]:
-        """Return how far the clients were from their mean, which need not be ``average``."""
-        del average
+    def drift(self, averages: Streams) -> dict[str, Drift]:
+        """Return how far the clients were from their mean, which ``averages`` need not be."""
+        del averages
         return super().drift(super().result())
 
 

@@ -25,8 +25,8 @@ from scripts import ROOT
 
 from flower_desloc.app.sites.warm import WarmClientApp
 from flower_desloc.app.sites.warm.framing import receive, send
+from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.messages import WindowRequest
-from flower_desloc.flower.records import from_record, to_record
 
 NODE = """\
 import json, os, pickle, sys, traceback

@@ -23,9 +23,9 @@ from flower_desloc.app.runs.time_model import DEFAULT_LINK
 from flower_desloc.app.study.figures import _Grid
 from flower_desloc.app.study.results import table, write
 from flower_desloc.app.study.workers import run_to_end
+from flower_desloc.flower.arrays import plain_numbers
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.metrics import evaluation_record
-from flower_desloc.flower.policy import FederationError
-from flower_desloc.flower.records import plain_numbers
 
 TASK = """
 import numpy as np

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.core.accumulation import accumulated
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.streams import parameters, prime, take, trained_by
+from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import StepMetrics, Worker
 
 BuildModel = Callable[[], nn.Module]

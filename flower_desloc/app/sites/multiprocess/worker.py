@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.sites.multiprocess.ranks import Ranks
-from flower_desloc.core.averaging import Stream
 from flower_desloc.core.streams import check_like
+from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import StepMetrics, Worker
 
 
@@ -54,10 +54,6 @@ class MultiProcessWorker(Worker):
         """Take the local steps ``start + 1 .. stop`` on all ranks."""
         steps: StepMetrics = self.ranks.call("steps", start, stop, origin)
         return steps
-
-    def noise(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return nothing: one rank alone has no whole gradient."""
-        return {}
 
     def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
         """Return the gradient of the next batch."""

@@ -23,7 +23,6 @@ from flower_desloc.app.config.units import (
 from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.app.setup.initial import is_pretrained
 
-_TAG = "des-loc"
 _PAPER = "https://arxiv.org/abs/2505.22549"
 _USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,18 +53,13 @@ def card(config: Config, summary: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def is_card(file: Path) -> bool:
-    """Return whether ``file`` was written by ``card``."""
-    return file.is_file() and f"\n- {_TAG}\n" in file.read_text(encoding="utf-8")
-
-
 def _front_matter(config: Config) -> str:
     is_text, is_known = config.task == TEXT, not is_path(config.task)
     base, data = config.run.init_from, config.data.source.partition(":")[0]
     metadata = ModelCardData(
         library_name="transformers" if is_text else None,
         pipeline_tag="text-generation" if is_text else None,
-        tags=["federated-learning", "flower", _TAG],
+        tags=["federated-learning", "flower", "des-loc"],
         base_model=base if config.model.config and _on_the_hub(base) else None,
         datasets=[data] if is_known and data != "builtin" and _on_the_hub(data) else None,
     )
