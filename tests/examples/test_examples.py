@@ -366,7 +366,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_qhadam_by_its_import_path_passes_the_trial_and_trains(tmp_path):
-    """In place of an optimizer of the project's own (docs/beyond.md)."""
+    """In place of an optimizer of the project's own (docs/explanation/beyond.md)."""
     words = [*SMALL, "optimizer.name=pytorch_optimizer:QHAdam", "optimizer.lr=0.003"]
     words += ["optimizer.options={nus: [0.7, 1.0], betas: [0.99, 0.95], eps: 1e-6}", "run.steps=24"]
     words += ["sync.exp_avg=6", *(f"sync.{name}=12" for name in QHADAM if name != "exp_avg")]
