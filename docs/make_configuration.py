@@ -25,7 +25,7 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones win:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
@@ -33,34 +33,18 @@ flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=
 flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 ```
 
-The most common settings are keys of the run config. Those that are `""`, as all are in
-`pyproject.toml`, change nothing. **`overrides` win over these keys, and these over the preset or
-file.** A value for every run is set in `pyproject.toml`, which
-`desloc run` and `desloc federate` read too.
+The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
-Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
-`overrides` and `output-dir`. Any other setting is an override. Under `flwr run` a relative path,
-as `output-dir=runs` is, starts at the folder where the SuperLink was started; the run's log states
-the absolute path. `desloc` makes paths absolute.
+A file may build on a preset with `extends: quickstart`, or on another file with `extends: base.yaml`; it then states what differs. Its
+`sync` section replaces the other's as a whole. Under `flwr run` relative paths start at the folder where the SuperLink was started.
 
-A file may build on a preset with `extends: quickstart`, or on another file with
-`extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,
-if it has one, replaces the other's as a whole.
+A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010` is ten. In `task_options`,
+`optimizer.options` and `model.config`, quote a text that looks like a number. Blanks separate overrides, except in brackets or quotes.
+`wire={{}}` clears a dictionary.
 
-A setting that is a text takes what was typed: `run.name=2026_01_05`, `data.domains=[007,yes]`.
-Numbers follow YAML 1.2: `010` is ten, `1e-8` a number, `1_000` a text. In the dictionaries
-`task_options`, `optimizer.options` and `model.config` a value is what YAML 1.2 reads, so a text
-that looks like a number needs quotes: `task_options={{code: "007"}}`. Blanks separate overrides,
-except in the brackets or quotes around a value. `wire={{}}` clears a dictionary.
-
-After the last step `params` are averaged, whatever their period.
-
-What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
-`partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
-keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
-`desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
-[warm clients](../how-to/warm.md) off.
+What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and `num-partitions`, or `data-path` for private data;
+`state-dir`; `device`; `name`; `warm=false`, which turns [warm clients](../how-to/warm.md) off.
 
 """
 
