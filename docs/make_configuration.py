@@ -25,7 +25,8 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones win:
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones
+win:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
@@ -36,15 +37,17 @@ flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
-A file may build on a preset with `extends: quickstart`, or on another file with `extends: base.yaml`; it then states what differs. Its
-`sync` section replaces the other's as a whole. Under `flwr run` relative paths start at the folder where the SuperLink was started.
+A file may build on a preset with `extends: quickstart`, or on another file with `extends:
+base.yaml`; it then states what differs. Its `sync` section replaces the other's as a whole. Under
+`flwr run` relative paths start at the folder where the SuperLink was started.
 
-A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010` is ten. In `task_options`,
-`optimizer.options` and `model.config`, quote a text that looks like a number. Blanks separate overrides, except in brackets or quotes.
-`wire={{}}` clears a dictionary.
+A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
+is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
+number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary.
 
-What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and `num-partitions`, or `data-path` for private data;
-`state-dir`; `device`; `name`; `warm=false`, which turns [warm clients](../how-to/warm.md) off.
+What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
+`num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,
+which turns [warm clients](../how-to/warm.md) off.
 
 """
 
@@ -107,9 +110,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
 
 
 def _table(prefix: str, section: tuple[str, list[tuple[str, str, str]]]) -> list[str]:
-    rows = ["| key | default | meaning |", "|---|---|---|"]
+    rows = ["key | default | meaning", "---|---|---"]
     for name, default, doc in section[1]:
-        rows.append(f"| `{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')} |")
+        rows.append(f"`{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')}")
     return [*rows, ""]
 
 
