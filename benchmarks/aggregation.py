@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 import typer
 from common import ratios, report, spread, spreads, take_turns
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from flower_desloc import Mean
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, to_array, to_record
-from flower_desloc.flower.messages import WindowReply
+from flower_desloc.flower.replies import Contribution, WindowReply
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 384, 1024, 32_000, 10
 WINDOW = Window(0, 16, frozenset({PARAMS}))
@@ -60,10 +60,8 @@ def ours(replies: Iterable[RecordDict], last: ArrayRecord, like: Stream) -> Arra
     """Average the replies as the strategy does."""
     mean = Mean({PARAMS: from_record(last)})
     for content in replies:
-        reply = WindowReply.from_content(content)
-        reply.check(WINDOW, WINDOW.due, {PARAMS: like})
-        reply.check_values()
-        mean.add(reply.streams)
+        reply = WindowReply.of(Message(content, 0, "train"))
+        mean.add(Contribution.of(reply, WINDOW, {PARAMS: like}).streams)
         del content, reply
     averages = mean.result()
     mean.drift(averages)

@@ -47,7 +47,7 @@ def samples(process: psutil.Popen, metrics: Path) -> Iterator[tuple[int, int]]:
 
 def measure(clients: int, windows: int, folder: Path) -> dict[str, Any]:
     command = [DESLOC, "run", "quickstart", *SETTINGS, f"run.steps={2 * windows}"]
-    command += [f"federation.num_clients={clients}", f"federation.min_clients={clients}"]
+    command += [f"simulation.num_clients={clients}", f"federation.min_clients={clients}"]
     metrics = folder / "quickstart" / "metrics.jsonl"
     process = psutil.Popen([*command, "--output-dir", str(folder)], stdout=subprocess.DEVNULL)
     memory = list(samples(process, metrics))

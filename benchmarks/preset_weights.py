@@ -35,7 +35,7 @@ SMALL = [
     *("model.hidden_size=48", "model.intermediate_size=96", "model.num_hidden_layers=2"),
     *("model.num_attention_heads=3", "model.num_key_value_heads=1", "model.vocab_size=256"),
     *("data.domains=[wiki,stories,python,math,french]", "data.tokenizer=bytes", "data.seq_len=64"),
-    *("data.batch_size=4", "data.micro_batch_size=null", "federation.client_gpus=0"),
+    *("data.batch_size=4", "data.micro_batch_size=null", "simulation.client_gpus=0"),
     *("lr_schedule.warmup_steps=4",),
 ]
 

@@ -1,7 +1,7 @@
 """Wall-clock time of the quickstart, compared with another version of the code.
 
     git clone . ../earlier && git -C ../earlier checkout 7279700^
-    (cd ../earlier && python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e .)
+    (cd ../earlier && python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[app]')
     python benchmarks/quickstart_time.py ../earlier [--pairs 3] [--nodes 3] [--json F] [SETTINGS]
 
 Both versions are set up as the README says, in a clone with its own virtual environment, and run

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, dump, parse
-from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
 from flower_desloc.app.setup.machine import about_device, default_device
-from flower_desloc.app.setup.preflight import sized
+from flower_desloc.app.setup.measured_step import with_micro_batch_size
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
 from flower_desloc.app.tasks.data_version import data_version
@@ -28,7 +27,7 @@ def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
     Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
     """
     device = device_of(node)
-    settings = with_micro_batch_size(settings, device)
+    settings = with_number(settings, device, _site(node).data_path)
     return worker_of(settings, node, device, *_model(settings, frozen, device))
 
 
@@ -90,10 +89,14 @@ def config_of(settings: str) -> Config:
 
 
 @lru_cache(maxsize=1)
-def with_micro_batch_size(settings: str, device: torch.device) -> str:
-    """Return the settings with the number that ``data.micro_batch_size=auto`` is on ``device``."""
+def with_number(settings: str, device: torch.device, data_path: Path | None = None) -> str:
+    """Return the settings with the number that ``data.micro_batch_size=auto`` is on ``device``.
+
+    On a GPU it is found by steps on the data of ``data_path``, or of the first simulated client.
+    """
     config = config_of(settings)
-    return settings if config.data.micro_batch_size != AUTO else dump(sized(config, device))
+    sized = with_micro_batch_size(config, device, data_path)
+    return settings if sized is config else dump(sized)
 
 
 @lru_cache(maxsize=1)

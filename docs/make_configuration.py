@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the sentences in flower_desloc/app/config/schema.py.
+"""Write docs/reference/configuration.md from the sentences in flower_desloc/app/config/schema.py.
 
 Run it as ``python docs/make_configuration.py``.
 """
@@ -7,13 +7,13 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.run_config import SETTINGS
+from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
-POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # base class of the section federation
+POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
 _AS_YAML = {
     "None": "null",
@@ -25,7 +25,8 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones
+win:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
@@ -33,34 +34,20 @@ flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=
 flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 ```
 
-The most common settings are keys of the run config. Those that are `""`, as all are in
-`pyproject.toml`, change nothing. **`overrides` win over these keys, and these over the preset or
-file.** A value for every run is set in `pyproject.toml`, which
-`desloc run` and `desloc federate` read too.
+The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
-Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
-`overrides` and `output-dir`. Any other setting is an override. Under `flwr run` a relative path,
-as `output-dir=runs` is, starts at the folder where the SuperLink was started; the run's log states
-the absolute path. `desloc` makes paths absolute.
+A file may build on a preset with `extends: quickstart`, or on another file with `extends:
+base.yaml`; it then states what differs. Its `sync` section replaces the other's as a whole. Under
+`flwr run` relative paths start at the folder where the SuperLink was started.
 
-A file may build on a preset with `extends: quickstart`, or on another file with
-`extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,
-if it has one, replaces the other's as a whole.
+A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
+is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
+number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary.
 
-A setting that is a text takes what was typed: `run.name=2026_01_05`, `data.domains=[007,yes]`.
-Numbers follow YAML 1.2: `010` is ten, `1e-8` a number, `1_000` a text. In the dictionaries
-`task_options`, `optimizer.options` and `model.config` a value is what YAML 1.2 reads, so a text
-that looks like a number needs quotes: `task_options={{code: "007"}}`. Blanks separate overrides,
-except in the brackets or quotes around a value. `wire={{}}` clears a dictionary.
-
-After the last step `params` are averaged, whatever their period.
-
-What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
-`partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
-keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
-`desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
-[warm clients](warm.md) off.
+What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
+`num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,
+which turns [warm clients](../how-to/warm.md) off.
 
 """
 
@@ -71,9 +58,26 @@ def page() -> str:
     lines = [HEAD.format(keys=_keys())]
     lines += _table("", sections.pop("Config"))
     for name, (doc, fields) in sections.items():
-        key = "lr_schedule" if name == "LRSchedule" else name.lower()
+        key = {"LRSchedule": "lr_schedule", "Policy": "federation"}.get(name, name.lower())
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
+        lines += _optimizers() if key == "optimizer" else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _optimizers() -> list[str]:
+    """Return the table of the project's optimizers, with their own defaults."""
+    rows = [
+        "| optimizer | settings and their defaults | weight decay | states |",
+        "|---|---|---|---|",
+    ]
+    for name, described in OPTIMIZERS.items():
+        settings = ", ".join(
+            f"`{key}` {list(value) if isinstance(value, tuple) else value}"
+            for key, value in described.settings.items()
+        )
+        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)
+        rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
+    return [*rows, ""]
 
 
 def _keys() -> str:
@@ -82,14 +86,10 @@ def _keys() -> str:
 
 
 def _sections() -> Iterator[tuple[str, tuple[str, list[tuple[str, str, str]]]]]:
-    for node in ast.parse(SCHEMA.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            fields = list(_fields(node))
-            if any(isinstance(base, ast.Name) and base.id == "Policy" for base in node.bases):
-                policy = ast.parse(POLICY.read_text(encoding="utf-8"))
-                bases = (base for base in policy.body if isinstance(base, ast.ClassDef))
-                fields += [field for base in bases for field in _fields(base)]
-            yield node.name, (ast.get_docstring(node) or "", fields)
+    for file in (SCHEMA, POLICY):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and (fields := list(_fields(node))):
+                yield node.name, ((ast.get_docstring(node) or "").partition("\n")[0], fields)
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
@@ -103,14 +103,16 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
                 value = ast.Constant(next(iter(OPTIMIZERS)))
+            if isinstance(value, ast.Call):  # field(default_factory=..., metadata=...)
+                value.keywords = [word for word in value.keywords if word.arg != "metadata"]
             default = ast.unparse(value)
             yield field.target.id, _AS_YAML.get(default, default), doc
 
 
 def _table(prefix: str, section: tuple[str, list[tuple[str, str, str]]]) -> list[str]:
-    rows = ["| key | default | meaning |", "|---|---|---|"]
+    rows = ["key | default | meaning", "---|---|---"]
     for name, default, doc in section[1]:
-        rows.append(f"| `{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')} |")
+        rows.append(f"`{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')}")
     return [*rows, ""]
 
 

@@ -30,7 +30,3 @@ class LoRA(CausalLM):
             lora_alpha=2 * self.options["rank"],
         )
         return get_peft_model(base, lora)
-
-    def save(self, model, folder):
-        """Write the adapters and the path of their base, for ``PeftModel.from_pretrained``."""
-        model.save_pretrained(folder)

@@ -110,7 +110,7 @@ class Shard:
         counts = np.bincount(train[1], minlength=len(task.domains)).tolist()
         self.description = {name: n for name, n in zip(task.domains, counts, strict=True) if n}
         if not self.num_examples or not len(heldout[1]):
-            raise ValueError("a client has no text; lower federation.num_clients")
+            raise ValueError("a client has no text; lower simulation.num_clients")
 
     def train_batch(self, step):
         """Return the batch of a step: a function of seed, client and step."""

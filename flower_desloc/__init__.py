@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
+    from flower_desloc.core.kinds import Kind
     from flower_desloc.core.lr_schedule import constant, cosine, wsd
-    from flower_desloc.core.newcomer import SeedsStates
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
+    from flower_desloc.core.states import State, kinds_of
     from flower_desloc.core.streams import (
         check_optimizer,
         prime,
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from flower_desloc.flower.log_lines import LogLines
     from flower_desloc.flower.observer import Observer, Plan, WindowRecord
     from flower_desloc.flower.policy import Policy
+    from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
+    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
 
 __version__ = "0.1.0"
 
@@ -59,6 +61,7 @@ __all__ = [
     "Drift",
     "FederationError",
     "InProcessGrid",
+    "Kind",
     "LogLines",
     "Mean",
     "Observer",
@@ -66,8 +69,8 @@ __all__ = [
     "PaperAdam",
     "Plan",
     "Policy",
-    "QHAdam",
-    "SeedsStates",
+    "RoundHook",
+    "State",
     "StepMetrics",
     "SyncSchedule",
     "Window",
@@ -78,6 +81,7 @@ __all__ = [
     "constant",
     "cosine",
     "from_record",
+    "kinds_of",
     "last_checkpoint",
     "prime",
     "put",
@@ -91,7 +95,8 @@ __all__ = [
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
     "core.lr_schedule": ["constant", "cosine", "wsd"],
-    "core.newcomer": ["SeedsStates"],
+    "core.kinds": ["Kind"],
+    "core.states": ["State", "kinds_of"],
     "core.worker": ["Clipping", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
@@ -105,8 +110,9 @@ _HOMES = {
     "flower.observer": ["Observer", "Plan", "WindowRecord"],
     "flower.policy": ["Policy"],
     "flower.arrays": ["from_record", "to_record"],
+    "flower.rounds": ["RoundHook"],
     "flower.strategy": ["DesLoc"],
-    "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
+    "optim": ["ADOPT", "SGDM", "PaperAdam"],
 }
 
 

@@ -42,7 +42,7 @@ def settings(arm: Arm) -> str:
     return (
         f"run.steps={STEPS} run.eval_every=128 data.batch_size=8 optimizer.lr={RATE} "
         f"{periods(*METHODS[arm.method])} "
-        f"federation.num_clients=8 federation.attendance.0=4 federation.attendance.{arm.join}=8"
+        f"simulation.num_clients=8 federation.attendance.0=4 federation.attendance.{arm.join}=8"
     )
 
 

@@ -8,10 +8,10 @@
 `collect` adds the finished runs of a study's folder to research/results/STUDY.json and keeps the
 runs that are already there. `missing` prints a study of the cells that have no result for a seed
 yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
-be repeated. `draw` writes the page's tables and the gaps that `desloc plan` shows: the difference
-to Local with the same seed, partition, optimizer, size, batch and horizon, in per cent, as mean
-over the seeds with the 95 % t-interval. The last column is the smaller of two margins of the loss,
-0.5 and 1 %, that is above the interval. Seeds from 100 on tune learning rates and are not included.
+be repeated. `draw` writes the page's tables: the difference to Local with the same seed, partition,
+optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
+The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
+Seeds from 100 on tune learning rates and are not included.
 """
 
 import json
@@ -29,7 +29,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
-from paired import GREY, RESEARCH, RESULTS, ROOT, Estimate, commit_of, table, write_between
+from paired import GREY, RESEARCH, RESULTS, Estimate, commit_of, table, write_between
 
 from flower_desloc.app.config import load
 from flower_desloc.app.runs.figures import style
@@ -38,7 +38,6 @@ from flower_desloc.app.study.study_file import read_study
 
 DOCUMENT = RESEARCH / "ladder.md"
 LOCAL = "Local"
-MEASURED = ROOT / "flower_desloc" / "plan" / "measured.py"
 MIN_SEEDS = 3
 CHECKS = ("ladder_check", "ladder_check_fresh", "low_frequency_check")  # other text
 TUNED = "ladder_tuned"  # every method at a rate of its own
@@ -70,8 +69,6 @@ OTHER_PERIODS = {
 """Methods at other periods than 16, with which they are compared: the first sends what Local
 sends, the second what DES-LOC sends."""
 FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
-NOT_PLANNED = ("Local, bounded", "early average", "DDP", "FAVG-OPT", "DiLoCo", *FLOWERS.values())
-"""Methods that `desloc plan` says nothing of."""
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
@@ -80,15 +77,6 @@ FORMATS = {
     ("int4", "int4"): "4 bits",
 }
 """Formats of x, u and v -> their name."""
-PACKAGE_HEAD = '''\
-"""Measured gaps to Local, as `python research/ladder.py draw` writes them."""
-
-from typing import Final
-
-# ruff: noqa: E501
-# fmt: off
-# The fields of evidence.MeasuredGap.
-GAPS: Final = ('''
 ORDER = (
     "DES-LOC",
     "FAVG+OPT",
@@ -260,7 +248,7 @@ def read_run(folder: Path) -> Run | None:
         "method": name,
         "partition": config["data"]["partition"],
         "domains": config["data"]["domains"],
-        "clients": config["federation"]["num_clients"],
+        "clients": config["simulation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
         "period": PERIOD if at_other_periods else config["sync"].get("params", PERIOD),
@@ -544,33 +532,6 @@ def draw_point(panel: Any, method: str, at: float, gap: Estimate, *, flat: bool 
     panel.errorbar(*where, label=name, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2)
 
 
-def package_data(rows: dict[Rung, dict[str, Row]]) -> str:
-    """Return the gaps at Local's K_x as the Python file that `desloc plan` and reports read.
-
-    A gap with tuned rates replaces one at Local's rate.
-    """
-    found: dict[tuple[Any, ...], Estimate] = {}
-    for rung, methods in sorted(rows.items(), key=lambda item: item[0].study in OWN_RATES):
-        if rung.study in CHECKS or not rung.has_usual_beta:
-            continue
-        for name, row in methods.items():
-            few = row.loss.seeds < MIN_SEEDS
-            if few or row.sync.get("params") != rung.period or name in NOT_PLANNED:
-                continue
-            periods = tuple(row.sync[stream] for stream in ("params", "exp_avg", "exp_avg_sq"))
-            sent = sum(period != "never" for period in periods)
-            words = name.split(", ")
-            formats = next((f for f, w in FORMATS.items() if w in words and len(f) == sent), ())
-            where = (rung.optimizer, rung.partition, rung.params, rung.tokens, rung.steps)
-            found[(periods, formats, name.endswith("bounded"), *where)] = row.loss
-    lines = [
-        f"    ({', '.join(map(repr, key))}, ".replace("'", '"')
-        + f"{gap.seeds}, {gap.mean:.4f}, {gap.low:.4f}, {gap.high:.4f}),"
-        for key, gap in found.items()
-    ]
-    return "\n".join([PACKAGE_HEAD, *lines, ")", ""])
-
-
 @app.command()
 def compare(reference: str) -> None:
     """Print the tables with another method of them as the reference, for example DES-LOC."""
@@ -579,14 +540,13 @@ def compare(reference: str) -> None:
 
 @app.command()
 def draw() -> None:
-    """Write the page's tables between its markers, the plan's gaps and the picture."""
+    """Write the page's tables between its markers, and the picture."""
     runs = results()
     rows = gaps(runs)
     text = "\n\n".join(tables(rows))
     write_between(DOCUMENT, "tables", text)
     write_between(DOCUMENT, "cost", cost(runs))
     write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
-    MEASURED.write_text(package_data(rows))
     picture(rows)
     print(text)
 

@@ -59,7 +59,8 @@ class Estimate(NamedTuple):
 
 def published(name: str) -> Path:
     """Return the path of a page or figure: in this folder, or else in docs/."""
-    return RESEARCH / name if (RESEARCH / name).exists() else ROOT / "docs" / name
+    inside = [RESEARCH / name, *(ROOT / "docs").rglob(name)]
+    return next(path for path in inside if path.exists())
 
 
 def write_between(page: Path, marker: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The tables of research/paper.md, docs/wire.md and two of research/thin-links.md, from results.
+"""The tables of research/paper.md, docs/how-to/compress.md and two of thin-links.md.
 
     python research/paper_tables.py keep runs/coins   # a study's results into research/results
     python research/paper_tables.py draw
@@ -324,7 +324,7 @@ TABLES = {
     "longer": partial(methods, "thin_links_longer", "by_domain"),
 }
 ELSEWHERE = {
-    "formats": "wire.md",
+    "formats": "compress.md",
     "rates of thin links": "thin-links.md",
     "longer": "thin-links.md",
 }

@@ -1,6 +1,6 @@
 """Studies of small runs, compared in pairs: a language model on four domains of text.
 
-For docs/beyond.md: 41,120 parameters, four clients in one process, the final loss on held-out text
+For docs/explanation/beyond.md: 41,120 parameters, four clients, the final loss on held-out text
 in nats a byte. A study declares its arms and their settings. A run that is in its file of results
 is not repeated.
 """

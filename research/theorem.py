@@ -47,7 +47,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from flower_desloc import Mean, Worker, prime, put, take
-from flower_desloc.app.plan.theory import psi, step_size_bound
 from flower_desloc.app.runs.figures import style
 from flower_desloc.optim import SGDM
 
@@ -56,6 +55,35 @@ BETA, L, SEEDS = 0.9, 1 / 4, 16
 STEPS = tuple(4**n for n in range(4, 9))
 EVALUATIONS = 64
 Array = np.ndarray
+
+
+def psi(p_x: float, p_u: float, beta: float) -> float:
+    """Return Theorem 1's psi, for averages with probabilities ``p_x`` and ``p_u`` after a step.
+
+    psi = 4 (1 - p_x) / p_x^2  (1 - beta) / (1 - (1 - p_u) beta)
+
+    The paper's psi has one more factor, 1 - p_u, because its Algorithm 5 averages u before x takes
+    its step. Here u is averaged after the step, so x takes the step along the worker's own u
+    (research/paper.md, "Theorem 1"). It is infinite if parameters are never averaged.
+    """
+    if p_x == 0:
+        return math.inf
+    return 4 * (1 - p_x) / p_x**2 * (1 - beta) / (1 - (1 - p_u) * beta)
+
+
+def step_size_bound(
+    psi: float, beta: float, *, smoothness: float = 1.0, dissimilarity: float = 1.0
+) -> float:
+    """Return eta_0, the largest step size for which Theorem 1 is proved.
+
+    eta_0 = 1 / (4 L) min(1 - beta, 1 / (6 sqrt(psi max(1, B^2 - 1))))
+
+    ``smoothness`` is L of every worker's loss. ``dissimilarity`` is B of the workers' gradients: 1
+    if all have the same data.
+    """
+    spread = 6 * math.sqrt(psi * max(1.0, dissimilarity**2 - 1))
+    by_averages = 1 / spread if spread else math.inf
+    return min(1 - beta, by_averages) / (4 * smoothness)
 
 
 class Coins(NamedTuple):

@@ -1,7 +1,7 @@
 """Four sites of which two are as fast, one half and one a quarter as fast: lock-step or not.
 
     python research/unequal_speeds.py measure --data FOLDER --work runs/speeds
-    python research/unequal_speeds.py draw     # docs/unequal_speeds.png, and the table as text
+    python research/unequal_speeds.py draw     # docs/images/unequal_speeds.png, the tables as text
 
 Seconds are computed, not measured: a step takes 1, 1, 2 and 4 s on the four sites, messages take
 none. By domain the slowest site alone has French. Every run has its own learning-rate schedule to

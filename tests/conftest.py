@@ -27,14 +27,16 @@ _PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partitio
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_cluster.py": _PICTURES,
     "test_examples.py": _PICTURES,
+    "test_export.py": _PICTURES,
+    "test_final.py": _PICTURES,
     "test_flower_strategies.py": _PICTURES,
     "test_images.py": (_PAGE, "app.runs.figures.overview.draw"),
+    "test_init_from.py": _PICTURES,
     "test_outputs.py": _PICTURES,
     "test_preflight.py": _PICTURES,
     "test_resume_run.py": _PICTURES,
     "test_streaming_text.py": _PICTURES,
     "test_study.py": _PICTURES,
-    "test_trained.py": _PICTURES,
 }
 
 

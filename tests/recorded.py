@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from configurations import with_values
+
 from flower_desloc.app.config import Config
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.core.averaging import Drift
@@ -27,8 +29,7 @@ DOMAINS = ("library", "docstrings", "reference", "descriptions")
 
 def a_config(periods: Mapping[str, Any] = PERIODS, steps: int = 192) -> Config:
     config = Config(sync=dict(periods))
-    config.run.steps = steps
-    return config
+    return with_values(config, {"run.steps": steps})
 
 
 def a_plan(periods: Mapping[str, Any] = PERIODS, steps: int = 192, clients: int = 4) -> Plan:

@@ -37,10 +37,9 @@ LAYERS = (
     ("client_app", "server_app"),
     ("flower_desloc.app.engines",),
     ("flower_desloc.app.study",),
-    ("flower_desloc.app.models",),
     ("flower_desloc.app.cli",),
 )
-"""Innermost first, as in docs/architecture.md: a package imports its own layer and those before."""
+"""Innermost first: a package imports its own layer and those before."""
 RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 
 CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py")])
@@ -84,7 +83,7 @@ def test_no_two_files_import_each_other():
 
 
 def test_the_layers_are_those_of_the_architecture_page():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     stated = [name.strip("` ") for row in rows for name in row.split(",")]
     packages = [name.replace("/", ".") for name in stated if "/" not in name or "." not in name]
@@ -104,7 +103,7 @@ def holds_tensors(value: object, depth: int = 3) -> bool:
 
 def test_a_tensor_passes_the_files_of_the_architecture_page(tmp_path):
     """Every function that has a tensor of the run as a local variable or returns one."""
-    path = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    path = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     path = path.partition("## The path of a tensor")[2].partition("The next request")[0]
     stated = re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)
     run, passed = Run("adam", (2,), tmp_path, num_clients=2, num_steps=4), set()
@@ -170,17 +169,27 @@ def test_the_core_neither_reads_nor_writes_nor_prints(path):
     ]
 
 
-def test_every_library_that_the_wheel_imports_is_declared():
-    files = modules(ROOT, ["flower_desloc", "client_app", "server_app", "examples/toy"]).values()
-    imported = {name.partition(".")[0] for path in files for name in imported_names(path)}
+def imported_distributions(names: list[str]) -> set[str]:
+    files = modules(ROOT, names)
+    imported = {name.partition(".")[0] for path in files.values() for name in imported_names(path)}
     homes = packages_distributions()
-    others = {"flower_desloc", "client_app", "server_app", "examples", "lm_eval"}  # an extra
-    needed = {homes[name][0] for name in imported & homes.keys() - others}
+    others = {"flower_desloc", "client_app", "server_app", "examples"}
+    return {normalised(homes[name][0]) for name in imported & homes.keys() - others}
+
+
+def test_every_library_that_the_wheel_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    declared = {re.split(r"[\[<>=]", one)[0] for one in project["project"]["dependencies"]}
-    assert {normalised(name) for name in needed} <= {normalised(name) for name in declared}
-    # Flower's `uv sync` of the app installs nothing: docs/dependencies.md.
-    assert set(project["tool"]["uv"]["exclude-dependencies"]) == declared
+    extras = project["project"]["optional-dependencies"]
+    library, app = (
+        {normalised(re.split(r"[\[<>=]", one)[0]) for one in listed}
+        for listed in (project["project"]["dependencies"], extras["app"])
+    )
+    inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
+    assert imported_distributions(inner) == library
+    everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
+    assert imported_distributions(everything) <= library | app
+    # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.
+    assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 
 
 def normalised(distribution: str) -> str:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("benchmarks/*.md"),
         *ROOT.glob("research/*.md"),
     ]
@@ -26,7 +26,7 @@ PAGES = sorted(
 
 def test_the_configuration_page_is_made_from_the_schema():
     made = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["page"]()
-    assert made == (ROOT / "docs" / "configuration.md").read_text(), (
+    assert made == (ROOT / "docs" / "reference" / "configuration.md").read_text(), (
         "run python docs/make_configuration.py"
     )
 
@@ -55,7 +55,7 @@ def test_an_app_of_ones_own_imports_from_the_root_of_the_package(file):
 
 
 def test_the_containers_have_the_proxy_and_the_arguments_of_the_page():
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "deployment.md").read_text()
     config = (ROOT / "containers" / "nginx.conf").read_text()
     assert config[config.index("server {") :] in page
     services = yaml.safe_load((ROOT / "containers" / "compose.yaml").read_text())["services"]
@@ -68,7 +68,7 @@ def test_every_dependency_has_its_line():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    page = (ROOT / "docs" / "dependencies.md").read_text()
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text()
     for requirement in project["dependencies"]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert f"`{name}`" in page, name
@@ -79,7 +79,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    api = (tmp_path / "api" / "index.html").read_text()
+    api = (tmp_path / "reference" / "api" / "index.html").read_text()
     missing = [name for name in flower_desloc.__all__ if f'id="flower_desloc.{name}"' not in api]
     assert not missing
     assert not [*tmp_path.rglob("mkdocs_hooks.py*"), *tmp_path.rglob("make_configuration.py*")]

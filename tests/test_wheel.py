@@ -106,7 +106,7 @@ def test_a_run_that_extends_a_preset_completes_without_a_clone(wheel, tmp_path):
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
 
     (cwd / "mine.yaml").write_text("extends: lean\nrun:\n  steps: 2\n  name: mine\n")
-    small = ["run.eval_every=0", "federation.num_clients=2", *TINY]
+    small = ["run.eval_every=0", "simulation.num_clients=2", *TINY]
     command = [programs / "desloc", "run", "mine.yaml", *small, "--engine", "inprocess"]
     environment = {"HOME": str(tmp_path), "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     output_of(command, cwd=cwd, env=environment)

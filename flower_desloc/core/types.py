@@ -1,12 +1,10 @@
 """The words that every part uses."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-if TYPE_CHECKING:  # the configuration is checked without importing PyTorch
-    from torch import Tensor
+from torch import Tensor
 
-Stream = Mapping[str, "Tensor"]
+Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 
 Streams = Mapping[str, Stream]
@@ -17,6 +15,9 @@ Weight = float | Mapping[str, float]
 
 Totals = Mapping[str, float]
 """Sums over held-out data, such as nats and tokens, which are added over clients."""
+
+FromTotals = Callable[[Totals], Mapping[str, float]]
+"""Returns metrics from totals, such as nats per token."""
 
 
 class NotFiniteError(ValueError):

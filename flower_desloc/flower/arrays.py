@@ -59,13 +59,18 @@ def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     return stream
 
 
-def arrays_of(record: ArrayRecord) -> Mapping[str, Array]:
+def streams_of(content: RecordDict) -> dict[str, Stream]:
+    """Return the streams in a message; raises ``ValueError`` when they cannot be read."""
+    return {name: from_record(each) for name, each in records_of(ArrayRecord, content).items()}
+
+
+def arrays_of(record: ArrayRecord, most: int | None = None) -> Mapping[str, Array]:
     """Return the arrays of a record, those in bundles included.
 
-    Raises ``ValueError`` for a bundle that cannot be read.
+    Raises ``ValueError`` for a bundle that cannot be read, or that has more than ``most`` arrays.
     """
     has_bundles = any(array.stype == STYPE for array in record.values())
-    return unbundled(record) if has_bundles else record
+    return unbundled(record, most) if has_bundles else record
 
 
 def to_array(tensor: Tensor) -> Array:

@@ -34,13 +34,17 @@ def bundled(record: ArrayRecord) -> ArrayRecord:
     return result
 
 
-def unbundled(record: ArrayRecord) -> dict[str, Array]:
+def unbundled(record: ArrayRecord, most: int | None = None) -> dict[str, Array]:
     """Return the arrays of a record in their order, those in bundles included.
 
-    Raises ``ValueError`` for a bundle that ``bundled`` does not make.
+    Raises ``ValueError`` for a bundle that ``bundled`` does not make, and for more than ``most``
+    arrays, before any is read.
     """
     alone = [(key, array) for key, array in record.items() if array.stype != STYPE]
-    rows = [row for k, a in record.items() if a.stype == STYPE for row in _rows(k, a)]
+    indices = {k: _index(k, a.data) for k, a in record.items() if a.stype == STYPE}
+    if most is not None and len(alone) + sum(len(rows) for rows, _ in indices.values()) > most:
+        raise ValueError(f"it has more than {most} arrays")
+    rows = [row for k, (index, end) in indices.items() for row in _rows(k, record[k], index, end)]
     placed = {position: (name, array) for position, name, array in rows}
     names = {name for name, _ in (*alone, *placed.values())}
     total = len(alone) + len(rows)
@@ -49,14 +53,6 @@ def unbundled(record: ArrayRecord) -> dict[str, Array]:
         raise ValueError("two of its arrays have one name or place")
     rest = iter(alone)
     return dict(placed[i] if i in placed else next(rest) for i in range(total))
-
-
-def length(key: str, bundle: Array) -> int:
-    """Return the number of arrays that the index of a bundle lists; no data is copied.
-
-    Raises ``ValueError`` for an index that cannot be read.
-    """
-    return len(_index(key, bundle.data)[0])
 
 
 def _groups(record: ArrayRecord) -> Iterator[list[_Row]]:
@@ -102,9 +98,8 @@ def _index(key: str, data: bytes) -> tuple[list[Any], int]:
     return rows, 8 + length
 
 
-def _rows(key: str, bundle: Array) -> list[_Row]:
+def _rows(key: str, bundle: Array, index: list[Any], end: int) -> list[_Row]:
     data = bundle.data
-    index, end = _index(key, data)
     rows = []
     try:
         for position, name, dtype, shape, stype, size in index:

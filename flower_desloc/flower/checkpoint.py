@@ -39,7 +39,7 @@ class Checkpoint:
     """Step of the last average or reset of every stream; 0 before the first."""
     averages: Mapping[str, Stream]
     """The average of every stream, and the errors and the difference that compression keeps."""
-    former: int = -1
+    previous_version: int = -1
     """Version of params before their last average; -1: there was none."""
     outer: Mapping[str, Stream] = field(default_factory=dict)
     """States of the server's own optimizer."""
@@ -52,9 +52,8 @@ class Checkpoint:
     lengths: Mapping[str, float] = field(default_factory=dict)
     """The median length of the clients' last updates of every stream
     (``flower_desloc.core.robust``)."""
-    attempts: Mapping[str, int] = field(default_factory=lambda: {"": -1})
-    """The starts of the server that led here (``WindowRequest.attempts``); checkpoints of older
-    versions do not name them, and "" stands for all."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """The starts of the server that led here (``WindowRequest.attempts``)."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the code that every client ran (``WindowRequest.code``)."""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: no such file")
         try:
             about = tensor_file.metadata(path)
-            if about is None or not about.keys() >= _ABOUT - _LATER:
+            if about is None or about.keys() != _ABOUT:
                 raise CheckpointError(
                     f"{path} is not a complete checkpoint; take the one before it"
                 )
@@ -76,13 +75,10 @@ class Checkpoint:
             raise CheckpointError(f"{error}; take the checkpoint before it") from error
         outer = {n.removeprefix(_OUTER): s for n, s in streams.items() if n.startswith(_OUTER)}
         averages = {n: s for n, s in streams.items() if not n.startswith(_OUTER)}
-        known = {name: about[name] for name in _ABOUT & about.keys()}
-        return cls(**known, averages=averages, outer=outer)
+        return cls(**about, averages=averages, outer=outer)
 
 
 _ABOUT = Checkpoint.__dataclass_fields__.keys() - {"averages", "outer"}
-_LATER = {"attempts", "code", "data", "paces", "lengths"}
-"""What checkpoints of older versions do not have."""
 
 
 class Checkpoints:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from flower_desloc.core.averaging import distance
-from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import check_finite, check_trainable
 from flower_desloc.core.types import Streams
 from flower_desloc.core.unequal import weight
@@ -35,14 +35,13 @@ from flower_desloc.flower.messages import (
     STATE_LOST,
     STATE_NEW,
     TOTALS,
-    Metrics,
     Settings,
-    WindowReply,
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.observer import DATA_VERSION
+from flower_desloc.flower.replies import Metrics, WindowReply
 from flower_desloc.flower.window_events import Event, stream_decays, window_events
 from flower_desloc.flower.window_start import (
     new_if_damaged,

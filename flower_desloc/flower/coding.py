@@ -35,7 +35,9 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
             if (reference := state.references.get(name)) is None:
                 continue
         format_ = request.formats[name]
-        streams[name] = decode_stream(name, stream, format_, templates[name], reference=reference)
+        streams[name] = decode_stream(
+            name, stream, format_, templates[name], kind=request.kinds[name], reference=reference
+        )
     return streams
 
 
@@ -61,7 +63,7 @@ def encoded(
             due[name] = streams[name]
             continue
         sent = encode_stream(
-            name,
+            request.kinds[name],
             streams[name],
             request.formats[name],
             reference=references.get(name),

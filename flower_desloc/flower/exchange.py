@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,10 +21,10 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
-from flower_desloc.core.types import NotFiniteError, Stream
+from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.failures import DIVERGED, printable, reason_of, shortened
+from flower_desloc.flower.failures import printable, reason_of, shortened
 from flower_desloc.flower.internals import (
     DecodeError,
     HttpGrid,
@@ -31,10 +32,10 @@ from flower_desloc.flower.internals import (
     http_grid,
     pull_objects,
 )
-from flower_desloc.flower.limits import Limits, most_objects
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
-from flower_desloc.flower.meter import TrafficMeter
+from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
+from flower_desloc.flower.replies import Limits, most_objects
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
@@ -43,7 +44,7 @@ _KEPT = 0.9  # of its time to live: an expired request cannot be asked for in a 
 _WRAPPED = re.compile(r"<class '[^']*'>:<'(.*)'>")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
-_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN, _BEYOND_LIMITS, _UNREADABLE = range(100, 106)
+_NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN, _UNUSABLE, _UNREADABLE = range(100, 106)
 # What Flower raises for objects that are no message; an error of the connection is none of these.
 _DECODING = (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError)
 _LONGEST_REASON = 1 << 16  # characters of an error that are read; Flower wraps the client's own
@@ -65,8 +66,9 @@ class Exchange:
         Flower's connection to the nodes.
     timeout : float
         Seconds without any reply after which a node that has not replied is given up.
-    like : Mapping
-        Tensors like those of each stream, as far as known, for the limits of replies; may grow.
+    templates : Mapping
+        Names, shapes and types of each stream, as far as known, for the limits of replies; may
+        grow.
     quorum, grace : int, float or None
         Once ``quorum`` nodes have replied, ``ask`` waits at most ``grace`` seconds for the others.
 
@@ -76,20 +78,20 @@ class Exchange:
         self,
         grid: Grid,
         timeout: float,
-        like: Mapping[str, Stream],
+        templates: Streams,
         *,
         quorum: int = 1,
         grace: float | None = None,
     ) -> None:
         self.meter = TrafficMeter()
-        self._like = like
+        self._templates = templates
         self._grid, self._timeout = grid, timeout
         self._quorum, self._grace = quorum, grace
         self._is_deployment = isinstance(grid, HttpGrid)
         self.probe: Probe | None = None
         """How to find out whether a silent node has lost its request; None: it cannot."""
         if self._is_deployment:
-            poll_for_objects_often(lambda: most_objects(self._like))
+            poll_for_objects_often(lambda: most_objects(self._templates))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
         if isinstance(grid, InMemoryGrid):
@@ -140,10 +142,10 @@ class Exchange:
         The records are shared between messages: never change them. ``bundles`` says whether the
         node can read bundles of small arrays.
         """
-        bundles = bundles and self._is_deployment
-        content = replace(request, bundles=bundles).to_content(server_round)
+        request = replace(request, bundles=bundles and self._is_deployment)
+        content = request.to_content(server_round)
         for name, record in (averages or {}).items():
-            content[name] = self._bundled(record) if bundles else record
+            content[name] = record
         return self._message(content, node_id, message_type, str(server_round))
 
     def ask(
@@ -198,23 +200,37 @@ class Exchange:
 
     def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
         for message in requests:
-            self.meter.sent(message)
+            payload = payload_bytes(message)
+            self._bundle(message)
+            self.meter.sent(message, payload)
             yield message
         self._bundles.clear()
 
-    def _beyond_limits(self, reply: Message, asked: Message) -> Error | None:
-        """Return what is wrong with a reply that holds more than was asked for.
+    def _bundle(self, message: Message) -> None:
+        """Pack the small arrays of a request, if its client reads bundles."""
+        config = records_of(ConfigRecord, message.content).get(CONFIG)
+        if config is not None and config.get("bundles") is True:
+            for name, record in records_of(ArrayRecord, message.content).items():
+                if id(record) not in self._bundles:  # one for all the requests that carry it
+                    self._bundles[id(record)] = record, bundled(record)
+                message.content[name] = self._bundles[id(record)][1]
 
-        Before anything else reads it: a hostile reply may take minutes to be decoded.
+    def _open(self, reply: Message, asked: Message) -> int:
+        """Check the sizes of a reply and open its bundles; return its bytes as they were sent.
+
+        Before anything else reads it: a hostile reply may take minutes to be decoded. Raises
+        ``ValueError`` for one that holds more than was asked for.
         """
         if not (reply.has_content() and CONFIG in asked.content):
-            return None
+            return framed_bytes(reply)
         request = WindowRequest.from_content(asked.content)
-        try:
-            Limits.of(request.due, request.stop - request.start, self._like).check(reply.content)
-        except ValueError as error:
-            return Error(_BEYOND_LIMITS, reason_of(error))
-        return None
+        limits = Limits.of(request.due, request.stop - request.start, self._templates)
+        limits.check(reply.content)
+        framed = 0
+        with suppress(ValueError):  # a record that Flower's wire format does not have
+            framed = framed_bytes(reply)
+        limits.open(reply.content)
+        return framed
 
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, group: str = "0"
@@ -222,12 +238,6 @@ class Exchange:
         # Flower keeps a message for so many seconds.
         ttl = max(DEFAULT_TTL, 2 * self._timeout)
         return Message(content, node_id, message_type, group_id=group, ttl=ttl)
-
-    def _bundled(self, record: ArrayRecord) -> ArrayRecord:
-        """Return a record in bundles; one for all the requests that carry it."""
-        if id(record) not in self._bundles:
-            self._bundles[id(record)] = record, bundled(record)
-        return self._bundles[id(record)][1]
 
     def _send(self, request: Message, at_most: float) -> "_Asked":
         message_id = self._push(request)
@@ -338,11 +348,17 @@ class Exchange:
 
     def _received(self, reply: Message | Error, asked: "_Asked", took: float | None) -> Message:
         """Return a reply, or an error in its place, that names the node that was asked."""
+        framed = None
         if isinstance(reply, Message):
-            wrong = _wrong(reply, asked.node) or self._beyond_limits(reply, asked.request)
-            reply = wrong or reply
+            try:
+                reply = _wrong(reply, asked.node) or reply
+                if isinstance(reply, Message):
+                    framed = self._open(reply, asked.request)
+            except ValueError as error:
+                reply = Error(_UNUSABLE, reason_of(error))
         message = Message(reply, reply_to=asked.request) if isinstance(reply, Error) else reply
-        self.meter.received(message)
+        framed = framed_bytes(message) if framed is None else framed
+        self.meter.received(framed, payload_bytes(message))
         if not _is_usable(message) and not _is_late(message):
             # It may begin anew, and need as long as for its first window.
             self._took.pop(asked.key, None)
@@ -451,14 +467,9 @@ def poll_for_objects_often(most: Callable[[], int]) -> None:
     http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
 
 
-def client_failure(error: Error) -> ValueError:
-    """Return the failure of a client, given the error in place of its reply."""
-    return (NotFiniteError if error.code == DIVERGED else ValueError)(error.reason)
-
-
 def event_kind(reply: Message) -> EventKind:
     """Return as what kind of event to record that this reply cannot be used."""
-    if not reply.has_error() or reply.error.code in (_OTHER_NODE, _BEYOND_LIMITS, _UNREADABLE):
+    if not reply.has_error() or reply.error.code in (_OTHER_NODE, _UNUSABLE, _UNREADABLE):
         return "refused"
     return "late" if _is_late(reply) else "failed"
 

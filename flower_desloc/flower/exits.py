@@ -1,7 +1,8 @@
 """How a client's failure leaves the client: with its type, and a ``sys.exit`` as an error.
 
 Flower catches ``Exception``, which ``SystemExit`` is not: in a simulation the process of the client
-ends, and a run whose ServerApp exits counts as completed. Of an exception it sends the text.
+ends, and a run whose ServerApp exits counts as completed. The panics of libraries in Rust, such as
+tokenizers, and ``asyncio.CancelledError`` are none either. Of an exception Flower sends the text.
 """
 
 import traceback
@@ -19,9 +20,10 @@ _OWN = ("flwr", "ray", "flower_desloc")
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Raise ``RuntimeError`` where the user's code called ``sys.exit``.
+    """Raise ``RuntimeError`` where the user's code called ``sys.exit``, or a library panicked.
 
-    The ``SystemExit`` of a signal passes: the handlers of Flower, Ray and ``desloc`` raise it.
+    ``KeyboardInterrupt`` passes, and the ``SystemExit`` of a signal: the handlers of Flower, Ray
+    and ``desloc`` raise it.
     """
     try:
         yield
@@ -30,6 +32,10 @@ def exits_as_errors() -> Iterator[None]:
         if str(raised_in.get("__name__")).partition(".")[0] in _OWN:
             raise
         raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def divergence_as_error(

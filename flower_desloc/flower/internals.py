@@ -71,5 +71,5 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"Flower {version('flwr')} has no {_MODULES[name]}.{name}, which this version of "
-            "flower-desloc needs; install a version of flwr that docs/dependencies.md lists"
+            "flower-desloc needs; install a version of flwr of docs/reference/dependencies.md"
         ) from error

@@ -1,10 +1,23 @@
-"""The observer of an app that gives none: a line in Flower's log for every window."""
+"""Lines in Flower's log: what will be done, and by the observer of an app that gives none."""
 
 from collections.abc import Mapping
 from logging import INFO
 
+from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import EvaluationRecord, Observer, Plan, WindowRecord
+
+
+def log_schedule(title: str, schedule: SyncSchedule, num_steps: int, run_key: str) -> None:
+    """Log what a strategy of that title will do."""
+    periods = ", ".join(f"{name} {period}" for name, period in schedule.periods.items())
+    mode = "periods" if schedule.coin_seed is None else "mean periods, drawn by coins"
+    if phases := schedule.phases:
+        periods += "; phases: " + ", ".join(f"{name} {p}" for name, p in phases.items())
+    if once := schedule.once_at:
+        periods += f"; all once after {', '.join(map(str, sorted(once)))}"
+    log(INFO, "%s, %d local steps; %s: %s", title, num_steps, mode, periods)
+    log(INFO, "the clients keep their state of this run under %s", run_key)
 
 
 class LogLines(Observer):

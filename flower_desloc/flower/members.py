@@ -32,8 +32,8 @@ class Member:
     """Its own name; unlike its node id it stays the same over restarts."""
     node_id: int
     about: Mapping[str, str]
-    held: dict[str, int] = field(default_factory=dict)
-    """Version of every stream the client holds: the step of the average or reset it is from."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of every stream that the client has, the step of the average or reset it is from."""
     reads_bundles: bool = False
     model: ModelNames | None = None
     """Names of its model's tensors, if it stated them."""
@@ -49,16 +49,21 @@ class Member:
             raise ValueError(f"{name!r} is not a valid client name")
         if not isinstance(streams, list) or not isinstance(versions, list):
             raise ValueError("held-streams and held-versions must be lists")
-        held = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
+        known = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
         texts = {printable(key): printable(str(value)) for key, value in about.items()}
-        return cls(name, node_id, texts, held, reads_bundles, model)
+        return cls(name, node_id, texts, known, reads_bundles, model)
 
-    def lacks(self, versions: Mapping[str, int], resets: Container[str]) -> list[str]:
-        """Return the streams to send to this client, given everyone's current ``versions``."""
+    def lacks(
+        self, versions: Mapping[str, int], resets: Container[str], always: Container[str]
+    ) -> list[str]:
+        """Return the streams to send to this client, given everyone's current ``versions``.
+
+        Those in ``always`` are sent whether the client has them or not.
+        """
         return [
             name
             for name, version in versions.items()
-            if self.held.get(name) != version
+            if (name in always or self.versions.get(name) != version)
             # Optimizer states are zero before their first average: nothing to send.
             and not (version == 0 and starts_at_zero(name))
             and name not in resets

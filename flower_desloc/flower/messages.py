@@ -1,24 +1,20 @@
-"""Requests and replies as Flower's records.
+"""Requests as Flower's records, and the names in messages.
 
-Down: one ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it.
-Up: one MetricRecord ``metrics``, and an ArrayRecord for each due stream.
+One ConfigRecord ``config``, and an ArrayRecord for each stream that is sent, named after it. The
+replies are in ``flower_desloc.flower.replies``.
 """
 
-import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, MetricRecordValues, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format, lossy
-from flower_desloc.core.schedule import Window
-from flower_desloc.core.streams import check_like, finite_ends
+from flower_desloc.core.formats import EXACT, Format, lossy
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.types import Stream
-from flower_desloc.flower.arrays import from_record, plain_numbers, records_of, to_record
-from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.arrays import records_of, streams_of, to_record
 
 T = TypeVar("T")
 
@@ -32,8 +28,6 @@ STATE_LOST = "state-lost"
 TENSOR_NAMES = ("trained", "buffers", "untrained", "other-tensors")
 """Lists of tensors' names in the reply to the greeting (``model_names``)."""
 STATE_NEW = "state-new"
-MOST_EXAMPLES = 10**15
-"""Larger numbers are not exact as floats."""
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
 HELLO = "query.hello"
 ARE_YOU_THERE = "query.there"
@@ -74,6 +68,8 @@ class WindowRequest:
     """Streams that are never averaged and restarted from zeros at their version."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are compressed, in both directions."""
+    kinds: Kinds = field(default_factory=dict)
+    """Of every stream; those of the server, so that both ends code alike."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
     differences: frozenset[str] = frozenset()
@@ -108,6 +104,7 @@ class WindowRequest:
                 "stream-versions": list(self.versions.values()),
                 "streams-reset": sorted(self.resets),
                 "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "stream-kinds": [str(kind_of(n, self.kinds)) for n in self.versions],
                 "differences": sorted(self.differences),
                 "former-version": self.former,
                 "bundles": self.bundles,
@@ -125,6 +122,7 @@ class WindowRequest:
         names = _values(config, "streams", str)
         versions = _values(config, "stream-versions", int)
         formats = _values(config, "stream-formats", str)
+        kinds = map(Kind, _values(config, "stream-kinds", str))
         attempts = _values(config, "attempts", str)
         starts = _values(config, "attempt-starts", int)
         code, digests = _values(config, "code", str), _values(config, "code-digests", str)
@@ -144,10 +142,11 @@ class WindowRequest:
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),
             formats=lossy(dict(zip(names, formats, strict=True))),
+            kinds=dict(zip(names, kinds, strict=True)),
             differences=frozenset(_values(config, "differences", str)),
             former=_value(config, "former-version", int),
             bundles=_value(config, "bundles", bool),
-            streams=_streams(content),
+            streams=streams_of(content),
             config={
                 key: value
                 for key, value in config.items()
@@ -158,107 +157,6 @@ class WindowRequest:
 
 _OWN_KEYS = frozenset(WindowRequest(run_key="").to_content(0)[CONFIG])
 """Keys of a request's config that are not the app's settings."""
-
-Metrics = Mapping[str, int | float | list[int] | list[float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowReply:
-    """A client's answer: its due streams and its metrics."""
-
-    metrics: Metrics
-    streams: Mapping[str, Stream] = field(default_factory=dict)
-
-    def to_content(self, *, bundles: bool = False) -> RecordDict:
-        """Return the records of the reply, its small arrays in ``bundles`` or one by one."""
-        records = {name: to_record(stream) for name, stream in self.streams.items()}
-        if bundles:
-            records = {name: bundled(record) for name, record in records.items()}
-        return RecordDict({METRICS: MetricRecord(plain_numbers(self.metrics)), **records})
-
-    @classmethod
-    def from_content(cls, content: RecordDict) -> "WindowReply":
-        """Read what ``to_content`` wrote; raises ``ValueError`` for anything else."""
-        metrics = records_of(MetricRecord, content).get(METRICS)
-        if metrics is None:
-            raise ValueError(f"it has no MetricRecord {METRICS!r}")
-        for name, value in metrics.items():
-            if not _is_serializable(value):
-                raise ValueError(f"its metric {name!r} is an integer of more than 64 bits")
-        return cls(metrics=dict(metrics), streams=_streams(content))
-
-    def check(self, window: Window, like: Mapping[str, Stream]) -> None:
-        """Raise ``ValueError`` unless this answers for the window with exactly the due streams.
-
-        ``like`` gives names, shapes and types of the streams known so far. Values are not read:
-        see ``check_values``.
-        """
-        if STATE_LOST in self.metrics:
-            raise ValueError("it has lost its state, also after it was sent everything")
-        steps = (window.start, window.stop)
-        answered = (self.metrics.get("start-step"), self.metrics.get("stop-step"))
-        if answered != steps:
-            raise ValueError(f"its reply is for the steps {answered}, expected {steps}")
-        if window.due:
-            self._check_metrics()
-        if self.streams.keys() != window.due:
-            raise ValueError(
-                f"its reply has the streams {sorted(self.streams)}, expected {sorted(window.due)}"
-            )
-        for name, stream in self.streams.items():
-            if name in like:
-                check_like(name, stream, like[name])
-            for key, tensor in stream.items():
-                what = f"{key!r} of stream {name!r} is of type {tensor.dtype}"
-                if name in like and tensor.dtype != like[name][key].dtype:
-                    raise ValueError(f"{what}, expected {like[name][key].dtype}")
-                if not tensor.is_floating_point():
-                    raise ValueError(f"{what}, which has no mean")
-
-    def check_values(self) -> None:
-        """Raise ``ValueError`` for values whose mean could not be used for training."""
-        for name, stream in self.streams.items():
-            for key, (low, high) in finite_ends(name, stream).items():
-                what = f"{key!r} of stream {name!r}"
-                least, greatest = limits(name, stream[key].dtype)
-                if max(-low, high) > greatest:
-                    raise ValueError(
-                        f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
-                    )
-                if low < least:
-                    raise ValueError(f"{what} has values below zero; a mean of squares has none")
-
-    def weights(self, due: Collection[str]) -> dict[str, float]:
-        """Return the client's weight in each average, if it was asked for a part of the steps.
-
-        Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream in
-        ``due``.
-        """
-        stated = self.metrics.get("weights")
-        values = stated if isinstance(stated, list) else []
-        if len(values) != len(due) or not all(0 < value <= 1 for value in values):
-            raise ValueError(f"its weights are {stated}, expected {len(due)} above 0 and at most 1")
-        return dict(zip(sorted(due), values, strict=True))
-
-    def _check_metrics(self) -> None:
-        for name in ("num-examples", "train-loss"):
-            if not isinstance(self.metrics.get(name), (int, float)):
-                raise ValueError(f"its metrics have no number {name!r}")
-        examples: Any = self.metrics["num-examples"]
-        if not 0 < examples <= MOST_EXAMPLES:
-            raise ValueError(
-                f"its num-examples is {examples}; it must be above 0 and at most {MOST_EXAMPLES:g}"
-            )
-
-
-def limits(name: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the least and the greatest value of a stream that can be averaged.
-
-    The greatest second moment is half of the type's greatest value, so that the difference of two
-    is finite; any other's is the root of that, so that its square is finite too.
-    """
-    most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
-    return (0.0, most) if name in NEVER_NEGATIVE else (-math.sqrt(most), math.sqrt(most))
 
 
 def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
@@ -276,16 +174,6 @@ def settings_of(config: ConfigRecord) -> dict[str, str | int | float | bool]:
 def is_name(text: str) -> bool:
     """Return whether ``text`` may name a run or a client; both name files."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", text) is not None
-
-
-def _streams(content: RecordDict) -> dict[str, Stream]:
-    return {name: from_record(r) for name, r in records_of(ArrayRecord, content).items()}
-
-
-def _is_serializable(value: MetricRecordValues) -> bool:
-    # Flower's records accept any integer, its protobuf does not; a simulation has no protobuf.
-    each = value if isinstance(value, list) else [value]
-    return all(isinstance(v, float) or -(2**63) <= v < 2**64 for v in each)
 
 
 def _value(config: ConfigRecord, key: str, kind: type[T]) -> T:

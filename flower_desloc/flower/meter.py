@@ -1,11 +1,11 @@
 """Bytes of messages: the payload of each stream, and whole messages as Flower sends them."""
 
 import copy
-from contextlib import suppress
+from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-from flower_desloc.flower.arrays import arrays_of, records_of, values_bytes
+from flower_desloc.flower.arrays import records_of, values_bytes
 from flower_desloc.flower.observer import Traffic
 
 
@@ -15,16 +15,13 @@ class TrafficMeter:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def sent(self, message: Message) -> None:
-        """Count a message to a client."""
-        self.traffic += Traffic(down=payload_bytes(message), framed_down=framed_bytes(message))
+    def sent(self, message: Message, payload: Mapping[str, int]) -> None:
+        """Count a message to a client, whose streams had that payload before they were bundled."""
+        self.traffic += Traffic(down=payload, framed_down=framed_bytes(message))
 
-    def received(self, reply: Message) -> None:
+    def received(self, framed: int, payload: Mapping[str, int]) -> None:
         """Count a reply."""
-        framed = 0
-        with suppress(ValueError):  # a record that Flower's wire format does not have
-            framed = framed_bytes(reply)
-        self.traffic += Traffic(up=payload_bytes(reply), framed_up=framed)
+        self.traffic += Traffic(up=payload, framed_up=framed)
 
     def read(self) -> Traffic:
         """Return the bytes counted so far, and start again from zero."""
@@ -33,16 +30,9 @@ class TrafficMeter:
 
 
 def payload_bytes(message: Message) -> dict[str, int]:
-    """Return the bytes of tensor values a message carries, by stream."""
-    if not message.has_content():
-        return {}
-    sizes = {}
-    for name, record in records_of(ArrayRecord, message.content).items():
-        arrays = record.values()
-        with suppress(ValueError):  # a bundle that cannot be read
-            arrays = arrays_of(record).values()
-        sizes[name] = sum(map(values_bytes, arrays))
-    return sizes
+    """Return the bytes of tensor values a message without bundles carries, by stream."""
+    records = records_of(ArrayRecord, message.content) if message.has_content() else {}
+    return {name: sum(map(values_bytes, record.values())) for name, record in records.items()}
 
 
 def framed_bytes(message: Message) -> int:

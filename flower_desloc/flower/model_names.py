@@ -67,16 +67,32 @@ def initial_names(
     """Return by stream the names of its initial tensors, each with its name among ``given``.
 
     The streams are params, and buffers if ``with_buffers``. ``stated`` are the names of every
-    client, the most frequent ones count. A line of the log says what is left out.
+    client, the most frequent ones count; of equally frequent ones those that fit, so that one
+    client of two, with another model, cannot end the run. A line of the log says what is left out.
 
     Raises ``ValueError`` for arrays that lack a tensor or have one that the model does not have,
     and for a model with buffers that the ``schedule`` does not know.
     """
     arrays = {plain_name(key): key for key in given}
-    counted = Counter(names for names in stated if names is not None)
-    if not counted:
-        return {PARAMS: arrays}
-    ((names, _),) = counted.most_common(1)
+    counted = Counter(stated)
+    error = None
+    for names in (n for n, number in counted.items() if number == max(counted.values())):
+        if names is None:
+            break
+        try:
+            return _fitting(arrays, names, schedule, with_buffers)
+        except ValueError as misfit:
+            error = error or misfit
+    else:
+        if error is not None:
+            raise error
+    return {PARAMS: arrays}
+
+
+def _fitting(
+    arrays: Mapping[str, str], names: ModelNames, schedule: SyncSchedule, with_buffers: bool
+) -> dict[str, dict[str, str]]:
+    """Return what ``initial_names`` does, of a model with these ``names``."""
     _check_buffers(names, schedule)
     known = {*names.trained, *names.buffers, *names.untrained, *names.others}
     if foreign := arrays.keys() - known:

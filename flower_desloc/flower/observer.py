@@ -146,7 +146,7 @@ class Plan:
 
 
 class Observer:
-    """Called while a run goes; it never changes the run."""
+    """Looks at a run; what changes one is a ``flower_desloc.flower.rounds.RoundHook``."""
 
     def started(self, plan: Plan) -> None:
         """Called once, before the first evaluation."""
@@ -156,12 +156,6 @@ class Observer:
 
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
-
-    def gave_up(self, failures: Mapping[str, int]) -> None:
-        """Called before the run ends because a window stayed below the quorum.
-
-        ``failures`` counts how often each client was left out of it.
-        """
 
 
 def count(text: str) -> int | None:

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping
 
 from flower_desloc.core.schedule import Window
 from flower_desloc.core.unequal import steps_in_time
-from flower_desloc.flower.observer import Observer, WindowRecord
+from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.rounds import RoundHook
 
 
-class Paces(Observer):
-    """Observer that measures the seconds per local step of every client.
+class Paces(RoundHook):
+    """Round hook that measures the seconds per local step of every client.
 
     Those of its last window are averaged with earlier ones. They change at the ends of windows
     only, so that a window that is repeated is the same.

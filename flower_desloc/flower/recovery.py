@@ -1,18 +1,34 @@
 """The checkpoints of a run: written after its windows, and resumed from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import INFO, WARNING
 
+from flower_desloc.core.schedule import SyncSchedule, Window
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord
+from flower_desloc.flower.observer import Plan, WindowRecord
 from flower_desloc.flower.paces import Paces
-from flower_desloc.flower.rounds import RoundLoop
+from flower_desloc.flower.rounds import RoundHook, RoundLoop
 from flower_desloc.flower.server_state import ServerState
 
 
-class Recovery(Observer):
-    """Observer that writes checkpoints, if there are to be any, and resumes from ``resume``.
+def require_window(
+    resume: Checkpoint | None, windows: Sequence[Window], schedule: SyncSchedule
+) -> None:
+    """Raise ``ValueError`` for a checkpoint that was not written after one of a run's windows."""
+    ends = [window.stop for window in windows]
+    if resume is None:
+        return
+    if resume.step not in ends or ends.index(resume.step) != resume.round:
+        raise ValueError(
+            f"the checkpoint was written after window {resume.round} and step {resume.step}; "
+            f"no window of {schedule} over {ends[-1]} steps ends like this; "
+            "resume with the schedule and steps of its run"
+        )
+
+
+class Recovery(RoundHook):
+    """Round hook that writes checkpoints, if there are to be any, and resumes from ``resume``.
 
     Later checkpoints than ``resume`` are deleted at once: the run that follows is another. Raises
     ``CheckpointError`` for a run from the start in a folder that has checkpoints.
@@ -70,7 +86,7 @@ class Recovery(Observer):
                 step=state.step,
                 evaluated=state.evaluated,
                 versions=state.versions,
-                former=state.former,
+                previous_version=state.previous_version,
                 failures=failures,
                 attempts=loop.attempts,
                 paces=self._paces.seconds,
@@ -96,7 +112,7 @@ class Recovery(Observer):
         if all(v == state.step for v in state.versions.values()) and not state.formats:
             return  # the clients need nothing that the server does not have
         for member in self._loop.members.present(state.step):
-            if not member.held:
+            if not member.versions:
                 what = "its saved state is missing; it starts from the current averages"
                 log(WARNING, "%s: %s", member.name, what)
                 self._loop.note("state lost", member.name, what)

@@ -19,24 +19,25 @@ from flwr.serverapp.strategy import Result
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.schedule import Window
-from flower_desloc.core.types import NotFiniteError, Stream
+from flower_desloc.core.types import NotFiniteError, Streams
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.exchange import Exchange
+from flower_desloc.flower.exchange import Exchange, event_kind
 from flower_desloc.flower.failures import ClientError, DivergedError, WindowError, reason_of
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
-from flower_desloc.flower.messages import (
-    GOODBYE,
-    HELLO,
-    STATE_NEW,
-    Metrics,
-    Settings,
-    WindowRequest,
+from flower_desloc.flower.messages import GOODBYE, HELLO, Settings, WindowRequest
+from flower_desloc.flower.metrics import evaluation_record
+from flower_desloc.flower.observer import (
+    ClientRecord,
+    Event,
+    EventKind,
+    Observer,
+    Plan,
+    WindowRecord,
 )
-from flower_desloc.flower.metrics import client_record, evaluation_record, number
-from flower_desloc.flower.observer import ClientRecord, Event, EventKind, Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.replies import Contribution, number
 
 BEFORE_TRAINING = Window(0, 0, frozenset())
 
@@ -55,6 +56,8 @@ class Round:
     """Client name -> reason."""
     diverged: set[str] = field(default_factory=set)
     """Those of ``left_out`` whose training has diverged."""
+    asked: list[Member] = field(default_factory=list)
+    """The clients that are asked for local steps."""
     failures: Counter[str] = field(default_factory=Counter)
     """How often each client was left out, in all repeats of the window."""
     drift: dict[str, Drift] = field(default_factory=dict)
@@ -65,6 +68,25 @@ class Round:
         if self.window.stop == 0:
             return "the evaluation before training"
         return f"the window of steps {self.window.start + 1} to {self.window.stop}"
+
+
+class RoundHook:
+    """Something that changes a run between its windows, or ends it by an exception.
+
+    Hooks are called after the observer of the run, which only looks.
+    """
+
+    def started(self, plan: Plan) -> None:
+        """Called once, before the first evaluation."""
+
+    def window(self, record: WindowRecord) -> None:
+        """Called after every window, and once with round 0."""
+
+    def gave_up(self, failures: Mapping[str, int]) -> None:
+        """Called before the run ends because a window stayed below the quorum.
+
+        ``failures`` counts how often each client was left out of it.
+        """
 
 
 class RoundLoop:
@@ -80,8 +102,8 @@ class RoundLoop:
         Names the run in the clients' own files.
     settings : Mapping
         The app's settings, for the greeting.
-    like : Mapping
-        Tensors like those of each stream, as far as known; may grow.
+    templates : Mapping
+        Names, shapes and types of each stream, as far as known; may grow.
     seed : int
         Draws the clients of a window.
     resume : Checkpoint or None
@@ -97,7 +119,7 @@ class RoundLoop:
         policy: Policy,
         run_key: str,
         settings: Settings,
-        like: Mapping[str, Stream],
+        templates: Streams,
         *,
         seed: int,
         resume: Checkpoint | None,
@@ -114,13 +136,15 @@ class RoundLoop:
         self.code = {PACKAGE: fingerprint(), **code}
         """The code that every client must run."""
         self.exchange = Exchange(
-            grid, policy.timeout, like, quorum=policy.min_clients, grace=policy.grace
+            grid, policy.timeout, templates, quorum=policy.min_clients, grace=policy.grace
         )
         data = resume.data if resume else {}
         self.members = Members(grid, self.exchange, policy, seed, self.note, data=data)
-        self.observers: list[Observer] = []
-        """Called in this order."""
-        self._policy, self._settings, self._resume = policy, settings, resume
+        self.observer = Observer()
+        self.hooks: list[RoundHook] = []
+        """Called after the observer, in this order."""
+        self.policy = policy
+        self._settings, self._resume = settings, resume
         self._events: list[Event] = []
         self._late_hellos: list[Message] = []
 
@@ -131,7 +155,7 @@ class RoundLoop:
         self.members.wait_for_quorum(self._listen)
         clients = in_order(self._greet(step))
         known = {member.name for member in clients}
-        if unknown := sorted(self._policy.step_seconds.keys() - known):
+        if unknown := sorted(self.policy.step_seconds.keys() - known):
             log(
                 WARNING,
                 "federation.step_seconds names %s, but no client that is online has that name",
@@ -152,6 +176,12 @@ class RoundLoop:
 
     # One round
 
+    def started(self, plan: Plan) -> None:
+        """Call the observer and the hooks before the first evaluation."""
+        self.observer.started(plan)
+        for hook in self.hooks:
+            hook.started(plan)
+
     def begin(self, number: int, window: Window) -> None:
         """Begin a round; greet the clients that are new."""
         self.round = Round(number, window)
@@ -166,7 +196,7 @@ class RoundLoop:
         Raises ``WindowError`` when the policy's repeats are used up, and ``DivergedError`` if the
         training of a client that is left out has diverged.
         """
-        for repeat in range(1 + self._policy.repeats):
+        for repeat in range(1 + self.policy.repeats):
             # An absent client may be back, at another node; a silent one may answer.
             if repeat > 0 or (self.exchange.silent and self.members.too_few()):
                 self.members.wait_for_quorum(self._listen)
@@ -176,13 +206,15 @@ class RoundLoop:
             log(WARNING, "%s has too few usable replies: %s", self.round, self.round.left_out)
             self.note("repeated", "", f"{len(self.round.clients)} usable replies")
             self.round.clients.clear()
-        for observer in self.observers:
-            observer.gave_up(self.round.failures)
+        for hook in self.hooks:
+            hook.gave_up(self.round.failures)
+        # A node that cannot take part is not in ``left_out``: it has no name.
+        nodes = {e.client: e.what for e in self._events if e.client.startswith("node ")}
         kind = DivergedError if self.round.diverged else WindowError
         raise kind(
-            f"{self.round} stayed below federation.min_clients={self._policy.min_clients} "
-            f"through federation.repeats={self._policy.repeats} repeats; "
-            f"left out: {self.round.left_out}{self.members.silent}"
+            f"{self.round} stayed below federation.min_clients={self.policy.min_clients} "
+            f"through federation.repeats={self.policy.repeats} repeats; "
+            f"left out: {nodes | self.round.left_out}{self.members.silent}"
         )
 
     def without_state(self, node_id: int) -> Member:
@@ -190,22 +222,21 @@ class RoundLoop:
         member = self.members.at(node_id)
         log(INFO, "%s has lost its state and is sent everything", member.name)
         self.note("state lost", member.name, "it is sent everything")
-        member.held.clear()
+        member.versions.clear()
         return member
 
-    def add(self, member: Member, metrics: Metrics) -> None:
-        """Record that a reply with these metrics was averaged."""
-        steps = self.round.window.stop - self.round.window.start
-        self.round.clients[member.name] = client_record(metrics, steps)
+    def add(self, member: Member, reply: Contribution) -> None:
+        """Record that a client's reply was averaged."""
+        self.round.clients[member.name] = reply.record
         self.round.left_out.pop(member.name, None)  # of an earlier repeat
         self.round.diverged.discard(member.name)
-        if member.held and STATE_NEW in metrics:
+        if member.versions and reply.is_new:
             self.note("state lost", member.name, "it started from the last averages")
 
     @contextmanager
-    def leaving_out(self, node_id: int, kind: EventKind, prefix: str = "") -> Iterator[Member]:
-        """Leave a node's client out of the round if the block raises ``ValueError``."""
-        member = self.members.at(node_id)
+    def leaving_out(self, reply: Message, prefix: str = "") -> Iterator[Member]:
+        """Leave the client that replied out of the round if the block raises ``ValueError``."""
+        member, kind = self.members.at(reply.metadata.src_node_id), event_kind(reply)
         try:
             yield member
         except ValueError as error:
@@ -226,7 +257,7 @@ class RoundLoop:
         self.round.failures[member.name] += 1
         self.note(kind, member.name, reason)
         failure = DivergedError if diverged else ClientError
-        self._policy.fail(f"{member.name} is left out of {self.round}", reason, failure)
+        self.policy.fail(f"{member.name} is left out of {self.round}", reason, failure)
 
     def note(self, kind: EventKind, client: str, what: str) -> None:
         """Add an event to the record of the window."""
@@ -266,8 +297,9 @@ class RoundLoop:
             federated=evaluation_record(result.evaluate_metrics_clientapp.get(now.number)),
             events=events,
         )
-        for observer in self.observers:
-            observer.window(record)
+        self.observer.window(record)
+        for hook in self.hooks:
+            hook.window(record)
 
     def _listen(self) -> None:
         """Look whether silent nodes have answered.
@@ -285,8 +317,7 @@ class RoundLoop:
     def _welcome(self) -> None:
         """Greet the clients that are new, and call the observers for each."""
         for member in self._greet(self.round.window.start):
-            for observer in self.observers:
-                observer.joined(member.name, member.about)
+            self.observer.joined(member.name, member.about)
 
     def _greet(self, step: int) -> Iterator[Member]:
         """Greet the unknown nodes and yield their clients, for the window after ``step`` steps."""

@@ -8,26 +8,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from logging import INFO
 
-from torch import Tensor
-
+from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.late import merged
-from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.states import kinds_of, needs_seed, state_decays
 from flower_desloc.core.streams import starts_at_zero, zeros_like
 from flower_desloc.core.types import Streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.flower.window_start import WindowStart
-from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
-from flower_desloc.optim.decays import state_decays
+from flower_desloc.optim.bounds import bounded, suits_newcomers
 
 Event = tuple[int, Callable[[], None]]
 """An action, and after how many completed steps it is carried out."""
 
 Seed = Callable[[Collection[str], int, Callable[[], None]], None]
 """Seeds the named states from the gradient of the batch after so many steps, then calls an action
-(``flower_desloc.core.newcomer``)."""
+(``flower_desloc.core.states``)."""
 
 
 def window_events(
@@ -37,8 +35,8 @@ def window_events(
     begin, resets = request.start, [request.versions[name] for name in request.resets]
     if start.is_new and begin > max(resets, default=0):
         yield begin, partial(_join, worker, request, start, seed)
-    elif request.bound and {FIRST, SECOND} & {*start.averaged}:
-        yield begin, partial(_bound, worker, start.streams)
+    elif request.bound and any(map(starts_at_zero, start.averaged)):
+        yield begin, partial(_bound, worker, start.streams, start.averaged)
     if start.late_averages:
         yield begin + request.before_merge, partial(_merge, worker, request, start)
 
@@ -61,37 +59,29 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
             ", ".join(start.never_averaged),
         )
 
-    moments_were_averaged = {FIRST, SECOND} & {*start.averaged}
-
-    def bound_by_seed() -> None:
-        if moments_were_averaged:
-            _bound(worker, {**streams, **worker.take(names)})
-
     if names := needs_seed(worker.optimizer, streams):
-        seed(names, request.start, bound_by_seed)
-    elif moments_were_averaged:
-        _bound(worker, streams)
+
+        def bound() -> None:
+            _bound(worker, {**streams, **worker.take(names)}, start.averaged)
+
+        seed(names, request.start, bound)
+    else:
+        _bound(worker, streams, start.averaged)
 
 
-def _bound(worker: Worker, streams: Streams) -> None:
-    """Bound Adam's first moment by the second, in the worker."""
-    if first := _bounded(worker, streams):
-        worker.put(first)
-
-
-def _bounded(worker: Worker, streams: Streams) -> dict[str, dict[str, Tensor]]:
-    """Return the first moment of ``streams``, bounded; nothing without a bound."""
-    ratio = moment_ratio(worker.optimizer)
-    return {} if ratio is None else {FIRST: bounded(streams[FIRST], streams[SECOND], ratio)}
+def _bound(worker: Worker, streams: Streams, averaged: Collection[str]) -> None:
+    """Bound first moments by the second ones, after an average of either."""
+    if within := bounded(worker.optimizer, streams, averaged):
+        worker.put(within)
 
 
 def _merge(worker: Worker, request: WindowRequest, start: WindowStart) -> None:
     """Merge averages of what the client sent at the start of the window."""
     averages = start.late_averages
-    decays = stream_decays(worker, averages)
+    decays, kinds = stream_decays(worker, averages), kinds_of(worker.optimizer)
     streams = {
         name: merged(
-            name,
+            kind_of(name, kinds),
             now,
             start.streams[name],
             averages[name],
@@ -100,8 +90,9 @@ def _merge(worker: Worker, request: WindowRequest, start: WindowStart) -> None:
         )
         for name, now in worker.take(averages).items()
     }
-    if request.bound and {FIRST, SECOND} & averages.keys():
-        streams |= _bounded(worker, {**worker.take(request.versions), **streams})
+    if request.bound:
+        after = {**worker.take(request.versions), **streams}
+        streams |= bounded(worker.optimizer, after, averages)
     worker.put(streams)
 
 

@@ -130,7 +130,7 @@ def measure(cells: Cells, rate: float, todo: list[tuple[str, int]], results: Pat
 def run(cells: Cells, links: Network, method: str, seed: int) -> dict[str, Any]:
     """Run a method once; return what was recorded of it."""
     preset, *own = cells["methods"][method]
-    clients = f"federation.num_clients={links.sites} federation.min_clients={links.sites}"
+    clients = f"simulation.num_clients={links.sites} federation.min_clients={links.sites}"
     overrides = [*cells["overrides"], *own, f"run.seed={seed}", f"run.name={RUN}", *clients.split()]
     config = load(preset, overrides)
     with tempfile.TemporaryDirectory(prefix="desloc-bench-") as folder:

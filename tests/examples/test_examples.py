@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command import accepted, refused
+from configurations import with_values
 from flwr.app import Context, RecordDict
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -36,7 +38,7 @@ from flower_desloc.app.setup.build import (
 from flower_desloc.app.tasks import build_task
 from flower_desloc.app.tasks.causal_lm import CausalLM
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.streams import digest, frozen
+from flower_desloc.core.streams import check_optimizer, digest, frozen
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.flower.client import client_app as client_app_of
 from flower_desloc.flower.failures import FederationError
@@ -46,10 +48,10 @@ from server_app import app as server_app
 EXAMPLES = ROOT / "examples"
 # peft 0.21 asks transformers 5.23 by a name that goes.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
-PAGE = (ROOT / "docs" / "train-your-own.md").read_text()
+PAGE = (ROOT / "docs" / "tutorials" / "your-own-app.md").read_text()
 COMMANDS = re.findall(r"^desloc run (\S+)\.yaml", PAGE, re.MULTILINE)
 SMALL = [
-    *(*TINY, "data.batch_size=4", "federation.num_clients=2"),
+    *(*TINY, "data.batch_size=4", "simulation.num_clients=2"),
     *("run.steps=6", "run.eval_every=6", "sync.params=2", "sync.exp_avg=3"),
 ]
 
@@ -257,12 +259,11 @@ def test_only_the_adapters_travel_with_their_moments(base, whole):
     assert {name: measured[name] for name in sent} == {k: clients * n for k, n in sent.items()}
 
 
-def test_peft_loads_the_final_adapters_beside_their_base(base, whole):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def test_transformers_loads_the_final_adapters_with_their_base(whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(base)
-    adapted = PeftModel.from_pretrained(model, whole("lora") / "final")
+    adapted = AutoModelForCausalLM.from_pretrained(whole("lora") / "final")
+    assert AutoTokenizer.from_pretrained(whole("lora") / "final").encode("naïve")
     task = build_task(parse((whole("lora") / "config.yaml").read_text()))
     sums: dict[str, float] = {}
     for batches in task.heldout().values():
@@ -298,38 +299,45 @@ def an_optimizer(name: str, *overrides: str) -> Config:
     return load("cnn.yaml", [f"optimizer.name={name}", "optimizer.lr=0.003", *overrides])
 
 
+QHADAM = ["beta1_weight", "beta2_weight", "exp_avg", "exp_avg_sq"]
+
+
 @pytest.mark.parametrize(
     ("name", "states"),
     [
         ("pytorch_optimizer:Lion", ["exp_avg"]),
         ("pytorch_optimizer:AdEMAMix", ["exp_avg", "exp_avg_sq", "exp_avg_slow"]),
+        ("pytorch_optimizer:QHAdam", QHADAM),
         ("torch.optim:Adagrad", ["sum"]),
         ("torch.optim:Muon", ["momentum_buffer"]),  # for matrices only
         ("torch.optim:Adafactor", []),  # others for matrices than for vectors
         ("flower_desloc.optim:ADOPT", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:AdamW", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:PaperAdam", ["exp_avg", "exp_avg_sq"]),
-        ("flower_desloc.optim:QHAdam", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:SGDM", ["momentum_buffer"]),
     ],
 )
 def test_streams_of_any_optimizer_are_found_by_name(name, states):
     config = an_optimizer(name)
-    config.sync = {"params": 2, **dict.fromkeys(states, 4)}
+    config = with_values(config, {"sync": {"params": 2, **dict.fromkeys(states, 4)}})
     check_streams(config)
     for wrong, message in (
         ({"exp_avgg": 2}, rf"sync\.exp_avgg: {name} has no stream of that name; .*params"),
         *(({state: None}, rf"sync\.{state} is not stated") for state in states),
     ):
         periods = {"params": 2, **dict.fromkeys(states, 4)} | wrong
-        config.sync = {key: period for key, period in periods.items() if period}
+        config = with_values(
+            config, {"sync": {key: period for key, period in periods.items() if period}}
+        )
         with pytest.raises(ConfigError, match=message):
             check_streams(config)
 
 
 def test_a_shape_s_own_streams_may_be_stated():
     config = an_optimizer("torch.optim:Adafactor")
-    config.sync = dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)
+    config = with_values(
+        config, {"sync": dict.fromkeys(("params", "row_var", "col_var", "variance"), 2)}
+    )
     check_streams(config)
 
 
@@ -355,6 +363,20 @@ class Counting(torch.optim.SGD):
                 count = self.state[p].get("count", np.zeros(2))
                 self.state[p]["count"] = count + 1
                 p.data.mul_(1 - 0.01 * float(count[0]))
+
+
+def test_qhadam_by_its_import_path_passes_the_trial_and_trains(tmp_path):
+    """In place of an optimizer of the project's own (docs/explanation/beyond.md)."""
+    words = [*SMALL, "optimizer.name=pytorch_optimizer:QHAdam", "optimizer.lr=0.003"]
+    words += ["optimizer.options={nus: [0.7, 1.0], betas: [0.99, 0.95], eps: 1e-6}", "run.steps=24"]
+    words += ["sync.exp_avg=6", *(f"sync.{name}=12" for name in QHADAM if name != "exp_avg")]
+    config = load("cnn.yaml", words)
+    names = check_optimizer(partial(build_optimizer, config), 3, 2)
+    assert sorted(names) == sorted(["params", *QHADAM])
+    arguments = {"config": "cnn.yaml", "overrides": " ".join(words), "output-dir": str(tmp_path)}
+    run_in_process(arguments, 2)
+    loss = summary(tmp_path / "cnn")["evaluation"]["central"]["loss"]
+    assert loss["final"] < loss["first"]
 
 
 @pytest.mark.parametrize(

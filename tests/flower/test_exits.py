@@ -1,4 +1,4 @@
-"""``sys.exit`` in the user's code is an error; the same from a signal ends the program."""
+"""``sys.exit`` in the user's code, or a panic, is an error; a signal ends the program."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ from flower_desloc.app.cli.terminal import exit_on_signals
 from flower_desloc.app.tasks.image_classification import ImageClassification
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.policy import FederationError
 
 SMALL = ("run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4")
 CONTINUE = ("federation.on_failure=continue", "federation.min_clients=1")
@@ -53,6 +54,15 @@ def test_a_site_that_exits_has_failed(tmp_path):
     assert tiny.summary(folder)["clients"] == 2
 
 
+class AtEverySite(ImageClassification):
+    client_data = leaves
+
+
+def test_a_run_that_no_site_can_join_ends_with_the_reasons(tmp_path):
+    with pytest.raises(FederationError, match=r"node 3': .*it called sys\.exit\(0\)"):
+        trained(tmp_path, "AtEverySite")
+
+
 @pytest.mark.parametrize("task", ["InTheEvaluation", "WhenSaved", "WhenBuilt"])
 def test_a_server_app_that_exits_has_failed(tmp_path, task):
     with pytest.raises(RuntimeError, match=r"it called sys\.exit\(0\)"):
@@ -69,6 +79,18 @@ def test_any_client_app_that_exits_has_failed():
     grid = InProcessGrid(leaves, [{}])  # type: ignore[arg-type]
     [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
     assert reply.error.reason == "RuntimeError: it called sys.exit(0)"
+
+
+def test_a_client_app_with_a_panic_in_a_library_has_failed():
+    class PanicException(BaseException):
+        """As those of libraries in Rust, such as tokenizers."""
+
+    def panics(message: Message, context: Context) -> Message:
+        raise PanicException("index out of bounds")
+
+    grid = InProcessGrid(panics, [{}])  # type: ignore[arg-type]
+    [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
+    assert reply.error.reason == "RuntimeError: PanicException: index out of bounds"
 
 
 def test_ctrl_c_is_no_failure_of_a_client():

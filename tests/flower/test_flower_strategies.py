@@ -160,7 +160,7 @@ def test_a_policy_that_averages_in_another_way_is_refused():
 
 # --------------------------------------------------------------------------------------- As an app
 
-SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "federation.num_clients=3")]
+SMALL = [*TINY, *("run.steps=12", "run.eval_every=6", "sync.params=5", "simulation.num_clients=3")]
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])

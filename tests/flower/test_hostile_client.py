@@ -21,18 +21,19 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
-from flower_desloc.flower import limits
+from flower_desloc.flower import replies as limits
 from flower_desloc.flower.arrays import from_record, to_record
-from flower_desloc.flower.bundles import STYPE, bundled, length
+from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exchange import poll_for_objects_often
 from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
-from flower_desloc.flower.messages import WindowReply
-from flower_desloc.flower.metrics import client_record, pooled, unusual
+from flower_desloc.flower.messages import TENSOR_NAMES
+from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.observer import WindowRecord, client_data, described
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.replies import Evaluation, client_record
 
 SHAPES = {"matrix": (2, 3), "scalar": ()}
 PERIODS = {"params": 2, "exp_avg": 2, "exp_avg_sq": 4}
@@ -62,6 +63,7 @@ class Federation:
     policy: dict[str, Any] = field(default_factory=dict)
     evaluate: bool = True
     grid: type[InProcessGrid] = InProcessGrid
+    clients: int = 3
     sent: dict[tuple[int, int], dict[str, ArrayRecord]] = field(default_factory=dict)
     """By client and step: its streams as they were received."""
     examples: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Federation:
                 {name: strategy.state.average(name) for name in record.streams}
             )
         )
-        nodes = [{"m": m} for m in range(3)]
+        nodes = [{"m": m} for m in range(self.clients)]
         strategy.start(self.grid(self, nodes), to_record(X0), observer=watch)
         return strategy, watch.records
 
@@ -318,9 +320,9 @@ def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
 
 
 def test_a_bundle_has_at_most_4096_arrays():
-    assert length("params", rows(4096)) == 4096
+    assert len(unbundled(ArrayRecord({"params": rows(4096)}))) == 4096
     with pytest.raises(ValueError, match="at most 4096"):
-        length("params", rows(4097))
+        unbundled(ArrayRecord({"params": rows(4097)}))
 
 
 def test_a_long_error_is_cut_off():
@@ -372,6 +374,40 @@ def test_the_largest_honest_reply_is_within_the_limits():
     limits.Limits.of([], 0, like).check(hello)
     assert sum(int(size) for size in described(sizes).values()) == sum(sizes.values())
     assert described({"b": 2, "a": 1}) == {"data/b": "2", "data/a": "1"}
+
+
+@pytest.mark.parametrize("hostile", range(3))
+@pytest.mark.parametrize("honest_state_theirs", [False, True])
+@pytest.mark.parametrize("clients", [2, 3])
+@pytest.mark.parametrize("lists", [[["other"], [], [], []], [[*SHAPES], ["statistics"], [], []]])
+def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_state_theirs, hostile):
+    def states(names: list[list[str]]) -> Spoil:
+        return lambda content: content["about"].update(dict(zip(TENSOR_NAMES, names, strict=True)))
+
+    class Stating(Federation):
+        def _good(self, message: Message, m: int) -> Content:
+            content = super()._good(message, m)
+            if honest_state_theirs and message.metadata.message_type == "query.hello":
+                states([[*SHAPES], [], [], []])(content)
+            return content
+
+    run = Stating({("query.hello", 0): [states(lists)]}, hostile, evaluate=False, clients=clients)
+    _, seen = run.run()
+    assert all(len(record.clients) == clients for record in seen[1:])
+
+
+def test_no_client_states_the_evaluation_of_another():
+    def reply(**told: float) -> Evaluation:
+        return Evaluation.measured({"num-examples": 1, **told}, None)
+
+    false = {"client-0/loss": 9.0, "other/loss": 9.0}
+    evaluations = {"client-1": reply(loss=2.0, **false), "client-2": reply(loss=4.0)}
+    assert pooled(evaluations, None) == {"loss": 3.0, "client-1/loss": 2.0, "client-2/loss": 4.0}
+    top = {"loss": 2.0, "top/1": 0.5}  # a name of one's own may contain a slash
+    assert pooled({"client-1": reply(**top)}, None) == {
+        **top,
+        **{f"client-1/{name}": value for name, value in top.items()},
+    }
 
 
 # ------------------------------------------------------------------------------- Silent poisoning
@@ -455,10 +491,9 @@ def test_honest_shares_within_the_cap_are_the_stated_ones():
 # --------------------------------------------------------------------------- What is only shown
 
 
-def reply(**figures: Any) -> WindowReply:
-    return WindowReply(
-        metrics={**EVALUATION, **{k.replace("_", "/", 1): v for k, v in figures.items()}}
-    )
+def reply(**figures: Any) -> Evaluation:
+    more = {k.replace("_", "/", 1): v for k, v in figures.items()}
+    return Evaluation.measured({**EVALUATION, **more}, ratio)
 
 
 def ratio(totals: Any) -> dict[str, float]:

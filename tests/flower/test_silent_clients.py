@@ -329,7 +329,7 @@ class Stuck(ImageClassification):
 SETTINGS = [
     *("digits", "task=stuck:Stuck", "run.steps=4", "run.eval_every=0"),
     *("sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4", "evaluation.federated=false"),
-    *("federation.num_clients=3", "federation.on_failure=continue", "federation.timeout=15"),
+    *("simulation.num_clients=3", "federation.on_failure=continue", "federation.timeout=15"),
 ]
 
 

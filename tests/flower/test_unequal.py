@@ -18,7 +18,8 @@ from flower_desloc.app.setup.build import check_streams
 from flower_desloc.core.unequal import fewest, steps_in_time, weight
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
-from flower_desloc.flower.messages import METRICS, WindowReply
+from flower_desloc.flower.messages import METRICS
+from flower_desloc.flower.replies import shares
 
 HALF = "federation.min_steps=0.5"
 PACES = {"client-0": 0.1, "client-1": 0.15, "client-2": 0.4}
@@ -109,9 +110,9 @@ def test_a_weight_is_what_the_workers_own_gradients_make_of_a_moment(taken, more
     "weights", [None, [], [0.5], [0.5, 2.0, 1.0], [0.0, 1.0, 1.0], [math.nan] * 3]
 )
 def test_a_reply_without_its_weights_is_refused(weights):
-    reply = WindowReply(metrics={} if weights is None else {"weights": weights})
+    metrics = {} if weights is None else {"weights": weights}
     with pytest.raises(ValueError, match="its weights are"):
-        reply.weights(["params", "exp_avg", "exp_avg_sq"])
+        shares(metrics, ["params", "exp_avg", "exp_avg_sq"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from scripts import ROOT, load_script
 from typer.testing import CliRunner
 
-PAGES = (*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md"))
+PAGES = (*(ROOT / "docs").rglob("*.md"), *(ROOT / "research").glob("*.md"))
 tables = load_script("paper_tables")
 
 

@@ -8,10 +8,8 @@ import typer
 
 from flower_desloc import __version__
 from flower_desloc.app.cli import (
-    evaluate,
     export,
     federate,
-    generate,
     partition,
     plan,
     report,
@@ -55,7 +53,7 @@ def desloc(
 
 for verb in (
     *(run.run, federate.federate, report.report, partition.partition, plan.plan, study.study),
-    *(export.export, evaluate.evaluate, generate.generate),
+    export.export,
 ):
     app.command()(verb)
 for wrapper in (toy.toy, supernode.supernode):  # they pass their arguments on

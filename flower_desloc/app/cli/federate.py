@@ -48,7 +48,7 @@ def federate(
 ) -> None:
     """Run the app once as a deployment: a SuperLink and SuperNodes, with TLS and a key for each.
 
-    PRESET and KEY=VALUE are those of `desloc run`. federation.num_clients is --nodes, and so is
+    PRESET and KEY=VALUE are those of `desloc run`. simulation.num_clients is --nodes, and so is
     federation.min_clients unless it is set. A SuperNode that dies is restarted. No process is left
     behind; the exit code is that of `desloc run`.
     """
@@ -61,7 +61,7 @@ def federate(
     config = arguments.config
     command = flwr_run(APP_FOLDER, arguments.run_config(output_dir))
     typer.echo(shlex.join(command))
-    words = [w for w in arguments.overrides if not w.startswith("federation.num_clients=")]
+    words = [w for w in arguments.overrides if not w.startswith("simulation.num_clients=")]
     again = ["desloc", "federate", arguments.preset, *words, "--nodes", str(nodes)]
     for path in data_path or []:
         again += ["--data-path", str(path.expanduser().resolve())]
@@ -72,7 +72,7 @@ def federate(
         client_files(output_dir),
     ):
         with failing(FAILED, ProcessError):
-            status = deploy(command, sites, config.federation.client_cpus, verbose=verbose)
+            status = deploy(command, sites, config.simulation.client_cpus, verbose=verbose)
         if not status.completed:
             fail(FAILED, status.error)
 

@@ -30,14 +30,14 @@ def partition(
     """Show and draw how a configuration partitions the data; nothing is trained.
 
     PRESET names a file in `configs/` or is the path of a .yaml file; KEY=VALUE changes single
-    settings: `desloc partition digits data.alpha=0.1 federation.num_clients=20`
+    settings: `desloc partition digits data.alpha=0.1 simulation.num_clients=20`
     """
     # matplotlib takes a second to import.
     from flower_desloc.app.runs.figures.partition import draw_partition, title, unlikeness_text
 
     with failing(USAGE, ValueError):
         config = with_init_from(load(preset, overrides or []))
-        task, number = build_task(config), config.federation.num_clients
+        task, number = build_task(config), config.simulation.num_clients
         data = {
             f"client-{i}": dict(task.client_data(Site(i, number)).description)
             for i in range(number)

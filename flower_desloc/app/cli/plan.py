@@ -12,7 +12,7 @@ from flower_desloc.app.cli.run_arguments import Overrides, Preset, listing
 from flower_desloc.app.cli.terminal import USAGE, fail, failing
 from flower_desloc.app.config import PRESETS, Config, load
 from flower_desloc.app.plan.from_config import PAPER, PAPER_CONFIGS, planned_run
-from flower_desloc.app.plan.tables import NOT_TIMED, Assumptions, show
+from flower_desloc.app.plan.tables import NOT_TIMED, show, show_rules
 from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
 
 
@@ -80,26 +80,25 @@ def plan(
             lambda value: 0 < value < 1,
         ),
     ] = 0.5,
-    smoothness: Annotated[
-        float | None, positive("Theorem 1's L, by default 1; the theorem is printed with it.")
-    ] = None,
-    dissimilarity: Annotated[
-        float | None,
-        at_least_one("Theorem 1's B, by default 1, as if all workers had the same data."),
-    ] = None,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Only print the measured rules for periods.")
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Also draw it, into this .png, .pdf or .svg file."),
     ] = None,
 ) -> None:
-    """Show what the theory says of a run: half-lives, drift, bytes, time, periods.
+    """Show half-lives, drift bounds, bytes, time and recommended periods of a run.
 
     PRESET is one of `desloc run`, the path of a .yaml file, or a model of the paper: `135m` or
     `1.7b`. KEY=VALUE changes single settings: `desloc plan 1.7b sync.params=64 --bandwidth 100`
     With --params and no PRESET the rest is as in the paper's `1.7b`.
 
-    Nothing is trained or sent. docs/plan.md has the formulas and their limits.
+    Nothing is trained or sent. docs/how-to/plan.md has the formulas and their limits.
     """
+    if rules:
+        show_rules(Console())
+        return
     words = overrides or []
     if "=" in preset:
         preset, words = "", [preset, *words]
@@ -109,7 +108,7 @@ def plan(
             fail(USAGE, f"which preset, or how many --params? There are\n{known}")
         paper = not preset or preset in PAPER
         config = load(preset or "1.7b", words, presets=PAPER_CONFIGS if paper else PRESETS)
-        _set_options(config, steps, beta1, beta2)
+        config = _with_options(config, steps, beta1, beta2)
         run = planned_run(
             config,
             Link(bandwidth=bandwidth * MBIT, latency=latency / 1000),
@@ -126,7 +125,7 @@ def plan(
     run = replace(run, name=name, alpha=1 - overlap, share=share, window_seconds=window_seconds)
     if paper:
         run = replace(run, topologies=tuple(Topology))
-    show(run, Console(), Assumptions(psi, smoothness, dissimilarity))
+    show(run, Console(), psi)
     if plot is not None:
         # matplotlib takes a second to import.
         from flower_desloc.app.runs.figures.plan import draw
@@ -138,13 +137,15 @@ def plan(
         typer.echo(f"drawn into {plot}")
 
 
-def _set_options(
+def _with_options(
     config: Config, steps: int | None, beta1: float | None, beta2: float | None
-) -> None:
-    """Change ``config`` by the options that stand for its keys."""
+) -> Config:
+    """Return ``config`` with the options that stand for its keys."""
+    run, optimizer = config.run, config.optimizer
     if steps is not None:
-        config.run.steps = steps
-    first, second = config.optimizer.betas
+        run = replace(run, steps=steps)
     if beta1 is not None:
-        first = config.optimizer.momentum = beta1
-    config.optimizer.betas = (first, second if beta2 is None else beta2)
+        optimizer = replace(optimizer, betas=(beta1, optimizer.betas[1]), momentum=beta1)
+    if beta2 is not None:
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], beta2))
+    return replace(config, run=run, optimizer=optimizer)

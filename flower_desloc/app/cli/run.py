@@ -64,7 +64,7 @@ def run(
         typer.Option(
             min=1,
             help="Clients simulated at the same time. By default as many as the CPU cores and GPUs "
-            "allow, by federation.client_cpus and federation.client_gpus.",
+            "allow, by simulation.client_cpus and simulation.client_gpus.",
         ),
     ] = None,
     ray_address: Annotated[
@@ -78,8 +78,8 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the whole configuration, the command, and the memory, disk, traffic and "
-            "time that the run needs; then stop.",
+            help="Print the whole configuration, the command, and the memory (without "
+            "activations), disk, traffic and time that the run needs; measure a step; then stop.",
         ),
     ] = False,
     verbose: Annotated[
@@ -139,10 +139,10 @@ def run(
 def _preflight(
     config: Config, engine: Engine, workers: int | None, output_dir: Path, *, dry: bool
 ) -> None:
-    """Print what the run needs; unless ``dry``, end the command if it clearly does not fit."""
+    """Print what the run needs; unless ``dry``, end the command if it does not fit."""
     needs = Needs(config)
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
-    lines = full_report(needs, hardware) if dry else memory_line(needs, hardware)
+    lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:
         typer.echo(line)
     for finding in on_this_machine(needs, hardware, output_dir):
@@ -189,7 +189,7 @@ def _run_simulation(
 
 def _run_in_process(config: Config, run_config: Mapping[str, str], *, verbose: bool) -> None:
     try:
-        run_in_process({**app_run_config(), **run_config}, config.federation.num_clients)
+        run_in_process({**app_run_config(), **run_config}, config.simulation.num_clients)
     except Exception as error:
         if verbose:
             traceback.print_exc()

@@ -55,16 +55,16 @@ class RunArguments:
             words = _split(overrides)
             if nodes is not None:
                 given = {word.partition("=")[0] for word in words}
-                if "federation.num_clients" in given:
-                    raise ConfigError("federation.num_clients: a deployment has --nodes instead")
-                words.append(f"federation.num_clients={nodes}")
+                if "simulation.num_clients" in given:
+                    raise ConfigError("simulation.num_clients: a deployment has --nodes instead")
+                words.append(f"simulation.num_clients={nodes}")
                 if "federation.min_clients" not in given:
                     words.append(f"federation.min_clients={nodes}")
             config = _load(preset, words)
             if absolute := absolute_paths(config):
                 words += [override(key, path) for key, path in absolute.items()]
                 config = _load(preset, words)
-            check_clients(config, "federation.num_clients" if nodes is None else "--nodes")
+            check_clients(config, "simulation.num_clients" if nodes is None else "--nodes")
             config = with_init_from(config)
             check_streams(config)
         if replaced := replaced_by_gradients(preset, words):

@@ -64,7 +64,7 @@ def study(
 
 
 def _run(study: Study, store: Store, jobs: int | None) -> None:
-    client_cpus = max(c.run(study.seeds[0]).config.federation.client_cpus for c in study.cells)
+    client_cpus = max(c.run(study.seeds[0]).config.simulation.client_cpus for c in study.cells)
     jobs = jobs or default_jobs(client_cpus)
     console = Console() if sys.stdout.isatty() else Console(width=160)  # no wrapped lines in a log
     _note_other_library(study_state(study, store))

@@ -5,96 +5,89 @@ several.
 """
 
 import dataclasses
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
-from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS
 from flower_desloc.app.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
-from flower_desloc.flower.policy import Policy
-
-_IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
-"""``module:name``."""
+from flower_desloc.flower.fields import Exclusion, problems
+from flower_desloc.optim import OPTIMIZERS
 
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 """Name of a run or study, and so of a folder."""
+
+OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
+"""Settings of the section ``optimizer`` that not every optimizer has."""
 
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
 }
-_DESLOC_ONLY: Final = (
-    "federation.average", "federation.norm_bound", "federation.min_steps", "run.resume",
-    "sync_once_at", "sync_phase", "sync_delay", "outer.name",
-)  # fmt: skip
-"""Settings that Flower's own strategies do not have."""
+_EXCLUSIONS: Final = (
+    Exclusion(
+        where=lambda config: config.strategy != "desloc",
+        keys=(
+            *("federation.average", "federation.norm_bound", "federation.min_steps", "run.resume"),
+            *("sync_once_at", "sync_phase", "sync_delay", "outer.name"),
+        ),
+        why="only strategy=desloc has it, and strategy={0.strategy} is Flower's own",
+    ),
+    Exclusion(
+        where=lambda config: GRADIENTS in config.sync,
+        keys=("sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"),
+        why="sync.gradients averages every step, and optimizer is then the server's",
+    ),
+    Exclusion(
+        where=lambda config: RESET in config.sync.values(),
+        keys=("sync_delay",),
+        why="averages cannot be late where states are reset",
+    ),
+    Exclusion(
+        where=lambda config: config.sync_mode == "probabilistic",
+        keys=("sync_phase",),
+        why="coins (sync_mode=probabilistic) have no phase",
+    ),
+)
+"""What excludes what; what a federation's policy excludes is stated with it."""
 
 
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
-        _single, _data, _options, _model, _federation, _outer, _lr_schedule, _strategy, _sync,
-        _wire, _gradients,
+        problems, _data, _options, _unused, _model, _run, _outer, _lr_schedule, _sync, _wire,
+        _strategy,
     )  # fmt: skip
-    for problem in chain.from_iterable(problems(config) for problems in of_all):
+    found = chain.from_iterable(each(config) for each in of_all)
+    excluded = chain.from_iterable(exclusion.problems(config) for exclusion in _EXCLUSIONS)
+    for problem in chain(found, excluded):
         raise ConfigError(problem)
 
 
-def check_used(config: Config) -> None:
-    """Raise ``ConfigError`` for a setting that the chosen optimizer does not have.
-
-    Not part of ``check``: earlier versions ignored such settings, and their runs can be read.
-    """
-    for problem in _unused(config):
-        raise ConfigError(problem)
-
-
-def check_clients(config: Config, setting: str = "federation.num_clients") -> None:
+def check_clients(config: Config, setting: str = "simulation.num_clients") -> None:
     """Raise ``ConfigError`` if more clients are needed than ``setting`` states.
 
     Not part of ``check``: it is known where clients are simulated. In a deployment any number of
     sites may register.
     """
-    federation = config.federation
-    most = f"{setting}={federation.num_clients}"
-    if federation.min_clients > federation.num_clients:
-        raise ConfigError(f"{federation.min_clients=}: the quorum is larger than {most}")
+    federation, clients = config.federation, config.simulation.num_clients
+    if federation.min_clients > clients:
+        raise ConfigError(
+            f"{federation.min_clients=}: the quorum is larger than {setting}={clients}"
+        )
     for step, number in federation.attendance.items():
-        if number > federation.num_clients:
-            raise ConfigError(f"federation.attendance.{step}={number}: must be at most {most}")
+        if number > clients:
+            raise ConfigError(
+                f"federation.attendance.{step}={number}: must be at most {setting}={clients}"
+            )
 
 
 # Each function yields problems, as "key=value: what is allowed". f"{model.dtype=!s}" is
 # "model.dtype=float32", so local variables have the names of sections.
-
-
-def _single(section: Any, prefix: str = "") -> Iterator[str]:
-    for each in dataclasses.fields(section):
-        key, value, meta = f"{prefix}{each.name}", getattr(section, each.name), each.metadata
-        if dataclasses.is_dataclass(value):
-            yield from _single(value, f"{key}.")
-        elif "words" in meta and value not in meta["words"]:
-            allowed = ", ".join(meta["words"])
-            if meta["or_path"]:
-                allowed += ", or the import path of one of your own, module:name"
-            if not (meta["or_path"] and _IMPORT_PATH.fullmatch(value)):
-                yield f"{key}={value}: must be one of {allowed}"
-        elif "bounds" in meta and value is not None:
-            least, most, below = meta["bounds"]
-            numbers = [*value] if isinstance(value, tuple) else [value]
-            if not all(least <= n <= most and n < below for n in numbers):
-                stated = numbers if isinstance(value, tuple) else value
-                limit = "" if all(isinstance(n, int) for n in numbers) else " and finite"
-                if min(most, below) < math.inf:
-                    limit = f" and below {below:g}" if below <= most else f" and at most {most}"
-                yield f"{key}={stated}: must be at least {least:g}{limit}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -134,28 +127,32 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.options and optimizer.name in OPTIMIZERS:
+    if optimizer.name in OPTIMIZERS and optimizer.options.keys() - own_options(optimizer.name):
+        keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
-            f"{optimizer.options=}: they are for an optimizer named by its import path; set "
-            f"optimizer.KEY=VALUE for {optimizer.name=!s}"
+            f"{optimizer.options=}: they are for an optimizer named by its import path; for "
+            f"{optimizer.name=!s} set optimizer.KEY=VALUE, KEY one of "
+            f"{', '.join([*_fields_of(optimizer.name), *keys])}"
         )
 
 
-def unused(optimizer: str) -> list[str]:
-    """Return the settings that an optimizer does not have."""
-    own = OPTIMIZERS[optimizer].defaults if optimizer in OPTIMIZERS else {}
-    return [f.name for f in dataclasses.fields(Optimizer) if f.name in SETTINGS - own.keys()]
+def own_options(optimizer: str) -> list[str]:
+    """Return the settings of an optimizer that are ``options``, as they have no field."""
+    fields = {field.name for field in dataclasses.fields(Optimizer)}
+    return [key for key in OPTIMIZERS[optimizer].settings if key not in fields]
+
+
+def _fields_of(optimizer: str) -> list[str]:
+    settings = OPTIMIZERS[optimizer].settings if optimizer in OPTIMIZERS else {}
+    return [field.name for field in dataclasses.fields(Optimizer) if field.name in settings]
 
 
 def _unused(config: Config) -> Iterator[str]:
-    trim = config.federation.trim
-    if config.federation.average != "trimmed_mean" and trim != Policy.trim:
-        yield f"federation.{trim=}: it needs federation.average=trimmed_mean"
-    max_share = config.federation.max_share
-    if config.federation.weighting != "examples" and max_share != Policy.max_share:
-        yield f"federation.{max_share=}: it needs federation.weighting=examples"
+    """Yield settings that the chosen optimizer does not have."""
     optimizer, default = config.optimizer, Optimizer()
-    for key in unused(optimizer.name):
+    for key in (field.name for field in dataclasses.fields(Optimizer)):
+        if key not in OPTIMIZER_SETTINGS or key in _fields_of(optimizer.name):
+            continue
         value = getattr(optimizer, key)
         if value == getattr(default, key):
             continue
@@ -185,7 +182,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f"{model.num_key_value_heads=}: must divide {heads}"
 
 
-def _federation(config: Config) -> Iterator[str]:
+def _run(config: Config) -> Iterator[str]:
     federation, run = config.federation, config.run
     if not NAME.fullmatch(run.name):
         yield (
@@ -224,16 +221,12 @@ def _sync(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"sync: {error}"
         return
-    if config.sync_mode == "probabilistic":
-        yield from _stated(config, ["sync_phase"], "coins (sync_mode=probabilistic) have no phase")
     try:
         SyncSchedule(config.sync, phases=config.sync_phase)
     except ValueError as error:
         yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
-    if RESET in config.sync.values():
-        yield from _stated(config, ["sync_delay"], "averages cannot be late where states are reset")
 
 
 def _wire(config: Config) -> Iterator[str]:
@@ -260,11 +253,6 @@ def _strategy(config: Config) -> Iterator[str]:
     """Yield what Flower's own strategies cannot do."""
     if config.strategy == "desloc":
         return
-    yield from _stated(
-        config,
-        _DESLOC_ONLY,
-        f"only strategy=desloc has it, and strategy={config.strategy} is Flower's own",
-    )
     if GRADIENTS in config.sync:
         yield f"sync.gradients=1: strategy={config.strategy} cannot do it; set strategy=desloc"
     if others := sorted(config.sync.keys() - {PARAMS}):
@@ -272,23 +260,3 @@ def _strategy(config: Config) -> Iterator[str]:
             f"strategy={config.strategy}: it averages only params, so sync may hold only "
             f"sync.params, and holds {', '.join(others)}; begin with the preset {config.strategy}"
         )
-
-
-def _gradients(config: Config) -> Iterator[str]:
-    """Yield what data parallelism cannot do."""
-    if GRADIENTS in config.sync:
-        why = "sync.gradients averages every step, and optimizer is then the server's"
-        names = ["sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"]
-        yield from _stated(config, names, why)
-
-
-def _stated(config: Config, keys: Iterable[str], why: str) -> Iterator[str]:
-    """Yield a problem for each of ``keys`` that is not at its default."""
-    for key in keys:
-        value, default = attrgetter(key)(config), attrgetter(key)(Config())
-        if value != default:
-            yield f"{key}={_yaml(value)}: {why}; set {key}={_yaml(default)}"
-
-
-def _yaml(value: object) -> str:
-    return json.dumps(value).strip('"')

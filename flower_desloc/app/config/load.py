@@ -1,23 +1,21 @@
 """Load YAML and overrides into a typed ``Config``, or raise one clear error."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from flower_desloc.app.config import overrides as words
 from flower_desloc.app.config.app_folder import PRESETS
-from flower_desloc.app.config.check import check, check_used, unused
+from flower_desloc.app.config.check import OPTIMIZER_SETTINGS, check, own_options
 from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS, share_rates
 from flower_desloc.app.config.schema import Config, Optimizer, Run
 from flower_desloc.app.config.typed import field_type, is_section, typed
 from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.flower.policy import Policy
+from flower_desloc.optim import OPTIMIZERS
 
 _EXTENDS = "extends"
 _SYNC = "sync"
@@ -25,15 +23,6 @@ _AVERAGES = (
     "sync", "sync_mode", "sync_phase", "sync_once_at", "sync_delay", "sync_bound", "wire", "outer",
 )  # fmt: skip
 """Sections and settings of averages that data parallelism does not make."""
-_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(Policy))})(?==)")
-
-# Settings of earlier versions that nobody changed: a file that states the value which is now fixed
-# can still be read.
-_REMOVED: Final[dict[str, dict[str, Any]]] = {
-    "model": {"initializer_range": None},
-    "outer": {"betas": [0.9, 0.95], "eps": 1e-8},
-    "fedadam": {"betas": [0.9, 0.99]},
-}
 
 
 def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PRESETS) -> Config:
@@ -57,9 +46,7 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     merged = _on_top(_nested(overrides), merged)
     if isinstance(merged.setdefault("optimizer", {}), dict):
         merged["optimizer"] = _with_defaults(merged["optimizer"])
-    loaded = _typed(merged)
-    check_used(loaded)
-    return loaded
+    return _typed(merged)
 
 
 def replaced_by_gradients(config: str, overrides: Sequence[str]) -> list[str]:
@@ -81,11 +68,9 @@ def dump(config: Config) -> str:
 def parse(text: str) -> Config:
     """Return the configuration that ``dump`` wrote.
 
-    Settings that the optimizer does not have, which earlier versions ignored, have their defaults.
-
     Raises ``ConfigError`` as ``load`` does.
     """
-    return _typed(_without_unused(_mapping(text, "the configuration")))
+    return _typed(_mapping(text, "the configuration"))
 
 
 def _file_layers(config: str, presets: Path, seen: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -129,14 +114,6 @@ def _mapping(text: str, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         kind = "a list" if isinstance(content, list) else "text"
         raise ConfigError(f"{what} must hold keys and values, got {kind}")
-    for section, removed in _REMOVED.items():
-        stated = content.get(section)
-        if isinstance(stated, dict):
-            content[section] = {
-                key: value
-                for key, value in stated.items()
-                if key not in removed or values(value) != removed[key]
-            }
     return content
 
 
@@ -187,12 +164,18 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
     old = stated.get("name", Optimizer.name)
     if named is None or named == old:
         return base
-    of_old = {*SETTINGS, "options", "lr"}
+    of_old = {*OPTIMIZER_SETTINGS, "options", "lr"}
     kept = {key: value for key, value in stated.items() if key not in of_old}
     rate = stated.get("lr", Optimizer.lr)
     rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
-    kept["lr"] = rate.value if share_rates(str(named), rate.optimizer) else rate
+    kept["lr"] = rate.value if _share_rate(str(named), rate.optimizer) else rate
     return {**base, "optimizer": kept}
+
+
+def _share_rate(one: str, other: str) -> bool:
+    if not OPTIMIZERS.keys() >= {one, other}:
+        return one == other
+    return OPTIMIZERS[one].shares_rate(OPTIMIZERS[other])
 
 
 @dataclass(frozen=True)
@@ -211,7 +194,7 @@ def _section(layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the optimizer, those that are not stated at its own defaults."""
     name, rate = str(stated.get("name", Optimizer.name)), stated.get("lr")
-    defaults = OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
+    defaults = _defaults(name)
     if isinstance(rate, _Rate) and not defaults and not is_path(name):
         return {**stated, "lr": rate.value}  # no such optimizer, which is refused later
     if isinstance(rate, _Rate):
@@ -225,16 +208,19 @@ def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
             f"optimizer.name={name}: also set optimizer.lr, because the present "
             f"optimizer.lr={rate.value} was chosen for {rate.optimizer}{others}"
         )
+    if options := defaults.get("options"):
+        stated = {**stated, "options": {**options, **_section(stated, "options")}}
     return {**defaults, **stated}
 
 
-def _without_unused(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``values`` without settings that their optimizer does not have."""
-    stated = _section(values, "optimizer")
-    if "name" not in stated:
-        return values
-    lacking = unused(str(stated["name"]))
-    return {**values, "optimizer": {k: v for k, v in stated.items() if k not in lacking}}
+def _defaults(name: str) -> dict[str, Any]:
+    """Return an optimizer's settings with their defaults, as a file states them."""
+    if name not in OPTIMIZERS:
+        return {}
+    settings = OPTIMIZERS[name].settings
+    stated = {k: [*v] if isinstance(v, tuple) else v for k, v in settings.items()}
+    options = {key: stated.pop(key) for key in own_options(name)}
+    return stated | ({"options": options} if options else {})
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -250,12 +236,7 @@ def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") 
 
 
 def _typed(stated: Mapping[str, Any]) -> Config:
-    try:
-        config = typed(Config, stated)
-    except ConfigError:
-        raise
-    except ValueError as error:  # of Policy, the only section that checks itself
-        raise ConfigError(_FIELD.sub(r"federation.\g<0>", str(error))) from error
+    config = typed(Config, stated)
     assert isinstance(config, Config)
     check(config)
     return config

@@ -69,7 +69,10 @@ def _section(kind: type, content: Any, key: str) -> Any:
                 f"{key or 'the configuration'} has {', '.join(names)}"
             )
     stated = {name: typed(fields[name], value, prefix + name) for name, value in content.items()}
-    return kind(**stated)
+    try:
+        return kind(**stated)
+    except ValueError as error:  # of a section that checks itself
+        raise ConfigError(str(error)) from error
 
 
 def _one_of(kinds: tuple[Any, ...], content: Any, key: str) -> Any:

@@ -26,7 +26,7 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
 
     config = load_run_config(run_config)
     check_clients(config)
-    threads = config.federation.client_cpus
+    threads = config.simulation.client_cpus
     with (
         num_threads(threads),
         torch.random.fork_rng(),

@@ -26,7 +26,7 @@ def federation_config(
 
     None: on a Ray cluster that is running, whose own number of cores Ray knows.
     """
-    clients = config.federation
+    clients = config.simulation
     settings: dict[str, int | float] = {
         "num-supernodes": clients.num_clients,
         "client-resources-num-cpus": clients.client_cpus,

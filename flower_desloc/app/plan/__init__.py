@@ -1,4 +1,4 @@
 """Predictions before a run: half-lives, drift bounds, step sizes, bytes, time.
 
-``desloc plan`` prints it. The formulas are the paper's; docs/plan.md lists them.
+``desloc plan`` prints it. The formulas are the paper's; docs/how-to/plan.md lists them.
 """

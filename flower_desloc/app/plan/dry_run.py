@@ -1,12 +1,11 @@
-"""The report of a dry run: parameters, memory, disk, traffic and time, line by line."""
+"""The report of a dry run: parameters, memory, disk, traffic, and one measured step."""
 
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from flower_desloc.app.config import Config
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.units import (
     TEXT,
@@ -17,23 +16,20 @@ from flower_desloc.app.config.units import (
 )
 from flower_desloc.app.plan.wall_clock import MBIT, Link, star_seconds
 from flower_desloc.app.setup.build import build_schedule
-from flower_desloc.app.setup.machine import cores, memory
+from flower_desloc.app.setup.machine import cores, device_memory, memory
+from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
 from flower_desloc.app.setup.preflight import Hardware, Needs, Parts
-from flower_desloc.app.setup.sketch import Sketch, estimating, sample
 from flower_desloc.core import traffic
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.flower.inprocess import num_threads
 
 _LINK = Link(bandwidth=1000 * MBIT, latency=0.05)  # as in `desloc plan`
-_PARAMS = 50_000_000  # only some blocks of a larger model are timed
-_WORK = 5e9  # parameters times tokens: a second on one core
-_EXAMPLES = 8  # if the data are not text, and a batch takes long
-_LONG = 1.0  # second
-_TIMED = 0.5  # seconds of repeated steps
+_WORK = 5e9  # parameters times tokens: on one core they take seconds
+_EXAMPLES = 8  # on a CPU, if the data are not text
 
 
 def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:
-    """Yield the lines of the report; one local step is timed."""
+    """Yield the lines of the report; one local step is measured."""
     yield from _model(needs)
     total, free = memory()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -43,20 +39,18 @@ def full_report(needs: Needs, hardware: Hardware) -> Iterator[str]:
     )
     yield from _memory(needs, hardware)
     yield from _bytes(needs)
-    yield from _time(needs, hardware)
-
-
-def memory_line(needs: Needs, hardware: Hardware) -> Iterator[str]:
-    """Yield the one line that is printed before a run starts, if its memory can be estimated."""
-    sketch = needs.sketch
     try:
-        client = sum(needs.client(hardware.device, hardware.micro_batch).values())
-    except ValueError:
-        return
-    yield (
-        f"{sketch.num_params:,} parameters, computed in {precision_text(needs.config.model)}; by "
-        f"estimate a client fills {bytes_text(client)} {_on(hardware)}, the server "
-        f"{bytes_text(sum(needs.server().values()))}"
+        yield from _step(needs, hardware)
+    except ValueError as error:
+        yield f"no step is measured: {error}"
+
+
+def memory_line(needs: Needs, hardware: Hardware) -> str:
+    """Return the one line that is printed before a run starts."""
+    return (
+        f"{needs.num_params:,} parameters, computed in {precision_text(needs.config.model)}; "
+        f"without activations a client needs {_total(needs.client(hardware.device))} "
+        f"{_on(hardware)}, the server {_total(needs.server())}"
     )
 
 
@@ -64,12 +58,17 @@ def _on(hardware: Hardware) -> str:
     return "on the CPU" if hardware.device.type == "cpu" else "on a GPU"
 
 
+def _total(parts: Parts) -> str:
+    return bytes_text(sum(parts.values()))
+
+
 def _model(needs: Needs) -> Iterator[str]:
-    sketch, config = needs.sketch, needs.config
-    rest = sketch.num_params - sketch.num_embeddings
+    config = needs.config
+    tables = [m.weight for m in needs.model.modules() if isinstance(m, nn.Embedding)]
+    embeddings = sum({id(table): table.numel() for table in tables}.values())
     yield (
-        f"{sketch.num_params:,} parameters: {sketch.num_embeddings:,} in embeddings, "
-        f"{rest:,} in the rest"
+        f"{needs.num_params:,} parameters: {embeddings:,} in embeddings, "
+        f"{needs.num_params - embeddings:,} in the rest"
     )
     if config.task == TEXT:
         keys = ["source"] + ["tokenizer"] * (config.model.vocab_size is not None)
@@ -80,34 +79,24 @@ def _model(needs: Needs) -> Iterator[str]:
 
 
 def _memory(needs: Needs, hardware: Hardware) -> Iterator[str]:
-    config = needs.config
-    at_once = f"{hardware.micro_batch} of {config.data.batch_size} at once"
-    at_once += f" in {precision_text(config.model)}"
-    if not hardware.exists and config.data.micro_batch_size == AUTO:
-        at_once += "; auto takes what the GPU holds"
-    try:
-        yield from _table(
-            f"a client needs, {_on(hardware)} ({at_once})",
-            needs.client(hardware.device, hardware.micro_batch),
-        )
-    except ValueError as error:
-        yield f"the memory of a step cannot be estimated: {error}"
-    try:
-        needs.sketch.evaluation_bytes(hardware.micro_batch)
-    except ValueError as error:
-        yield f"the memory of an evaluation cannot be estimated, and is not counted: {error}"
+    yield from _table(f"a client needs, {_on(hardware)}", needs.client(hardware.device))
     if hardware.device.type != "cpu":
         yield from _table("and in the host's memory", needs.host_memory())
     yield from _table("the server needs", needs.server())
-    clients = config.federation.num_clients * needs.client_disk()
+    yield (
+        "not counted: activations, which data.micro_batch_size bounds; auto takes as many examples "
+        "at once as fit on a GPU, and 1 on a CPU"
+    )
+    config = needs.config
+    clients = config.simulation.num_clients * needs.client_disk()
     yield (
         f"on disk: up to {bytes_text(needs.server_disk())} in the run's folder, and "
-        f"{bytes_text(clients)} for the state of {config.federation.num_clients} clients"
+        f"{bytes_text(clients)} for the state of {config.simulation.num_clients} clients"
     )
 
 
 def _table(title: str, parts: Parts) -> Iterator[str]:
-    yield f"{title}: {bytes_text(sum(parts.values()))}"
+    yield f"{title}: {_total(parts)}"
     for what, count in parts.items():
         if count:
             yield f"  {what:<40} {bytes_text(count):>10}"
@@ -141,20 +130,58 @@ def _bytes(needs: Needs) -> Iterator[str]:
             yield f"{name} would send {bytes_text(other)}, {other / total:.2f} times as much"
 
 
-def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
-    config = needs.config
-    device = hardware.device if hardware.exists else torch.device("cpu")
-    try:
-        seconds, how = timed_step(config, device, needs.sketch.num_params)
-    except ValueError as error:
-        yield f"the time of a step cannot be estimated: {error}"
-        return
-    clients, steps = config.federation.num_clients, config.run.steps
-    turns = -(-clients // hardware.at_once)
-    here = "GPU" if device.type == "cuda" else "CPU"
-    yield f"a step takes {seconds_text(seconds)} on this {here} ({how})"
+def _step(needs: Needs, hardware: Hardware) -> Iterator[str]:
+    """Yield the memory and time of a step that is taken here, on the device of the run.
+
+    Its time is scaled to the batch; that of the optimizer, short compared with it, is left out.
+
+    Raises ``ValueError`` if no step can be measured.
+    """
     if not hardware.exists:
+        raise ValueError("this machine has no GPU that PyTorch can use")
+    needed = sum(needs.client(hardware.device).values())
+    free = device_memory(hardware.device)[1]
+    if needed > free:
+        raise ValueError(
+            f"a client needs {bytes_text(needed)} without activations, and {bytes_text(free)} are "
+            "free"
+        )
+    config = with_micro_batch_size(needs.config, hardware.device)
+    data, on_gpu = config.data, hardware.device.type == "cuda"
+    size = int(data.micro_batch_size or data.batch_size)
+    rows = size if on_gpu else min(size, _most_on_a_cpu(needs))
+    if not rows:
+        raise ValueError("one example would take long on this CPU; `desloc plan` estimates times")
+    try:
+        with num_threads(config.simulation.client_cpus):
+            step = measured_step(config, hardware.device, rows)
+    except torch.OutOfMemoryError:
+        yield (
+            f"this GPU is too small for a step with {rows} examples at once; set "
+            "data.micro_batch_size=auto, or a smaller model"
+        )
         return
+    seconds = step.seconds * data.batch_size / rows
+    of = f"{data.batch_size} examples, measured here with {rows} at once"
+    of += f"; auto is {size}" if needs.config.data.micro_batch_size == AUTO else ""
+    yield f"a step takes {seconds_text(seconds)} on this {'GPU' if on_gpu else 'CPU'} ({of})"
+    filled = "a client fills {} of the GPU" if on_gpu else "this process has filled {}"
+    yield f"  with activations, {filled.format(bytes_text(step.peak))} at most"
+    yield from _time(needs, hardware, seconds)
+
+
+def _most_on_a_cpu(needs: Needs) -> int:
+    """Return how many examples at once take seconds; 0 if one takes longer."""
+    if needs.config.task != TEXT:
+        return _EXAMPLES
+    return int(_WORK / (needs.num_params * needs.config.data.seq_len))
+
+
+def _time(needs: Needs, hardware: Hardware, seconds: float) -> Iterator[str]:
+    """Yield the time of the run, given that of a step."""
+    config = needs.config
+    clients, steps = config.simulation.num_clients, config.run.steps
+    turns = -(-clients // hardware.at_once)
     compute = turns * steps * seconds
     yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"
     schedule = build_schedule(config)
@@ -168,93 +195,3 @@ def _time(needs: Needs, hardware: Hardware) -> Iterator[str]:
             f"beware: a window takes {seconds_text(longest)} here, longer than "
             f"federation.timeout={config.federation.timeout:g} s; set a longer one"
         )
-
-
-def timed_step(config: Config, device: torch.device, num_params: int) -> tuple[float, str]:
-    """Return the seconds of a local step of a model of ``num_params``, and how they were measured.
-
-    Its forward and backward pass are assumed to take time in proportion to parameters and tokens.
-    Attention grows faster with the sequence, so scaling from shorter sequences underestimates it.
-    The optimizer's step is left out; it is small compared with a batch.
-
-    Raises ``ValueError`` if the model or a batch cannot be built or does not fit.
-    """
-    part = _part(config, num_params)
-    _require_memory(part, device)
-    seconds = _scaled(config, part, device, num_params)
-    # A batch of examples has fixed costs, so it is not scaled if it is short, and fits as in a run.
-    if config.task != TEXT and seconds < _LONG and config.data.micro_batch_size is None:
-        part = config
-        seconds = _scaled(config, part, device, num_params)
-    return seconds, _description(config, part)
-
-
-def _scaled(config: Config, part: Config, device: torch.device, num_params: int) -> float:
-    """Return the seconds of a step of ``config``, from timing ``part``."""
-    rows = part.data.batch_size
-    with num_threads(config.federation.client_cpus), estimating():
-        task, batch = sample(part, rows, rows)
-        model = task.build_model().to(device).train()
-        seconds = _timed(lambda: task.loss(model, batch).backward(), device)
-    larger = num_params / sum(p.numel() for p in model.parameters())
-    longer = config.data.batch_size / rows
-    if config.task == TEXT:
-        longer *= config.data.seq_len / part.data.seq_len
-    return larger * longer * seconds
-
-
-def _part(config: Config, num_params: int) -> Config:
-    """Return a configuration with a similar step that takes about a second."""
-    data, model = config.data, config.model
-    if config.task != TEXT:
-        return replace(config, data=replace(data, batch_size=min(data.batch_size, _EXAMPLES)))
-    if num_params > _PARAMS:
-        one = replace(model, num_hidden_layers=1)
-        first = Sketch(replace(config, model=one)).num_params
-        if block := (num_params - first) // max(1, model.num_hidden_layers - 1):
-            blocks = 1 + max(0, _PARAMS - first) // block
-            model = replace(model, num_hidden_layers=min(blocks, model.num_hidden_layers))
-            num_params = first + (blocks - 1) * block
-    tokens = max(1, int(_WORK / num_params))
-    length = min(data.seq_len, max(16, tokens))
-    rows = min(data.batch_size, max(1, tokens // length))
-    return replace(config, model=model, data=replace(data, seq_len=length, batch_size=rows))
-
-
-def _require_memory(part: Config, device: torch.device) -> None:
-    """Raise ``ValueError`` if the weights and gradients of ``part`` would fill the device."""
-    sketch = Sketch(part)
-    needs = sketch.weights + sketch.gradients
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory()[1]
-    if needs > free:
-        raise ValueError(
-            f"a part of the model fills {bytes_text(needs)}, {bytes_text(free)} are free"
-        )
-
-
-def _description(config: Config, part: Config) -> str:
-    if part.data == config.data and part.model == config.model:
-        return "measured here"
-    if config.task != TEXT:
-        return f"scaled from one of {part.data.batch_size} examples, measured here"
-    blocks, rows = part.model.num_hidden_layers, part.data.batch_size
-    return (
-        f"scaled from one with {blocks} of {config.model.num_hidden_layers} blocks and {rows} x "
-        f"{part.data.seq_len} tokens, measured here"
-    )
-
-
-def _timed(act: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of several calls, after one warm-up.
-
-    Other load on the machine only makes a call slower; of short calls there are more.
-    """
-
-    def act_to_end() -> None:
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    _, first = timeit.repeat(act_to_end, number=1, repeat=2)
-    more = max(1, min(50, int(_TIMED / first)))
-    return min(first, *timeit.repeat(act_to_end, number=1, repeat=more))

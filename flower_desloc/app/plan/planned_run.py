@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flower_desloc.app.plan.wall_clock import (
@@ -12,6 +12,7 @@ from flower_desloc.app.plan.wall_clock import (
     communication_seconds,
     star_seconds,
 )
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
 
@@ -21,6 +22,7 @@ class PlannedStream:
     """Size of a stream, and how it decays if it is a moment."""
 
     name: str
+    kind: Kind
     num_bytes: float
     wire_bytes: float | None = None
     """Bytes in a message; None if the stream is not compressed."""
@@ -60,14 +62,8 @@ class PlannedRun:
     which fits the measurements (research/thin-links.md)."""
     bound: bool = False
     """True if Adam's first moment is bounded after an average of it or of v (``sync_bound``)."""
-    formats: Mapping[str, str] = field(default_factory=dict)
-    """Lossy formats of streams."""
-    mix: float = 1.0
-    """Share of the first moment in a step; below 1 it is a slow momentum (``optimizer.mix``)."""
     partition: str = "iid"
     """Division of the data among the workers (``data.partition``)."""
-    unmeasured: tuple[str, ...] = ()
-    """Settings that no measurement of research/ladder.md has."""
     delay: int = 0
     """Steps that a worker takes before it merges an average; they pass while data travels."""
 

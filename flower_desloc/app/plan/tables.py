@@ -2,8 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.console import Console
@@ -12,22 +11,13 @@ from rich.text import Text
 
 from flower_desloc.app.config import units
 from flower_desloc.app.plan import theory
-from flower_desloc.app.plan.advice import (
-    can_bound,
-    reasons,
-    recommended,
-    tradeoffs,
-    waiting_text,
-    warnings,
-)
-from flower_desloc.app.plan.evidence import SAFE, MeasuredGap, nearest, unknown
+from flower_desloc.app.plan.advice import recommended, tradeoffs, waiting_text, warnings
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
+from flower_desloc.app.plan.rules import LEAN, NOT_MEASURED, PAGE, RULES, Rule, rule_for
 from flower_desloc.app.plan.wall_clock import Topology
 from flower_desloc.core.schedule import NEVER, PARAMS, RESET
-from flower_desloc.core.traffic import rate
 
 _DAY = 86400
-_SHOWN = 3  # measurements
 NOT_TIMED = (
     "the compute of a step is estimated for text only; for times and recommended periods give "
     "--step-seconds: in metrics.jsonl of a run, `seconds` of a client divided by its `steps`"
@@ -38,31 +28,19 @@ _HOW = {
 }
 
 
-@dataclass(frozen=True)
-class Assumptions:
-    """Constants of the theory that no run measures: tau's psi, Theorem 1's L and B.
-
-    L or B of None is 1; if both are None, the theorem is printed for SGDM only.
-    """
-
-    psi: float
-    smoothness: float | None
-    dissimilarity: float | None
-
-
-def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
-    """Print the whole plan."""
+def show(run: PlannedRun, console: Console, psi: float) -> None:
+    """Print the whole plan; ``psi`` is that of tau_psi."""
     console.print(_heading(run))
     never = "; never: K = T" if NEVER in run.periods.values() else ""
     _print(
         console,
         "Moments",
         f"left: beta^K; drift bound: 2 ceiling (1 - beta^K){never}",
-        _moments(run, assumed.psi),
+        _moments(run, psi),
     )
     _remark(
         console,
-        f"After tau_{assumed.psi:g} steps {assumed.psi:.0%} of an average is left in a moment. "
+        f"After tau_{psi:g} steps {psi:.0%} of an average is left in a moment. "
         "K: its period; left: the share left at the next average; if that is next to nothing, "
         "averages help little. Drift bound: how far apart the workers can be by then; near twice "
         "the ceiling it says nothing.",
@@ -82,29 +60,9 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
         sent = f"{units.bytes_text(largest)}, {payloads:.3g} payloads"
         remark += f"; DES-LOC's largest window: {sent}"
     _remark(console, remark)
-    if run.tokens is None:
-        console.print()
-        console.print(Text.assemble(("Loss", "bold"), ("  unknown: measured for text only", "dim")))
-        gaps = []
-    else:
-        gaps = nearest(
-            run.optimizer,
-            run.periods,
-            run.num_params,
-            run.tokens / run.workers,
-            bound=run.bound,
-            formats=run.formats,
-            partition=run.partition,
-            unmeasured=run.unmeasured,
-        )
-    if gaps:
-        _print(
-            console,
-            "Loss",
-            "of DES-LOC above Local: the nearest measurements, research/ladder.md",
-            _gaps(gap for _, gap in gaps[:_SHOWN]),
-        )
-        _remark(console, _verdict(run, *gaps[0]))
+    of_params = run.periods[PARAMS]
+    if isinstance(of_params, int):
+        _print_list(console, "Rule", _rule(run, of_params))
     for topology in run.topologies if run.is_timed else ():
         _print(console, f"Time on a {topology}", _HOW[topology], _times(run, topology))
     if run.is_timed:
@@ -115,17 +73,6 @@ def show(run: PlannedRun, console: Console, assumed: Assumptions) -> None:
     else:
         console.print()
         console.print(Text.assemble(("Time", "bold"), (f"  unknown: {NOT_TIMED}", "dim")))
-    known = assumed.smoothness, assumed.dissimilarity
-    L, B = (value or 1.0 for value in known)
-    if (run.optimizer == "sgdm" or any(known)) and (table := _theorem(run, L, B)):
-        root = f"1/sqrt(T) = {1 / math.sqrt(run.steps):.3g}"
-        what = f"for SGDM, p = 1/K; L = {L:g}, B = {B:g}, {root}"
-        _print(console, "Theorem 1", what, table)
-        _remark(
-            console,
-            "eta_0: the largest learning rate for which it proves convergence; limited by psi, "
-            "more frequent averages allow a larger one; by 1 - beta, a smaller beta does",
-        )
     if run.is_timed:
         _print_list(console, "Recommended", _recommended(run))
     _print_list(console, "Warnings", warnings(run), style="yellow")
@@ -194,28 +141,41 @@ def _bytes(run: PlannedRun) -> Table:
     return table
 
 
-def _verdict(run: PlannedRun, apart: float, gap: MeasuredGap) -> str:
-    """Return in words what the nearest measurement says of this run."""
-    if why := unknown(apart, run.unmeasured):
-        return f"unknown: {why}"
-    if gap.is_safe:
-        return f"safe: the nearest measurement is within {SAFE:g}% of Local"
-    return f"not shown to be safe: the nearest measurement reaches {gap.high:+.2f}%"
+def _rule(run: PlannedRun, of_params: int) -> Iterator[str]:
+    rule = rule_for(run, of_params)
+    words = [f"wire.{stream}={form}" for stream, form in LEAN.items() if rule.lean]
+    yield f"{rule.case}: {' '.join([_settings(run, rule, of_params), *words])}"
+    yield f"  {_cost(rule)}"
+    yield f"  measured in {PAGE}; all rules: desloc plan --rules"
 
 
-def _gaps(gaps: Iterable[MeasuredGap]) -> Table:
-    table = _table("periods", "model", "tokens", "text", "steps", "loss", "95% interval")
-    for gap in gaps:
+def _cost(rule: Rule) -> str:
+    if rule.loss == NOT_MEASURED:
+        return f"cost in loss: {NOT_MEASURED}; {rule.note}"
+    local = f"Local {rule.optimizer}'s"
+    return (
+        f"{rule.bytes_share:g} of {local} bytes; loss in % above {local}: {rule.loss}, {rule.note}"
+    )
+
+
+def show_rules(console: Console) -> None:
+    """Print all rules."""
+    heads = ("optimizer", "data", "K_x / tau", "K_u / K_x", "K_v / K_x", "bytes", "loss, %")
+    table = _table(*heads)
+    for rule in RULES:
         table.add_row(
-            "/".join(map(str, gap.periods)) + (" lossy" if gap.formats else ""),
-            f"{units.figures(gap.params / 1e6)}M",
-            f"{gap.tokens:,}",
-            "IID" if gap.partition == "iid" else "by domain",
-            f"{gap.steps:,}",
-            f"{gap.loss:+.2f}%",
-            f"{gap.low:+.2f} to {gap.high:+.2f}%",
+            *(rule.optimizer, rule.data, rule.half_lives, f"{rule.first}", f"{rule.second}"),
+            "-" if rule.bytes_share is None else f"{rule.bytes_share:g}",
+            rule.loss.partition(" (")[0],
         )
-    return table
+    _print(console, "Rules", f"measured in {PAGE}", table)
+    _remark(
+        console,
+        f"tau: a half-life of the slower of Adam's moments, and of ADOPT's first. Rules for Adam "
+        f"have sync_bound=true and the formats {', '.join(LEAN.values())}, as the preset lean.",
+    )
+    for rule in RULES:
+        _print_list(console, rule.case, [_cost(rule)])
 
 
 def _times(run: PlannedRun, topology: Topology) -> Table:
@@ -241,39 +201,7 @@ def _times(run: PlannedRun, topology: Topology) -> Table:
     return table
 
 
-def _theorem(run: PlannedRun, smoothness: float, dissimilarity: float) -> Table | None:
-    moment = next(iter(run.moments), None)
-    if moment is None or moment.beta is None or run.periods[moment.name] == RESET:
-        return None  # the theorem does not cover a moment that is reset
-    beta = moment.beta
-    p_x, p_u = rate(run.periods[PARAMS]), rate(run.periods[moment.name])
-    table = _table("momentum averaged", "p_x", "p_u", "psi", "eta_0", "limited by")
-    # The stated period comes last and replaces an equal row.
-    for p, name in {0.0: "never", p_x: f"with {PARAMS}", p_u: "as stated"}.items():
-        value = theory.psi(p_x, p, beta)
-        bound = theory.step_size_bound(
-            value, beta, smoothness=smoothness, dissimilarity=dissimilarity
-        )
-        by_averages = theory.averaging_limit(value, dissimilarity) < 1 - beta
-        table.add_row(
-            name,
-            f"{p_x:.3g}",
-            f"{p:.3g}",
-            units.figures(value),
-            f"{bound:.3g}",
-            "psi" if by_averages else "1 - beta",
-            style="bold" if name == "as stated" else None,
-        )
-    return table
-
-
 def _recommended(run: PlannedRun) -> Iterator[str]:
-    def settings(periods: Mapping[str, int]) -> str:
-        words = [f"sync.{stream}={period}" for stream, period in periods.items()]
-        # The recommended periods have no phases.
-        words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]
-        return " ".join(words + ["sync_bound=true"] * (can_bound(run) and not run.bound))
-
     for topology in run.topologies:
         periods = recommended(run, topology)
         if periods is None:
@@ -283,11 +211,26 @@ def _recommended(run: PlannedRun) -> Iterator[str]:
                 "raise the loss:"
             )
             for tried in tradeoffs(run):
-                yield f"  {settings(tried)}: {waiting_text(run, tried, topology)}"
+                settings = _settings(run, rule_for(run, tried[PARAMS]), tried[PARAMS], phases=True)
+                yield f"  {settings}: {waiting_text(run, tried, topology)}"
             continue
-        yield f"{topology}: {settings(periods)}"
-        for reason in reasons(run, periods, topology):
-            yield f"  {reason}"
+        of_params = periods[PARAMS]
+        rule = rule_for(run, of_params)
+        yield f"{topology}: {_settings(run, rule, of_params, phases=True)}"
+        yield (
+            "  every step; consider data parallelism"
+            if of_params == 1
+            else f"  {waiting_text(run, periods, topology)}; rule: {rule.case}"
+        )
+
+
+def _settings(run: PlannedRun, rule: Rule, of_params: int, *, phases: bool = False) -> str:
+    """Return what to set for a K_x by a rule; with ``phases``, also that there are none."""
+    periods = rule.periods(run.streams, of_params)
+    words = [f"sync.{stream}={period}" for stream, period in periods.items()]
+    if phases:
+        words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]
+    return " ".join(words + ["sync_bound=true"] * (rule.lean and not run.bound))
 
 
 def _table(*columns: str) -> Table:

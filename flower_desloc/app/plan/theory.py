@@ -1,4 +1,4 @@
-"""The paper's formulas: half-life and drift bound of a moment, and Theorem 1's step size."""
+"""The paper's formulas for a moment between two averages: half-life and drift bound."""
 
 import math
 
@@ -28,38 +28,3 @@ def drift_bound(beta: float, steps: float, ceiling: float) -> float:
     # 1 - beta^K loses its digits where beta^K is near 1.
     change = -math.expm1(steps * math.log(beta)) if beta else float(steps > 0)
     return 2 * ceiling * change
-
-
-def psi(p_x: float, p_u: float, beta: float) -> float:
-    """Return Theorem 1's psi, for averages with probabilities ``p_x`` and ``p_u`` after a step.
-
-    psi = 4 (1 - p_x) / p_x^2  (1 - beta) / (1 - (1 - p_u) beta)
-
-    The paper's psi has one more factor, 1 - p_u, because its Algorithm 5 averages u before x takes
-    its step. Here u is averaged after the step, so x takes the step along the worker's own u
-    (research/paper.md, "Theorem 1").
-
-    It is infinite if parameters are never averaged.
-    """
-    if p_x == 0:
-        return math.inf
-    return 4 * (1 - p_x) / p_x**2 * (1 - beta) / (1 - (1 - p_u) * beta)
-
-
-def step_size_bound(
-    psi: float, beta: float, *, smoothness: float = 1.0, dissimilarity: float = 1.0
-) -> float:
-    """Return eta_0, the largest step size for which Theorem 1 is proved.
-
-    eta_0 = 1 / (4 L) min(1 - beta, 1 / (6 sqrt(psi max(1, B^2 - 1))))
-
-    ``smoothness`` is L of every worker's loss. ``dissimilarity`` is B of the workers' gradients: 1
-    if all have the same data.
-    """
-    return min(1 - beta, averaging_limit(psi, dissimilarity)) / (4 * smoothness)
-
-
-def averaging_limit(psi: float, dissimilarity: float = 1.0) -> float:
-    """Return the second term of the minimum in eta_0, the limit set by rare averages."""
-    spread = 6 * math.sqrt(psi * max(1.0, dissimilarity**2 - 1))
-    return 1 / spread if spread else math.inf

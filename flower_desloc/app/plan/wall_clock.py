@@ -90,34 +90,9 @@ def balance(
 
     None if latency alone takes longer.
     """
-    num_bytes, waiting = _bytes_and_latency(method, workers, latency, topology)
-    return num_bytes / (seconds - waiting) if seconds > waiting else None
-
-
-def crossing(
-    one: MethodRates, other: MethodRates, workers: int, latency: float, topology: Topology
-) -> float | None:
-    """Return the bandwidth in bytes per second at which two methods take the same time.
-
-    None if one method is faster at every bandwidth. Two methods cross only if one sends fewer bytes
-    and the other fewer messages.
-    """
-    bytes_one, waiting_one = _bytes_and_latency(one, workers, latency, topology)
-    bytes_other, waiting_other = _bytes_and_latency(other, workers, latency, topology)
-    if math.isclose(waiting_one, waiting_other) or math.isclose(bytes_one, bytes_other):
-        return None
-    bandwidth = (bytes_one - bytes_other) / (waiting_other - waiting_one)
-    return bandwidth if bandwidth > 0 else None
-
-
-def _bytes_and_latency(
-    method: MethodRates, workers: int, latency: float, topology: Topology
-) -> tuple[float, float]:
-    """Return communication per step as bytes through the narrowest link and seconds of latency."""
     # Both models are linear in 1 / B and in l: each part is found with the other one at zero.
     instant = Link(bandwidth=math.inf, latency=latency)
     without_latency = Link(bandwidth=1, latency=0)
-    return (
-        communication_seconds(method, workers, without_latency, topology),
-        communication_seconds(method, workers, instant, topology),
-    )
+    waiting = communication_seconds(method, workers, instant, topology)
+    num_bytes = communication_seconds(method, workers, without_latency, topology)
+    return num_bytes / (seconds - waiting) if seconds > waiting else None

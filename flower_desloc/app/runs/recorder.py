@@ -96,6 +96,12 @@ class RunRecorder(Observer):
             weights_sha256=weights_sha256,
         ) | {"versions": versions(), "resumed": list(read_lines(self._folder.resumes))}
         record = RunRecord(self._folder.path, yaml_mapping(dump(self._config)), lines, summary)
+        if status == "completed":
+            with _optional("final/README.md"):
+                from flower_desloc.app.runs.card import card
+
+                text = card(self._config, summary)
+                (self._folder.final / "README.md").write_text(text, encoding="utf-8")
         try:
             self._folder.write_summary(summary)
         finally:

@@ -54,11 +54,17 @@ def memory() -> tuple[int, int]:
 
 def clients_at_once(config: Config) -> int:
     """Return how many simulated clients train at the same time on this machine."""
-    f = config.federation
-    at_once = max(1, cores() // f.client_cpus)
-    if f.client_gpus > 0:
-        at_once = min(at_once, max(1, int(torch.cuda.device_count() / f.client_gpus)))
-    return min(f.num_clients, at_once)
+    clients = config.simulation
+    at_once = max(1, cores() // clients.client_cpus)
+    if clients.client_gpus > 0:
+        at_once = min(at_once, max(1, int(torch.cuda.device_count() / clients.client_gpus)))
+    return min(clients.num_clients, at_once)
+
+
+def gpu_share(config: Config) -> float:
+    """Return the part of a GPU's memory that a client may fill."""
+    gpus = config.simulation.client_gpus
+    return gpus if 0 < gpus < 1 else 1.0
 
 
 def cores() -> int:

@@ -164,7 +164,7 @@ def _train(config: Config, folder: Path) -> tuple[Status, str | None]:
     file.write_text(dump(config), encoding="utf-8")
     run_config = {"config": str(file), "overrides": "", "output-dir": str(folder)}
     try:
-        run_in_process(run_config, config.federation.num_clients)
+        run_in_process(run_config, config.simulation.num_clients)
     except Exception as error:
         traceback.print_exc()
         status: Status = "diverged" if isinstance(error, DivergedError) else "failed"

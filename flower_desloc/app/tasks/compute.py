@@ -27,19 +27,23 @@ _log = logging.getLogger(__name__)
 class MicroBatches:
     """The rows that go through the model at once, ``data.micro_batch_size``.
 
-    ``auto`` is the whole batch here: ``sized`` replaces it before the task is built.
+    ``auto`` begins with the whole batch on a GPU and is 1 on a CPU, where the system kills a
+    process that runs out of memory. A client finds its number before the task is built.
     """
 
     def __init__(self, config: Config) -> None:
-        size = config.data.micro_batch_size
-        self._size = config.data.batch_size if size == AUTO else size
+        self._batch_size, self._size = config.data.batch_size, config.data.micro_batch_size
 
-    def fitting(self, act: Callable[[int | None], T], retry: Callable[[], object]) -> T:
+    def fitting(
+        self, device: torch.device, act: Callable[[int | None], T], retry: Callable[[], object]
+    ) -> T:
         """Return ``act(size)``; None is a whole batch.
 
         When the GPU runs out of memory, the size is halved for the rest of the run, with a warning:
         sums over the parts then differ in the last bits. ``retry`` is called before the next try.
         """
+        if self._size == AUTO:
+            self._size = self._batch_size if device.type == "cuda" else 1
         while True:
             size = None if self._size is None else int(self._size)
             try:
@@ -72,6 +76,7 @@ class TrainingLoss:
         run, with a warning: the sum of the gradients then differs in the last bits.
         """
         return self._micro_batches.fitting(
+            next(model.parameters()).device,
             lambda size: self._in_parts(size, model, *tensors),
             retry=lambda: model.zero_grad(set_to_none=True),
         )
@@ -105,7 +110,9 @@ class Evaluation(Generic[T]):
     def __call__(self, model: nn.Module, *tensors: Tensor) -> list[T]:
         """Return what is measured for each micro-batch, with the model in evaluation mode."""
         return self._micro_batches.fitting(
-            lambda size: self._in_parts(size, model, *tensors), retry=lambda: None
+            next(model.parameters()).device,
+            lambda size: self._in_parts(size, model, *tensors),
+            retry=lambda: None,
         )
 
     def _in_parts(self, size: int | None, model: nn.Module, *tensors: Tensor) -> list[T]:

@@ -19,7 +19,7 @@ Batch = Any
 Sums = Mapping[str, float]
 """Totals of an evaluation, such as nats and tokens; totals of batches, domains or clients add."""
 
-FEWER_CLIENTS = "fewer clients (federation.num_clients, or num-partitions of the sites)"
+FEWER_CLIENTS = "fewer clients (simulation.num_clients, or num-partitions of the sites)"
 """Advice where the common data are too few for every client: a deployment has no num_clients."""
 MORE_TEXT = "more text (in the source, or of it: data.max_bytes)"
 

@@ -1,13 +1,9 @@
 """Data parallelism: the gradient of every step is averaged, and the server takes the step."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from flwr.app import ArrayRecord
-
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule, Window
+from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
 from flower_desloc.flower.strategy import DesLoc
 
 
@@ -29,6 +25,7 @@ class DataParallel(DesLoc):
     """
 
     title = "data parallelism"
+    must_average = GRADIENTS
     has_bound = False  # the gradient of a single batch may be long; the server clips
 
     def __init__(self, num_steps: int, optimizer: OuterOptimizer, **options: Any) -> None:
@@ -39,17 +36,3 @@ class DataParallel(DesLoc):
             raise ValueError(
                 f"min_steps={self.policy.min_steps}: must be 1 with gradients of every step"
             )
-
-    @staticmethod
-    def _streams_held(schedule: SyncSchedule) -> Iterable[str]:
-        del schedule
-        return [PARAMS]
-
-    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
-        super()._start_from(initial)
-        self.state.like[GRADIENTS] = self.state.like[PARAMS]
-
-    def _step_outer(self, averages: dict[str, dict[str, torch.Tensor]], window: Window) -> None:
-        assert self.state.outer is not None
-        averages[PARAMS] = self.state.outer.step(averages.pop(GRADIENTS), window.start)
-        self._require_finite(PARAMS, averages[PARAMS])

@@ -21,7 +21,6 @@ from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
 from flower_desloc.flower.failures import DivergedError
-from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import CONFIG
 from flower_desloc.flower.strategy import DesLoc
 
@@ -47,6 +46,7 @@ class FlowerStrategy(DesLoc):
     """
 
     has_bound = False  # the strategy averages what it is given
+    sent_always = (PARAMS,)  # in every round, as Flower sends them
 
     def __init__(
         self,
@@ -81,9 +81,12 @@ class FlowerStrategy(DesLoc):
     ) -> Iterable[Message]:
         """Ask the clients drawn for this window, with the settings that the strategy adds."""
         if not self.arrays:
+            self._require_arrays_of_numpy()
             self.arrays = arrays
+        now = self.loop.round
+        drawn = self.loop.members.drawn(now.window.start, now.failures)
         # All that FedAvg needs of a grid. Never zero nodes: it would wait for one for ever.
-        nodes = range(max(1, len(self._drawn())))
+        nodes = range(max(1, len(drawn)))
         own = ConfigRecord({**config})
         for message in self.strategy.configure_train(
             server_round, self.arrays, own, cast(Grid, SimpleNamespace(get_node_ids=lambda: nodes))
@@ -92,9 +95,8 @@ class FlowerStrategy(DesLoc):
         own.pop("server-round", None)  # every request has it
         return super().configure_train(server_round, arrays, own, grid)
 
-    def _start_from(self, initial: Mapping[str, ArrayRecord]) -> None:
-        super()._start_from(initial)
-        for key, tensor in self.state.like[PARAMS].items():
+    def _require_arrays_of_numpy(self) -> None:
+        for key, tensor in self.state.templates[PARAMS].items():
             if tensor.dtype == torch.bfloat16:
                 raise ValueError(
                     f"{key!r} is of type {tensor.dtype}, which NumPy does not have, and strategy="
@@ -105,10 +107,6 @@ class FlowerStrategy(DesLoc):
     def _averager(self, window: Window) -> "FlowerAverage":
         del window  # params are due in every one
         return FlowerAverage(self)
-
-    def _lacks(self, member: Member) -> list[str]:
-        del member
-        return [PARAMS]  # in every round, as Flower sends them
 
 
 class FlowerAverage(Gathered):
@@ -125,8 +123,8 @@ class FlowerAverage(Gathered):
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None
         self._peer.arrays = arrays
-        like = self._peer.state.like[PARAMS]
-        params = {key: t.to(like[key].dtype) for key, t in from_record(arrays).items()}
+        templates = self._peer.state.templates[PARAMS]
+        params = {key: t.to(templates[key].dtype) for key, t in from_record(arrays).items()}
         try:
             check_finite(PARAMS, params)
         except ValueError as error:

@@ -18,6 +18,7 @@ from zipfile import ZipFile
 import pytest
 import typer
 from command import accepted, desloc
+from configurations import with_values
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 from hypothesis import given
@@ -61,8 +62,8 @@ def nothing_starts(monkeypatch):
         (["quickstart", "run.name=two words"], "run.name=two words: must have 1 to 80"),
         (["quickstart", "data.source=./no where"], "data.source=./no where: there is no such file"),
         (["quickstart", "run.init_from=../nowhere"], "run.init_from=../nowhere: there is no such"),
-        (["quickstart", "federation.min_clients=9"], "larger than federation.num_clients=4"),
-        (["quickstart", "federation.attendance.8=9"], "at most federation.num_clients=4"),
+        (["quickstart", "federation.min_clients=9"], "larger than simulation.num_clients=4"),
+        (["quickstart", "federation.attendance.8=9"], "at most simulation.num_clients=4"),
         (["desloc_sgdm", "sync.exp_avg=3"], "its streams are params, momentum_buffer"),
         (["quickstart", "--engine", "inprocess", "--workers", "2"], "--workers is for --engine"),
     ],
@@ -225,8 +226,9 @@ def test_the_run_of_another_command_is_not_offered_while_it_runs(tmp_path):
 )
 def test_ray_starts_no_more_workers_than_clients_need(clients, cpus, workers, cores, ray_cpus):
     config = Config()
-    config.federation.num_clients = clients
-    config.federation.client_cpus = cpus
+    config = with_values(
+        config, {"simulation.num_clients": clients, "simulation.client_cpus": cpus}
+    )
     settings = federation_config(config, workers=workers, cores=cores)
     assert settings.pop("init-args-num-cpus", None) == ray_cpus
     assert settings == {
@@ -391,7 +393,7 @@ def test_a_run_config_changed_in_the_apps_pyproject_changes_every_run(in_process
     changed = {**app_run_config(), "seed": 7, "learning-rate": 0.25}
     for module in (run, run_arguments):
         monkeypatch.setattr(module, "app_run_config", lambda: changed)
-    words = "optimizer.lr=0.5 federation.num_clients=3"
+    words = "optimizer.lr=0.5 simulation.num_clients=3"
     yaml = accepted("run", "quickstart", words, "--dry-run").partition("flwr run")[0]
     assert parse(yaml) == load("quickstart", f"run.seed=7 {words}")
     accepted("run", "quickstart", words, "--engine", "inprocess")
@@ -582,7 +584,7 @@ def place(tmp_path) -> Iterator[Place]:
 @slow
 def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, place):
     code, output, errors = place.run(
-        tiny, "federation.num_clients=2", "--workers", "1", "--output-dir", "my runs"
+        tiny, "simulation.num_clients=2", "--workers", "1", "--output-dir", "my runs"
     )
     assert (code, errors) == (0, ""), output
     _takes, command, _submitted, *said = output.splitlines()
@@ -627,7 +629,7 @@ def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, pla
     ],
 )
 def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
-    words = ["run.name=waits", "federation.num_clients=2", "--workers", "1"]
+    words = ["run.name=waits", "simulation.num_clients=2", "--workers", "1"]
     with place.start(tiny, *words) as process, ended(process):
         lines = []
         while not (lines and lines[-1].startswith(said)):

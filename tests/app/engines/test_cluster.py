@@ -19,7 +19,7 @@ from flower_desloc.app.sites.deployment.environment import free_port
 from flower_desloc.app.sites.supervisor import end_all
 from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED, state_folder
 
-SETTINGS = [*SMALL, "run.steps=16", "run.eval_every=8", "federation.num_clients=4"]
+SETTINGS = [*SMALL, "run.steps=16", "run.eval_every=8", "simulation.num_clients=4"]
 
 TASK = """\
 import os

@@ -23,7 +23,7 @@ SMALL = [
     "sync.exp_avg=6",
     "sync.exp_avg_sq=12",
     *TINY,
-    "federation.num_clients=3",
+    "simulation.num_clients=3",
 ]
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ class Killed(ImageClassification):
 def test_a_killed_process_costs_no_client_its_window(tmp_path):
     (tmp_path / "killed_task.py").write_text(KILLED)
     words = ["task=killed_task:Killed", "run.steps=6", "run.eval_every=0", "sync.params=2"]
-    words += ["sync.exp_avg=2", "sync.exp_avg_sq=2", "federation.num_clients=5"]
+    words += ["sync.exp_avg=2", "sync.exp_avg_sq=2", "simulation.num_clients=5"]
     command = [BIN / "desloc", "run", "digits", *words, "federation.on_failure=continue"]
     said = output_of([*command, "--workers", "2"], cwd=tmp_path)
     windows = list(read_lines(tmp_path / "runs" / "digits" / "metrics.jsonl"))

@@ -219,7 +219,7 @@ def test_the_totals_are_sums_over_the_windows_and_half_of_local_adams(finished):
 
 
 def test_the_page_of_the_report_lists_every_key_of_the_summary(finished):
-    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "report.md").read_text(encoding="utf-8")
     table = page.partition("## summary.json")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(summary_of(finished))

@@ -16,7 +16,6 @@ from recorded import PERIODS, SIZE, record
 from tiny import TINY, summary, train
 
 from flower_desloc.app.config.units import bytes_text, figures, loss_text
-from flower_desloc.app.plan.evidence import MEASURED
 from flower_desloc.app.plan.wall_clock import Link, star_seconds
 from flower_desloc.app.runs.figures import draw_heldout, draw_losses, draw_norms, draw_timeline
 from flower_desloc.app.runs.figures.curves import Curve, aligned
@@ -35,7 +34,7 @@ from flower_desloc.app.runs.time_model import DEFAULT_LINK, modelled, seconds_pe
 from flower_desloc.flower.observer import Event
 
 PNG = b"\x89PNG\r\n\x1a\n"
-SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "federation.num_clients=2"]
+SHORT = [*TINY, "run.steps=8", "run.eval_every=4", "simulation.num_clients=2"]
 CLOCKS = ["sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=8"]
 
 
@@ -151,24 +150,6 @@ def test_the_page_has_the_numbers_of_the_runs_files(real):
         losses = {n: metrics["loss"] for n, metrics in last[where]["parts"].items()}
         worst = max(losses, key=losses.__getitem__)
         assert f"the worst {name} is {worst} with {losses[worst]:.3f}" in " ".join(page.text)
-
-
-@pytest.mark.parametrize("is_safe", [True, False])
-@pytest.mark.parametrize("case", ["near", "far", "once"])
-def test_the_headline_says_what_rare_averages_cost_near_the_run(real, is_safe, case):
-    gap = next(g for g in MEASURED if g.is_safe == is_safe and not g.formats and not g.bound)
-    run = load(real / "desloc")
-    run.summary["stream_bytes"]["params"] = 4 * gap.params * (1000 if case == "far" else 1)
-    periods = dict(zip(("params", "exp_avg", "exp_avg_sq"), gap.periods, strict=True))
-    run.summary["config"] |= {"optimizer": gap.optimizer, "periods": periods}
-    run.config["data"] |= {"batch_size": 1, "seq_len": gap.tokens, "partition": gap.partition}
-    run.config["sync_once_at"] = [1] if case == "once" else []
-    run.config["sync_bound"] = False
-    (tile,) = (tile for tile in tiles(run) if tile.name == "rare averages")
-    verdict = "safe" if is_safe else f"up to {gap.high:+.1f}%"
-    assert tile.value == (verdict if case == "near" else "unknown")
-    assert ("such a setting of sync_once_at" in tile.note) == (case == "once")
-    assert case == "far" or f"{gap.params:,} parameters" in tile.note
 
 
 def test_the_settings_of_a_custom_task_say_that_it_reads_its_own_data(real):

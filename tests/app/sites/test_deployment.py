@@ -181,7 +181,7 @@ superexec.main()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quickstart", "federation.num_clients=4"], "--nodes"),
+        (["quickstart", "simulation.num_clients=4"], "--nodes"),
         (["quickstart", "federation.min_clients=4", "--nodes", "2"], "federation.min_clients=4"),
         (["quickstart", "--nodes", "2", "--data-path", "."], "--data-path is given 1 times"),
         (["quickstart", "--device", "cpu", "--device", "cpu"], "--device is given 2 times"),

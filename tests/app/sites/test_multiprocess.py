@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from configurations import with_values
 from federation import assert_close
 from flwr.app import Context, RecordDict
 from processes import has_ended, wait_until
@@ -171,12 +172,17 @@ def settings(folder: Path, task: str = "Rows", **optimizer: object) -> Config:
     config = Config(
         task=f"test_multiprocess:{task}", sync={"params": 1, "exp_avg": 1, "exp_avg_sq": 1}
     )
-    config.task_options = {"folder": str(folder)}
-    config.data.batch_size = ROWS
-    config.lr_schedule.name, config.lr_schedule.warmup_steps = "constant", 0
-    for key, value in ({"lr": 0.05, "clip_norm": 0.5} | optimizer).items():
-        setattr(config.optimizer, key, value)
-    return config
+    chosen = {"lr": 0.05, "clip_norm": 0.5} | optimizer
+    return with_values(
+        config,
+        {
+            "task_options": {"folder": str(folder)},
+            "data.batch_size": ROWS,
+            "lr_schedule.name": "constant",
+            "lr_schedule.warmup_steps": 0,
+            **{f"optimizer.{key}": value for key, value in chosen.items()},
+        },
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -137,7 +137,7 @@ def test_another_value_is_refused_with_its_name(value):
 def test_a_study_scores_by_any_metric(tmp_path, mine):
     text = json.dumps(
         {
-            "base": ["task=own_metrics_task:Mine", *SETTINGS, "federation.num_clients=2"],
+            "base": ["task=own_metrics_task:Mine", *SETTINGS, "simulation.num_clients=2"],
             "axes": {
                 "method": {
                     "slow": {"config": "digits", "overrides": ["optimizer.lr=0.0001"]},

@@ -45,7 +45,7 @@ STUDIES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name == "s
 SHORT = [*TINY, "run.steps=8", "run.eval_every=4"]
 LONG = [
     *(*TINY, "run.steps=80", "run.eval_every=0", "sync.params=1", "data.partition=iid"),
-    *("federation.num_clients=2", "evaluation.federated=false"),
+    *("simulation.num_clients=2", "evaluation.federated=false"),
 ]
 """Enough windows to be interrupted during a run."""
 
@@ -182,7 +182,7 @@ axes: {K: {016: {config: desloc_sgdm, overrides: {sync: {params: 016}}}, no: "da
         ("seedz: [1]", "seedz: no such key (did you mean seeds?)"),
         ("axes: {a: {b: {confg: x}}}", "axes.a.b.confg: no such key (did you mean config?)"),
         ("axes: {a: {b: [run.stepz=1]}}", "in the cell 'b': run.stepz: no such key"),
-        ("base: [federation.min_clients=9]", "larger than federation.num_clients=4"),
+        ("base: [federation.min_clients=9]", "larger than simulation.num_clients=4"),
         ("axes: {a: {b: {config: nix}}}", "config=nix: no preset of that name"),
         ("axes: {a: {x: {config: ddp}}, b: {y: {config: ddp}}}", "both state a config"),
         ("axes: {a: {x y: [], x-y: []}}", "would share the folder x-y"),
@@ -411,7 +411,7 @@ def test_every_study_loads_and_its_first_cell_runs(path, tmp_path):
 @pytest.mark.slow
 def test_a_divergence_is_a_result_whatever_the_method(tmp_path):
     text = """
-base: [optimizer.lr=1e30, federation.num_clients=2, data.partition=iid, evaluation.federated=false]
+base: [optimizer.lr=1e30, simulation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes:
   method:
     DES-LOC: {config: quickstart}
@@ -433,7 +433,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
     source = tmp_path / "nothing"
     source.mkdir()
     text = f"""
-base: [federation.num_clients=2, data.partition=iid, evaluation.federated=false]
+base: [simulation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes: {{data: {{none: [data.source={source}], some: []}}}}
 """
     made, store = study(tmp_path, text, SHORT)

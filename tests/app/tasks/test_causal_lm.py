@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from configurations import with_values
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -50,10 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path) -> Config:
     """Return a small model on the three domains."""
     config = Config()
-    config.data = replace(config.data, source=str(folder), seq_len=32, batch_size=4)
-    config.model = replace(config.model, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    config.evaluation.sequences = 10
-    return config
+    return with_values(
+        config,
+        {
+            "data": replace(config.data, source=str(folder), seq_len=32, batch_size=4),
+            "model": replace(
+                config.model, hidden_size=32, intermediate_size=64, num_hidden_layers=2
+            ),
+            "evaluation.sequences": 10,
+        },
+    )
 
 
 @pytest.fixture
@@ -89,7 +96,9 @@ def test_held_out_windows_do_not_overlap_and_are_spread_evenly(
     count, seq_len, batch_size, sequences
 ):
     config = Config()
-    config.data = replace(config.data, seq_len=seq_len, batch_size=batch_size)
+    config = with_values(
+        config, {"data": replace(config.data, seq_len=seq_len, batch_size=batch_size)}
+    )
     batches = heldout_batches(numbered(count), config, sequences)
     windows = torch.cat([batch.tokens for batch in batches])
     length = min(count, seq_len + 1)
@@ -120,10 +129,10 @@ def test_a_shard_says_what_it_holds(task):
     assert task.client_data(Site(0, 4)).description.keys() == {"a", "b", "c"}
 
 
-def test_a_site_with_data_of_its_own_has_all_of_it_and_nothing_else(config, task, tmp_path):
+def test_a_site_with_data_of_its_own_has_all_of_it_and_nothing_else(config, tmp_path):
     (tmp_path / "own.txt").write_text("\n\n".join(prose("own")))
-    config.data.domains = ["a"]  # Of the common source.
-    data = task.client_data(Site(3, 4, data_path=tmp_path / "own.txt"))
+    config = with_values(config, {"data.domains": ["a"]})  # of the common source
+    data = CausalLM(config).client_data(Site(3, 4, data_path=tmp_path / "own.txt"))
     assert data.description.keys() == {"own"}
     for batch in (data.train_batch(0), *data.heldout()):
         assert set(bytes(batch.tokens.flatten().tolist()).decode(errors="ignore")) <= set(
@@ -132,7 +141,7 @@ def test_a_site_with_data_of_its_own_has_all_of_it_and_nothing_else(config, task
 
 
 def test_a_shard_shorter_than_a_sequence(config, folder, tmp_path):
-    config.data.seq_len = 10**6
+    config = with_values(config, {"data.seq_len": 10**6})
     with pytest.raises(
         ValueError,
         match=r"^partition 2 of 4 \(data.partition=by_domain, .* holds \d+ tokens .* data.seq_len",
@@ -145,7 +154,7 @@ def test_a_shard_shorter_than_a_sequence(config, folder, tmp_path):
 def test_a_partition_without_a_document(config, tmp_path):
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", ["word " * 40])
-    config.data.source = str(tmp_path)
+    config = with_values(config, {"data.source": str(tmp_path)})
     task = CausalLM(config)
     assert task.client_data(Site(1, 2)).description.keys() == {"b"}
     with pytest.raises(ValueError, match=r"only 2 documents .* 4 clients; use fewer clients"):
@@ -221,7 +230,7 @@ def test_a_saved_tokenizer_is_loaded_by_name_of_its_folder(files, name, tmp_path
 
 
 def test_the_weights_start_with_the_papers_deviation(config):
-    config.model = replace(config.model, hidden_size=64)
+    config = with_values(config, {"model": replace(config.model, hidden_size=64)})
     matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
     assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
 
@@ -230,7 +239,7 @@ def test_the_weights_start_with_the_papers_deviation(config):
     "name", ["llama", "gpt2", "qwen3", "gpt_neox", "bert", "falcon", "opt", "git"]
 )
 def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
-    config.model.type = name
+    config = with_values(config, {"model.type": name})
     model = CausalLM(config).build_model().train()
     tokens = torch.arange(32)[None]
     changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
@@ -241,7 +250,7 @@ def test_no_architecture_sees_the_future_or_drops_anything_out(config, name):
 
 
 def test_a_model_that_sees_the_future_is_refused(config):
-    config.model = replace(config.model, type="cpmant")
+    config = with_values(config, {"model": replace(config.model, type="cpmant")})
     with pytest.raises(ValueError, match=r"^model\.type=cpmant: it is not causal"):
         CausalLM(config).build_model()
 
@@ -251,7 +260,7 @@ def test_a_model_that_sees_the_future_is_refused(config):
     [("roberta", "TypeError"), ("xlm", "AttributeError"), ("gptj", "RuntimeError")],
 )
 def test_a_model_whose_first_pass_fails_is_refused_with_the_way_round(config, name, error):
-    config.model = replace(config.model, type=name)
+    config = with_values(config, {"model": replace(config.model, type=name)})
     with pytest.raises(
         ValueError, match=rf"^model\.type={name}: .*{error}.*model\.config"
     ) as caught:
@@ -260,7 +269,7 @@ def test_a_model_whose_first_pass_fails_is_refused_with_the_way_round(config, na
 
 
 def test_checking_a_model_changes_neither_its_tensors_nor_the_random_numbers(config, monkeypatch):
-    config.model = replace(config.model, type="phimoe")  # which adds noise to its router
+    config = with_values(config, {"model": replace(config.model, type="phimoe")})
     before = torch.get_rng_state()
     checked = CausalLM(config).build_model()
     monkeypatch.setattr("flower_desloc.app.tasks.causal_lm.model.probe", lambda *_, **__: None)
@@ -280,7 +289,7 @@ MOE = {
 
 def test_the_terms_that_an_architecture_adds_are_in_the_trained_loss_only(config):
     """Compared with the loss of transformers itself."""
-    config.model = replace(config.model, type="mixtral", config=MOE)
+    config = with_values(config, {"model": replace(config.model, type="mixtral", config=MOE)})
     task = CausalLM(config)
     model = task.build_model()
     tokens = torch.arange(66).view(2, 33) * 7 % 256
@@ -315,7 +324,7 @@ def test_a_term_that_the_task_cannot_compute_is_refused(config, monkeypatch):
 
 
 def test_the_model_has_the_shape_the_configuration_states(config):
-    config.model.rope_theta = 500.0
+    config = with_values(config, {"model.rope_theta": 500.0})
     built = CausalLM(config).build_model().config
     assert (built.hidden_size, built.intermediate_size, built.num_hidden_layers) == (32, 64, 2)
     assert built.rope_parameters["rope_theta"] == 500.0
@@ -388,7 +397,7 @@ def test_the_activation_norm_is_that_of_what_the_last_block_hands_to_the_final_n
 @torch.no_grad()
 def test_the_nats_of_some_positions_at_a_time_are_those_of_all(config, name, monkeypatch):
     """Logits may be capped or scaled, blocks run again (hrm_text), a head take all (trocr)."""
-    config.model = replace(config.model, type=name, dtype="float64")
+    config = with_values(config, {"model": replace(config.model, type=name, dtype="float64")})
     model = CausalLM(config).build_model().eval()
     tokens = torch.arange(66).view(2, 33) % 50
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -429,7 +438,9 @@ def test_a_batch_goes_to_where_the_model_is(task):
 def test_a_model_saved_without_a_word_is_loaded_by_transformers_with_equal_weights(
     config, tmp_path, capfd, tied, dtype
 ):
-    config.model = replace(config.model, tie_word_embeddings=tied, dtype=dtype)
+    config = with_values(
+        config, {"model": replace(config.model, tie_word_embeddings=tied, dtype=dtype)}
+    )
     task = CausalLM(config)
     model = task.build_model()
     task.save(model, tmp_path / "final")
@@ -444,7 +455,7 @@ def test_a_model_saved_without_a_word_is_loaded_by_transformers_with_equal_weigh
 
 
 def test_a_saved_model_with_subwords_brings_its_tokenizer(config, files, tmp_path):
-    config.data.tokenizer = files["byte_level"]
+    config = with_values(config, {"data.tokenizer": files["byte_level"]})
     task = CausalLM(config)
     model = task.build_model()
     vocab_size = load_tokenizer(files["byte_level"]).vocab_size

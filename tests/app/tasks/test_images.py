@@ -163,14 +163,14 @@ def test_unlikeness_is_the_share_of_data_to_be_exchanged():
 
 
 IMPOSSIBLE = [
-    ("digits federation.num_clients=4000", "only 1438 images .* 4000 clients; use fewer clients"),
+    ("digits simulation.num_clients=4000", "only 1438 images .* 4000 clients; use fewer clients"),
     (f"digits {PATHOLOGICAL} data.classes_per_client=11", "classes_per_client=11"),
     (
-        f"digits {PATHOLOGICAL} federation.num_clients=3",
+        f"digits {PATHOLOGICAL} simulation.num_clients=3",
         "data.classes_per_client=2: .* no client holds some labels",
     ),
     (
-        f"digits {PATHOLOGICAL} federation.num_clients=1000",
+        f"digits {PATHOLOGICAL} simulation.num_clients=1000",
         "data.classes_per_client=2: .* need more examples",
     ),
     ("digits data.partition=by_domain", "data.partition=by_domain: .* task=image_classification"),
@@ -194,10 +194,10 @@ def test_a_partition_that_cannot_be_is_one_line_that_names_the_setting(
 
 def test_desloc_partition_shows_and_draws_what_a_run_would_deal(tmp_path):
     path = tmp_path / "partition.png"
-    words = ["partition", "digits", "federation.num_clients=23", "--plot", str(path)]
+    words = ["partition", "digits", "simulation.num_clients=23", "--plot", str(path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    held = digits("federation.num_clients=23").client_data(Site(1, 23)).description
+    held = digits("simulation.num_clients=23").client_data(Site(1, 23)).description
     (row,) = (text for text in done.output.splitlines() if text.startswith("client-1 "))
     assert row.split()[1:3] == [str(sum(held.values())), str(len(held))]
     assert "and 3 more" in done.output

@@ -18,6 +18,7 @@ import aiohttp
 import datasets
 import pytest
 import torch
+from configurations import with_values
 from test_text import prose, write
 from tiny import TINY, failing_at, summary, train
 
@@ -214,7 +215,7 @@ def test_sequences_are_whole_documents_one_after_the_other_in_their_weights(conf
 
 
 def test_equal_shares_are_the_default(config):
-    config.data = replace(config.data, weights=[])
+    config = with_values(config, {"data": replace(config.data, weights=[])})
     held = CausalLM(config).client_data(Site(0, 1)).description
     assert max(held.values()) < 1.1 * min(held.values())
 
@@ -251,7 +252,9 @@ def test_files_that_have_changed_are_read_anew(config, tmp_path):
         forget()
         return text_of(CausalLM(config).client_data(Site(0, 1)).train_batch(0))
 
-    config.data = replace(config.data, source=str(tmp_path), domains=["a"], weights=[])
+    config = with_values(
+        config, {"data": replace(config.data, source=str(tmp_path), domains=["a"], weights=[])}
+    )
     write(tmp_path / "a.jsonl", prose("old"))
     assert "old" in first()
     write(tmp_path / "a.jsonl", prose("new"))
@@ -276,7 +279,7 @@ def test_held_out_text_is_bounded_and_of_the_clients_domains_in_their_weights(co
     assert [*heldout] == ["a", "b", "c"]
     assert all(sum(len(batch.tokens) for batch in each) == 10 for each in heldout.values())
     assert all("kept" in text_of(batch) for batch in task.heldout()["c"][:1])
-    config.data = replace(config.data, partition="by_domain")
+    config = with_values(config, {"data": replace(config.data, partition="by_domain")})
     mixture, _, only = (CausalLM(config).client_data(Site(i, 3)).heldout() for i in range(3))
     assert sum(len(batch.tokens) for batch in mixture) == 10
     assert sum(len(batch.tokens) for batch in only) == 10
@@ -353,7 +356,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(server, config, cache, m
     monkeypatch.setattr(document_streams, "domains_of", units)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_MAX_RETRIES", 1)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)
-    config.data = replace(config.data, domains=["a"], weights=[])
+    config = with_values(config, {"data": replace(config.data, domains=["a"], weights=[])})
     data = CausalLM(config).client_data(Site(0, 1))
     wanted = [data.train_batch(step).tokens for step in (300, 600, 900)]
 
@@ -425,6 +428,6 @@ def test_a_hub_that_cannot_be_reached_at_first(tmp_path, monkeypatch, caplog):
     ],
 )
 def test_settings_that_cannot_be(config, changes, message):
-    config.data = replace(config.data, **changes)
+    config = with_values(config, {"data": replace(config.data, **changes)})
     with pytest.raises(ConfigError, match=f"^{message}"):
         check(config)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
 from flower_desloc.app.config import Config, ConfigError, load
-from flower_desloc.app.models.model import TrainedModel
+from flower_desloc.app.runs.export import export
 from flower_desloc.app.setup.build import build_streams
+from flower_desloc.app.setup.measured_step import measured_step
 from flower_desloc.app.setup.preflight import Needs
-from flower_desloc.app.setup.sketch import Sketch
 from flower_desloc.core.streams import frozen, parts
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Plain:
-    """Least squares with two layers and BatchNorm; a task as docs/train-your-own.md has it."""
+    """Least squares with two layers and BatchNorm; as in docs/tutorials/your-own-app.md."""
 
     def __init__(self, config: Config) -> None:
         self.seed = config.run.seed
@@ -171,18 +171,17 @@ def test_a_compiled_model_has_the_names_of_its_run_without(tmp_path):
     assert len({sha(folder) for folder in again.values()}) == 1
     last = Checkpoints(folders[Compiled] / "checkpoints").all()[-1]
     assert not any("_orig_mod" in key for key in Checkpoint.read(last).averages["params"])
-    (tmp_path / "export").mkdir()
-    TrainedModel.of(last).write(tmp_path / "export")
+    export(last, tmp_path / "export")
 
 
 def test_a_quantised_base_is_compared_and_counted_by_what_it_holds(tmp_path, monkeypatch):
     config = load("quickstart", settings(QuantisedBase))
     model = QuantisedBase(config).build_model()
-    sketch = Sketch(config)
+    needs = Needs(config)
     sizes = [part.nbytes for t in model.state_dict().values() for part in parts(t)]
-    assert sketch.weights == sum(sizes)
-    assert sketch.step_bytes(1) > 0
-    assert Needs(config).client_disk() > 0
+    assert needs.weights == sum(sizes)
+    assert needs.client_disk() > 0
+    assert measured_step(config, torch.device("cpu"), 16).peak > 0
     before = frozen(model)
     monkeypatch.setattr(QuantisedBase, "codes", 4)
     assert frozen(QuantisedBase(config).build_model()) != before

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Iterable
-from itertools import combinations
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from flower_desloc.app.config import units
 from flower_desloc.app.plan.planned_run import PlannedRun
 from flower_desloc.app.plan.theory import drift_bound, half_life
-from flower_desloc.app.plan.wall_clock import Link, Topology, crossing
+from flower_desloc.app.plan.wall_clock import Link, Topology
 from flower_desloc.app.runs.figures.style import GREY, INK, figure, title
 from flower_desloc.core.traffic import MethodRates
 
@@ -74,7 +73,7 @@ def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
     title(
         panel,
         f"Time of the run on a {topology}",
-        "by bandwidth; dot: half is waiting; cross: equal times",
+        "by bandwidth; dot: half is waiting",
     )
 
     def time(method: MethodRates, bandwidth: float) -> float:
@@ -88,10 +87,6 @@ def _draw_times(panel: Axes, run: PlannedRun, topology: Topology) -> None:
         panel.plot(bandwidths, times, color=colour, lw=width, label=method.name)
         if half := run.bandwidth_for(method, topology, 1):
             panel.plot(half, time(method, half), "o", color=colour, ms=6)
-    for one, other in combinations(run.methods, 2):
-        where = crossing(one, other, run.workers, run.link.latency, topology)
-        if where and bandwidths[0] <= where <= bandwidths[-1]:
-            panel.plot(where, time(one, where), "x", color=INK, ms=8, mew=1.8, zorder=3)
     panel.axhline(compute, color=GREY, lw=1, ls=":")
     panel.annotate(
         f"compute alone, {units.seconds_text(compute)}", (bandwidths[0], compute),

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import get_args
 
-import torch
-
 from flower_desloc.app.config import Config, dump, units
-from flower_desloc.app.plan.evidence import nearest, unknown, unmeasured
 from flower_desloc.app.plan.wall_clock import Link
 from flower_desloc.app.runs.figures.curves import common_metric
 from flower_desloc.app.runs.figures.losses import worst_first
@@ -20,7 +17,6 @@ from flower_desloc.app.runs.metric import DIRECTIONS, OF_LOSS, metric_text, orde
 from flower_desloc.app.runs.record import RunRecord, natural, yaml_mapping
 from flower_desloc.app.runs.summary import OTHER_METHODS
 from flower_desloc.app.runs.time_model import modelled
-from flower_desloc.core.schedule import PARAMS
 from flower_desloc.flower.observer import EventKind
 
 NONE = "\N{EN DASH}"
@@ -76,45 +72,14 @@ def tiles(run: RunRecord) -> list[Tile]:
             sent = units.bytes_text(summary["bytes"][key]["up"]["total"])
             factor = units.figures(summary["ratio"][key])
             found.append(Tile(f"{name} sends", f"{factor} {TIMES}", f"{sent} up"))
-    found += [tile for tile in (_expected(run), _slowest(run)) if tile is not None]
+    if slowest := _slowest(run):
+        found.append(slowest)
     seconds = summary["seconds"]
     if "total" in seconds:
         parts = ("clients", "averaging", "evaluation", "exchange")
         split = ", ".join(f"{part} {units.duration_text(seconds.get(part, 0.0))}" for part in parts)
         found.append(Tile("wall-clock", units.duration_text(seconds["total"]), split))
     return found
-
-
-def _expected(run: RunRecord) -> Tile | None:
-    """Return what was measured of rare averages nearest to this run, if it has any."""
-    config, sizes = run.config, run.summary["stream_bytes"]
-    if (
-        run.task != units.TEXT
-        or config.get("strategy", "desloc") != "desloc"
-        or not sizes.get(PARAMS)
-    ):
-        return None
-    num_params = sizes[PARAMS] / getattr(torch, config["model"]["dtype"]).itemsize
-    tokens = config["data"]["batch_size"] * config["data"]["seq_len"]
-    gaps = nearest(
-        run.summary["config"]["optimizer"],
-        run.periods,
-        num_params,
-        tokens,
-        bound=config.get("sync_bound", True),
-        formats=config.get("wire", {}),
-        partition=config["data"]["partition"],
-        unmeasured=(settings := unmeasured(config)),
-    )
-    if not gaps:
-        return None
-    apart, gap = gaps[0]
-    where = f"{gap.params:,} parameters, {gap.tokens:,} tokens, K_x {gap.periods[0]}"
-    measured = f"{gap.loss:+.2f}%, 95% {gap.low:+.2f} to {gap.high:+.2f}%, at {where}"
-    if why := unknown(apart, settings):
-        return Tile("rare averages", "unknown", f"{why}; nearest: {measured}")
-    verdict = "safe" if gap.is_safe else f"up to {gap.high:+.1f}%"
-    return Tile("rare averages", verdict, f"loss above Local, {measured}")
 
 
 def _slowest(run: RunRecord) -> Tile | None:

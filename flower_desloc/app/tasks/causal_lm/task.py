@@ -117,10 +117,18 @@ class CausalLM:
         return metrics
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Write what ``from_pretrained(folder)`` needs: weights, config and tokenizer."""
+        """Write what ``from_pretrained(folder)`` needs: weights, config and tokenizer.
+
+        Generated text ends with the model's window unless the caller asks for more: an architecture
+        with learned positions has none beyond.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        trained = cast(PreTrainedModel, model)
+        if trained.generation_config is not None:
+            longest = getattr(trained.config, "max_position_embeddings", None)
+            trained.generation_config.max_length = longest
         with quiet():
-            cast(PreTrainedModel, model).save_pretrained(folder)
+            trained.save_pretrained(folder)
             self._tokenizer.save(folder)
 
 

@@ -22,6 +22,8 @@ _SEPARATOR = "\n\n"
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 _CHUNK = 256
 """Documents tokenised at a time: offsets take far more memory than tokens."""
+_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The chat template of a tokenizer without one: the model continues the messages as one text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +60,17 @@ class ByteTokenizer:
         return (self.encode([text, ""]) for text in documents)
 
     def save(self, folder: Path) -> None:
-        """Write an equal tokenizer that ``transformers`` can load."""
-        # The library represents a byte as a printable character: itself, otherwise one of the next
-        # free ones, in order. (With its byte fallback, one wrong byte would turn a whole text into
-        # replacement characters.)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        free = iter(sorted(character for character in alphabet if ord(character) > 255))
-        vocabulary = {chr(b) if chr(b) in alphabet else next(free): b for b in range(256)}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        """Write an equal tokenizer that ``transformers`` can load.
+
+        Its beginning, end and padding are one token, the byte 0xFF, which no UTF-8 text contains:
+        ``lm-eval`` and generation need such tokens, and the model has no more than 256. Text that
+        looks like this token is encoded as bytes.
+        """
+        tokenizer = tokenizers.Tokenizer(models.BPE(_byte_vocabulary(), []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        _wrapped(tokenizer, None).save_pretrained(folder)
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), _END_OF_TEXT[0])
+        _save(_wrapped(tokenizer, split_special_tokens=True, **special), folder)
 
 
 class SubwordTokenizer:
@@ -101,7 +103,7 @@ class SubwordTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer."""
-        self._tokenizer.save_pretrained(folder)
+        _save(self._tokenizer, folder)
 
     @property
     def _dtype(self) -> np.dtype[Any]:
@@ -138,7 +140,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         with quiet():
             if path.is_file():
-                return SubwordTokenizer(_from_file(path))
+                return _tokenizer(_from_file(path))
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
         wrong = ValueError(
@@ -153,7 +155,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         )
     if knows_nothing(tokenizer):
         raise ValueError(f"data.tokenizer={name}: its vocabulary is empty; its files are missing")
-    return SubwordTokenizer(tokenizer)
+    return _tokenizer(tokenizer)
 
 
 def knows_nothing(tokenizer: Any) -> bool:
@@ -173,11 +175,31 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The file does not state which token ends a text.
     end = next((token for token in _END_OF_TEXT if tokenizer.token_to_id(token) is not None), None)
-    return _wrapped(tokenizer, end)
+    return _wrapped(tokenizer, eos_token=end)
 
 
-def _wrapped(tokenizer: tokenizers.Tokenizer, end: str | None) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+def _wrapped(tokenizer: tokenizers.Tokenizer, **settings: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def _tokenizer(found: Any) -> Tokenizer:
+    is_bytes = found.get_vocab() == _byte_vocabulary()  # saved by ByteTokenizer
+    return ByteTokenizer() if is_bytes else SubwordTokenizer(found)
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    # The library represents a byte as a printable character: itself, otherwise one of the next
+    # free ones, in order. (With its byte fallback, one wrong byte would turn a whole text into
+    # replacement characters.)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    free = iter(sorted(character for character in alphabet if ord(character) > 255))
+    pieces = [chr(byte) if chr(byte) in alphabet else next(free) for byte in range(255)]
+    return {piece: byte for byte, piece in enumerate([*pieces, _END_OF_TEXT[0]])}
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    tokenizer.chat_template = tokenizer.chat_template or _CHAT
+    tokenizer.save_pretrained(folder)
 
 
 def _bytes_per_token(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:

@@ -1,1 +1,0 @@
-"""A run's model: export, evaluation, text generation."""

@@ -1,0 +1,60 @@
+"""The model of a run that is not complete, or of an earlier checkpoint, as ``final/`` has it."""
+
+import shutil
+from pathlib import Path
+
+from flower_desloc.app.config import parse
+from flower_desloc.app.runs.card import card
+from flower_desloc.app.runs.folder import RunFolder, read_lines, replaced
+from flower_desloc.app.runs.resume import completed
+from flower_desloc.app.runs.summary import build
+from flower_desloc.app.tasks import build_task
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import BUFFERS, digest, install
+from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
+
+
+def export(source: Path, folder: Path | None = None) -> Path:
+    """Write the model of ``source`` and its card into ``folder``, completely or not at all.
+
+    ``source`` is a checkpoint, or a run's folder: then it is the model in ``final/`` if the run is
+    complete, otherwise that of its last checkpoint. The default folder is ``export`` in the run's
+    folder.
+
+    Raises ``ValueError`` if there is no model, or if ``folder`` is not empty.
+    """
+    source = source.expanduser().resolve()
+    run = RunFolder(source)
+    checkpoint = None
+    if not (completed(run) and run.final.is_dir()):
+        checkpoint = last_checkpoint(source)
+        run = RunFolder(checkpoint.parent.parent)
+    folder = (folder or run.path / "export").expanduser().resolve()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"{folder}: is not an empty folder; give another one")
+    with replaced(folder) as partial:
+        if checkpoint is None:
+            shutil.copytree(run.final, partial, dirs_exist_ok=True)
+        else:
+            _write(run, checkpoint, partial)
+    return folder
+
+
+def _write(run: RunFolder, file: Path, folder: Path) -> None:
+    checkpoint = Checkpoint.read(file)
+    if checkpoint.step == 0:
+        raise ValueError(f"{file}: has not completed a window; there is nothing to export")
+    config = parse(checkpoint.settings)
+    task = build_task(config)
+    model = task.build_model()
+    for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
+        install(model, checkpoint.averages[name])
+    task.save(model, folder)
+    summary = build(
+        (line for line in read_lines(run.metrics) if line["round"] <= checkpoint.round),
+        config=config,
+        plan=None,
+        status="failed",
+        weights_sha256=digest(checkpoint.averages[PARAMS]),
+    )
+    (folder / "README.md").write_text(card(config, summary), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""The requests of a window: to each client its steps, and the streams that it lacks."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from flwr.app import ConfigRecord, Message
+
+from flower_desloc.core.schedule import BUFFERS, PARAMS, SyncSchedule, Window
+from flower_desloc.core.unequal import fewest
+from flower_desloc.flower.members import Member
+from flower_desloc.flower.messages import WindowRequest, settings_of
+from flower_desloc.flower.paces import Paces
+from flower_desloc.flower.rounds import RoundLoop
+from flower_desloc.flower.server_state import ServerState
+
+
+class Asks(Protocol):
+    """What the requests of a run are made from: the strategy."""
+
+    loop: RoundLoop
+    state: ServerState
+    schedule: SyncSchedule
+    paces: Paces
+    run_key: str
+    windows: Sequence[Window]
+    sync_delay: int
+    sync_bound: bool
+    sent_always: Collection[str]
+
+
+class Requests:
+    """Makes requests from a strategy's state, sends them, and yields the replies."""
+
+    def __init__(self, run: Asks) -> None:
+        self._run = run
+        self._kind, self._config = "train", ConfigRecord()  # of the last requests
+
+    def train(self, members: Iterable[Member], config: ConfigRecord) -> list[Message]:
+        """Return the requests for the window's local steps."""
+        self._kind, self._config = "train", config
+        return [self._train(member) for member in members]
+
+    def evaluate(self, members: Iterable[Member], config: ConfigRecord) -> list[Message]:
+        """Return the requests to evaluate the averaged parameters after the window."""
+        self._kind, self._config = "evaluate", config
+        return [self._evaluate(member) for member in members]
+
+    def ask(self, messages: Iterable[Message]) -> Iterator[Message]:
+        """Send requests and yield the replies; a client that lost its state is asked again."""
+        return self._run.loop.exchange.ask(messages, self._again)
+
+    def _again(self, node_id: int) -> Message:
+        member = self._run.loop.without_state(node_id)
+        return self._train(member) if self._kind == "train" else self._evaluate(member)
+
+    def _train(self, member: Member) -> Message:
+        run, now = self._run, self._run.loop.round
+        names = member.lacks(run.state.versions, run.schedule.resets, run.sent_always)
+        return self._message(
+            member,
+            names,
+            now.window,
+            steps=run.paces.steps(member.name, [m.name for m in now.asked], now.window),
+            before_merge=self._delay(now.window),
+        )
+
+    def _evaluate(self, member: Member) -> Message:
+        # It follows an average of params: every client lacks what a model is made of.
+        stop = self._run.loop.round.window.stop
+        names = [name for name in (PARAMS, BUFFERS) if name in self._run.state.versions]
+        return self._message(member, names, Window(stop, stop, frozenset()))
+
+    def _message(
+        self,
+        member: Member,
+        names: Iterable[str],
+        window: Window,
+        *,
+        steps: int = 0,
+        before_merge: int = 0,
+    ) -> Message:
+        """Return a request for a window, with the named streams."""
+        run, loop = self._run, self._run.loop
+        following = run.windows[loop.round.number + 1 :]
+        sent = {name: run.state.to_send(name, member.versions.get(name)) for name in names}
+        request = WindowRequest(
+            run_key=run.run_key,
+            attempt=loop.attempt,
+            checkpoint=loop.checkpoint,
+            start=window.start,
+            stop=window.stop,
+            steps=steps,
+            before_merge=before_merge,
+            ahead=self._delay(following[0]) if following else 0,
+            bound=run.sync_bound,
+            due=window.due,
+            versions=run.state.versions,
+            resets=run.schedule.resets,
+            formats=run.state.formats,
+            kinds=run.state.kinds,
+            differences=frozenset(name for name, (_, differs) in sent.items() if differs),
+            former=run.state.previous_version,
+            config=settings_of(self._config),
+        )
+        return loop.exchange.request(
+            member.node_id,
+            self._kind,
+            request,
+            {name: record for name, (record, _) in sent.items()},
+            server_round=loop.round.number,
+            bundles=member.reads_bundles,
+        )
+
+    def _delay(self, window: Window) -> int:
+        """Return how many of a window's steps come before the last averages are merged."""
+        steps = fewest(window.stop - window.start, self._run.loop.policy.min_steps)
+        return min(self._run.sync_delay, steps)
