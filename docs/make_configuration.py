@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flower_desloc.app.config.run_config import SETTINGS
+from flower_desloc.core.robust import AVERAGES
 from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,7 @@ PAGE = ROOT / "docs" / "reference" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
 POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
+_WORDS = {"OPTIMIZERS": OPTIMIZERS, "AVERAGES": AVERAGES}
 _AS_YAML = {
     "None": "null",
     "True": "true",
@@ -102,7 +104,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
-                value = ast.Constant(next(iter(OPTIMIZERS)))
+                value = ast.Constant(next(iter(_WORDS[ast.unparse(value.value)])))
             if isinstance(value, ast.Call):  # field(default_factory=..., metadata=...)
                 value.keywords = [word for word in value.keywords if word.arg != "metadata"]
             default = ast.unparse(value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Final
 
+from flower_desloc.core.robust import AVERAGES
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
@@ -34,7 +35,7 @@ class Policy:
     max_share: float = bounded(0.9, 0.5, 1)
     """With weighting by examples: the largest weight of a client, as a share of the examples of the
     window's clients; 1: no limit. A client with more counts as one with that share."""
-    average: str = one_of("mean", "median", "trimmed_mean")
+    average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
     trim: int = bounded(1, 0)

@@ -113,11 +113,7 @@ QUESTIONS = [
 
 
 def test_lm_eval_scores_local_questions(final, tmp_path):
-<<<<<<< HEAD
     """With the task file of docs/how-to/large-models.md; the likelihoods by hand."""
-=======
-    """With the page's command and task file; likelihoods are those worked out by hand."""
->>>>>>> models
     pytest.importorskip("lm_eval")
     page = (ROOT / "docs" / "how-to" / "large-models.md").read_text()
     (task,) = re.findall(r"```yaml\n(task: .*?)```", page, re.DOTALL)
