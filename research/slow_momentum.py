@@ -1,19 +1,18 @@
 """The held-out loss of a slow momentum (`optimizer.mix`) when u is averaged rarely.
 
-    python research/slow_momentum.py measure --data FOLDER --work runs/slow
-    python research/slow_momentum.py draw     # docs/slow_momentum.png, and the tables as text
+    python research/slow_momentum.py --data FOLDER --work runs/slow
 
 Learning rates, and for each optimizer the pair of beta1 and mix, are tuned on a seed of their own,
 at K_u = 12 K_x.
 """
 
-import math
 from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
 from itertools import product
+from typing import Any
 
-from paired import BLUE, PARTITIONS, RED, figure, table
-from small_runs import SEEDS, SPARE, Cells, Study, periods
+from paired import BLUE, PARTITIONS, RED, SPARE, Line, Table, figure
+from small_runs import SEEDS, Cells, Study, periods
 
 NAMES = {"adam": "Adam", "adopt": "ADOPT", "diloco": "DiLoCo"}
 FAST = (0.95, 1.0)
@@ -93,29 +92,35 @@ def cells() -> Cells:
             yield from ((arm, seed) for arm, _ in arms(*tuning))
 
 
-def draw() -> None:
-    print("tuning, on a seed of its own")
-    for tuning in TUNINGS:
-        for pair, some in tuned(*tuning).items():
-            row = [study.tuning(arm) for arm in some]
-            if not all(map(math.isnan, row)):
-                print(*tuning, *pair, *(f"{loss:.3f}" for loss in row))
-    rows = []
-    lines: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+def finished() -> Iterator[tuple[Arm, Arm]]:
+    """Yield the arms that have all seeds, each with its Local arm."""
     for arm, place in (both for tuning in TUNINGS for both in arms(*tuning)):
-        if not study.done(arm) or not study.found[place]:
-            continue
-        gap, method, name = study.above(arm, place), label(arm), NAMES[arm.optimizer]
+        if study.done(arm) and study.found[place]:
+            yield arm, place
+
+
+def table() -> Table:
+    rows = []
+    for arm, place in finished():
+        method, name = label(arm), NAMES[arm.optimizer]
         beta = "" if method != "slow momentum" else f" ({arm.beta1:g}, {arm.mix:g})"
         data = PARTITIONS[arm.partition] + ("" if arm.tokens == 256 else f", {arm.tokens} tokens")
         at = f"{arm.k_x}/{arm.k_u}/{arm.k_v}", f"{arm.lr:g}", f"{study.mean(arm):.3f}"
-        rows.append([name, data, method + beta, *at, "" if arm == place else gap])
-        if (arm.k_x, arm.tokens) == (8, 256) and arm.k_v != arm.k_x:
-            lines[f"{name}, {data}"][method].append((arm.k_u / arm.k_x, gap))
+        rows.append(
+            [name, data, method + beta, *at, "" if arm == place else study.above(arm, place)]
+        )
     heads = ["optimizer", "data", "method", "K_x/K_u/K_v", "rate", "loss", "above Local, %"]
-    print(f"\n{table(heads, rows)}")
+    return Table(heads, rows)
+
+
+def picture() -> None:
+    lines: dict[str, dict[str, list[tuple[float, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for arm, place in finished():
+        if (arm.k_x, arm.tokens) == (8, 256) and arm.k_v != arm.k_x:
+            title = f"{NAMES[arm.optimizer]}, {PARTITIONS[arm.partition]}"
+            lines[title][label(arm)].append((arm.k_u / arm.k_x, study.above(arm, place)))
     colours = {"DES-LOC": BLUE, "slow momentum": RED}
-    panels = {
+    panels: dict[str, list[Line]] = {
         title: [(name, colours[name], "o-", points) for name, points in some.items()]
         for title, some in lines.items()
     }
@@ -123,4 +128,4 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

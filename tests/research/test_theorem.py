@@ -1,15 +1,13 @@
 """research/theorem.py: its steps are the core's, its constants those of its problems."""
 
 import itertools
-import json
-import re
 
 import numpy as np
 import pytest
 import reference
 import torch
 from federation import Federation
-from scripts import ROOT, load_script
+from scripts import load_script
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -157,11 +155,3 @@ def test_the_papers_psi_allows_a_rate_at_which_workers_diverge_here():
     papers = theorem.step_size_bound(0.0, theorem.BETA, dissimilarity=B)
     ours = theorem.step_size_bound(coins.psi, theorem.BETA, dissimilarity=B)
     assert ours < theorem.largest_stable_rate(team, coins) < papers
-
-
-def test_the_page_has_the_tables_of_the_results():
-    results = json.loads(theorem.FILE.read_text())
-    page = (ROOT / "research" / "paper.md").read_text()
-    assert re.findall(r"<!-- theorem -->\n(.*?)\n<!-- /theorem -->", page, re.DOTALL) == (
-        theorem.tables(results)
-    )
