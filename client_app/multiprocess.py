@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from client_app.worker import config_of, model_of, task_of, with_number, worker_of
 from flower_desloc.app.config import Config
-from flower_desloc.app.config.optimizers import OPTIMIZERS
-from flower_desloc.app.setup.build import build_local_optimizer
+from flower_desloc.app.setup.build import build_local_optimizer, described_optimizer
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.app.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
 from flower_desloc.app.sites.multiprocess.ranks import Ranks
@@ -20,6 +19,7 @@ from flower_desloc.app.tasks.compute import SharesBatches
 from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client_state import state_folder
+from flower_desloc.optim import OPTIMIZERS
 
 
 def build_ranks_worker(
@@ -72,7 +72,7 @@ def _require_shared_batches(config: Config, task: Task) -> SharesBatches:
 
 
 def _check(config: Config, parallelism: Parallelism) -> None:
-    data, optimizer = config.data, config.optimizer.name
+    data = config.data
     if config.strategy != "desloc":
         raise ValueError(f"strategy={config.strategy} is for clients of one process")
     if data.batch_size < parallelism.processes:
@@ -82,11 +82,12 @@ def _check(config: Config, parallelism: Parallelism) -> None:
         )
     if not parallelism.sharded:
         return
-    elementwise = [name for name, known in OPTIMIZERS.items() if known.elementwise]
-    if optimizer not in elementwise:
+    if not described_optimizer(config).elementwise:
+        elementwise = [name for name, known in OPTIMIZERS.items() if known.elementwise]
         raise ValueError(
-            f"optimizer.name={optimizer} may need whole tensors, which parallel='fsdp' does not "
-            f"give it; use parallel='ddp', or one of {', '.join(elementwise)}"
+            f"optimizer.name={config.optimizer.name} may need whole tensors, which parallel='fsdp' "
+            f"does not give it; use parallel='ddp', or one of {', '.join(elementwise)}; a class of "
+            "your own that treats every value by itself says so by elementwise = True"
         )
     if GRADIENTS in config.sync:
         raise ValueError("sync.gradients is for parallel='ddp'")

@@ -7,14 +7,16 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.run_config import SETTINGS
+from flower_desloc.core.robust import AVERAGES
+from flower_desloc.optim import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
 SCHEMA = ROOT / "flower_desloc" / "app" / "config" / "schema.py"
 POLICY = ROOT / "flower_desloc" / "flower" / "policy.py"  # the section federation
 
+_WORDS = {"OPTIMIZERS": OPTIMIZERS, "AVERAGES": AVERAGES}
 _AS_YAML = {
     "None": "null",
     "True": "true",
@@ -25,7 +27,8 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones
+win:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
@@ -33,34 +36,20 @@ flwr run . --run-config 'config="quickstart" overrides="sync.params=32 run.seed=
 flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 ```
 
-The most common settings are keys of the run config. Those that are `""`, as all are in
-`pyproject.toml`, change nothing. **`overrides` win over these keys, and these over the preset or
-file.** A value for every run is set in `pyproject.toml`, which
-`desloc run` and `desloc federate` read too.
+The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
-Flower refuses an unknown key with `Invalid run configuration`; these are all, with `config`,
-`overrides` and `output-dir`. Any other setting is an override. Under `flwr run` a relative path,
-as `output-dir=runs` is, starts at the folder where the SuperLink was started; the run's log states
-the absolute path. `desloc` makes paths absolute.
+A file may build on a preset with `extends: quickstart`, or on another file with `extends:
+base.yaml`; it then states what differs. Its `sync` section replaces the other's as a whole. Under
+`flwr run` relative paths start at the folder where the SuperLink was started.
 
-A file may build on a preset with `extends: quickstart`, or on another file with
-`extends: base.yaml`, a path from its own folder; it then states what differs. Its `sync` section,
-if it has one, replaces the other's as a whole.
+A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
+is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
+number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary.
 
-A setting that is a text takes what was typed: `run.name=2026_01_05`, `data.domains=[007,yes]`.
-Numbers follow YAML 1.2: `010` is ten, `1e-8` a number, `1_000` a text. In the dictionaries
-`task_options`, `optimizer.options` and `model.config` a value is what YAML 1.2 reads, so a text
-that looks like a number needs quotes: `task_options={{code: "007"}}`. Blanks separate overrides,
-except in the brackets or quotes around a value. `wire={{}}` clears a dictionary.
-
-After the last step `params` are averaged, whatever their period.
-
-What belongs to a site and not to the run is set on its SuperNode, by `--node-config`:
-`partition-id` and `num-partitions`, or `data-path` for private data; `state-dir`, where the client
-keeps its own state (by default the folder that the environment variable DESLOC_STATE_DIR names, or
-`desloc/` in Flower's home folder); `device`; `name`; `warm=false`, which turns
-[warm clients](../how-to/warm.md) off.
+What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
+`num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,
+which turns [warm clients](../how-to/warm.md) off.
 
 """
 
@@ -73,7 +62,24 @@ def page() -> str:
     for name, (doc, fields) in sections.items():
         key = {"LRSchedule": "lr_schedule", "Policy": "federation"}.get(name, name.lower())
         lines += [f"## {key}\n", f"{doc}\n", *_table(f"{key}.", (doc, fields))]
+        lines += _optimizers() if key == "optimizer" else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _optimizers() -> list[str]:
+    """Return the table of the project's optimizers, with their own defaults."""
+    rows = [
+        "| optimizer | settings and their defaults | weight decay | states |",
+        "|---|---|---|---|",
+    ]
+    for name, described in OPTIMIZERS.items():
+        settings = ", ".join(
+            f"`{key}` {list(value) if isinstance(value, tuple) else value}"
+            for key, value in described.settings.items()
+        )
+        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)
+        rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
+    return [*rows, ""]
 
 
 def _keys() -> str:
@@ -98,7 +104,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             if isinstance(value, ast.Call) and ast.unparse(value.func) in ("bounded", "one_of"):
                 value = value.args[0]
             if isinstance(value, ast.Starred):  # one_of(*OPTIMIZERS)
-                value = ast.Constant(next(iter(OPTIMIZERS)))
+                value = ast.Constant(next(iter(_WORDS[ast.unparse(value.value)])))
             if isinstance(value, ast.Call):  # field(default_factory=..., metadata=...)
                 value.keywords = [word for word in value.keywords if word.arg != "metadata"]
             default = ast.unparse(value)
@@ -106,9 +112,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
 
 
 def _table(prefix: str, section: tuple[str, list[tuple[str, str, str]]]) -> list[str]:
-    rows = ["| key | default | meaning |", "|---|---|---|"]
+    rows = ["key | default | meaning", "---|---|---"]
     for name, default, doc in section[1]:
-        rows.append(f"| `{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')} |")
+        rows.append(f"`{prefix}{name}` | `{default}` | {doc.replace('|', chr(92) + '|')}")
     return [*rows, ""]
 
 

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"),
-    *(f"research/{page}.md" for page in ("README", "paper", "ladder", "thin-links")),
+    *(f"research/{page}.md" for page in ("README", "paper", "ladder", "thin-links", "toy")),
 )
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
+    from flower_desloc.core.kinds import Kind
     from flower_desloc.core.lr_schedule import constant, cosine, wsd
-    from flower_desloc.core.newcomer import SeedsStates
     from flower_desloc.core.outer import OuterOptimizer
     from flower_desloc.core.schedule import NEVER, PARAMS, RESET, SyncSchedule, Window
+    from flower_desloc.core.states import State, kinds_of
     from flower_desloc.core.streams import (
         check_optimizer,
         prime,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
+    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "Drift",
     "FederationError",
     "InProcessGrid",
+    "Kind",
     "LogLines",
     "Mean",
     "Observer",
@@ -66,9 +68,8 @@ __all__ = [
     "PaperAdam",
     "Plan",
     "Policy",
-    "QHAdam",
     "RoundHook",
-    "SeedsStates",
+    "State",
     "StepMetrics",
     "SyncSchedule",
     "Window",
@@ -79,6 +80,7 @@ __all__ = [
     "constant",
     "cosine",
     "from_record",
+    "kinds_of",
     "last_checkpoint",
     "prime",
     "put",
@@ -92,7 +94,8 @@ __all__ = [
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
     "core.lr_schedule": ["constant", "cosine", "wsd"],
-    "core.newcomer": ["SeedsStates"],
+    "core.kinds": ["Kind"],
+    "core.states": ["State", "kinds_of"],
     "core.worker": ["Clipping", "StepMetrics", "Worker"],
     "core.outer": ["OuterOptimizer"],
     "core.schedule": ["NEVER", "PARAMS", "RESET", "SyncSchedule", "Window"],
@@ -108,7 +111,7 @@ _HOMES = {
     "flower.arrays": ["from_record", "to_record"],
     "flower.rounds": ["RoundHook"],
     "flower.strategy": ["DesLoc"],
-    "optim": ["ADOPT", "SGDM", "PaperAdam", "QHAdam"],
+    "optim": ["ADOPT", "SGDM", "PaperAdam"],
 }
 
 

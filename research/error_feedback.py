@@ -20,7 +20,7 @@ from paired import table
 from small_runs import SEEDS, Cells, Study, periods
 
 from flower_desloc.core.compression import EncodedStream, encode_stream
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.types import Stream
 from flower_desloc.flower import coding, server_state
 
@@ -28,7 +28,7 @@ RATE = 0.0119
 MORE = range(3, 10)
 """Further seeds of the preset lean."""
 FP32, LEAN, FOUR = "fp32/fp32/fp32", "int8/int4/int8", "int4/int4/int8"
-NAMES = {"params": "x", "exp_avg": "u"}
+LETTERS = {Kind.PARAMS: "x", Kind.FIRST_MOMENT: "u"}
 BOTH, NONE = "x, u", "none"
 """Streams with feedback."""
 KINDS = {
@@ -60,14 +60,14 @@ def feedback_of(arm: Arm) -> Iterator[None]:
     """Run an arm with error feedback for its streams only."""
 
     def encode(
-        name: str, stream: Stream, *args: Any, residual: Any = None, **kwargs: Any
+        kind: Kind, stream: Stream, *args: Any, residual: Any = None, **kwargs: Any
     ) -> EncodedStream:
-        if NAMES.get(name) not in arm.feedback.split(", "):
-            return replace(encode_stream(name, stream, *args, **kwargs), residual={})
-        if name == PARAMS:
-            return encode_stream(name, stream, *args, residual=residual, **kwargs)
+        if LETTERS.get(kind) not in arm.feedback.split(", "):
+            return replace(encode_stream(kind, stream, *args, **kwargs), residual={})
+        if kind is Kind.PARAMS:
+            return encode_stream(kind, stream, *args, residual=residual, **kwargs)
         stream = {k: t + residual[k] if residual else t for k, t in stream.items()}
-        sent = encode_stream(name, stream, *args, **kwargs)
+        sent = encode_stream(kind, stream, *args, **kwargs)
         return replace(sent, residual={k: t - sent.received[k] for k, t in stream.items()})
 
     with (

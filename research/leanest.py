@@ -1,4 +1,4 @@
-"""How few bytes: rare averages of u and v, 4-bit codes, late averages and slow momentum together.
+"""How few bytes: rare averages of u and v, 4-bit codes and late averages together.
 
     python research/leanest.py measure --data FOLDER --work runs/leanest
     python research/leanest.py draw     # docs/images/leanest.png, and the tables as text
@@ -30,7 +30,6 @@ METHODS = {
     "12/144/288, 4 bits, bounded": f"{RARE} sync_bound=true",
     "16/16/never, 4 bits, bounded": f"{periods(16, 16, 'never')} {INT4} sync_bound=true",
     "12/144/288, 4 bits, late by 2": f"{RARE} sync_delay=2",
-    "12/144/288, 4 bits, slow u": f"{RARE} optimizer.betas=[0.99,0.95] optimizer.mix=0.7",
     "8/96/384, 4 bits": f"{periods(8, 96, 384)} {CODES}",
 }
 Arm = namedtuple("Arm", "method tokens partition lr")
@@ -78,7 +77,7 @@ def draw() -> None:
         for arm, fewer, gap in found:
             above = "" if arm.method == LOCAL else gap
             rows.append([data, arm.method, f"{arm.lr:g}", f"{fewer:.1f}", above])
-        drawn = [one for one in found if one[0].method != LOCAL and "slow" not in one[0].method]
+        drawn = [one for one in found if one[0].method != LOCAL]
         lines.append((data, colour, "o", [(fewer, gap) for _, fewer, gap in drawn]))
     print(table(["data", "method", "rate", "fewer bytes, times", "loss above Local, %"], rows))
     x, y = "times fewer bytes than Local Adam", "held-out loss above Local Adam, %"

@@ -24,12 +24,14 @@ from flower_desloc.app.setup.build import (
     build_outer,
     build_schedule,
     build_streams,
+    stream_kinds,
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
+from flower_desloc.core.states import states_of
 from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
@@ -43,7 +45,7 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
-from flower_desloc.optim.bounds import FIRST, SECOND, divides_by_root, moment_ratio
+from flower_desloc.optim.bounds import moment_ratios
 
 app = ServerApp()
 
@@ -167,7 +169,7 @@ def _strategy(
             assert outer is not None
             return DataParallel(steps, outer, **options, **saved)
         case "desloc":
-            options |= {"outer": outer, "formats": config.wire}
+            options |= {"outer": outer, "formats": config.wire, "kinds": stream_kinds(config)}
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
             return DesLoc(schedule, steps, **options, **saved)
         case "fedavg":  # Flower's own strategies cannot resume
@@ -198,18 +200,21 @@ def _with_local_buffers(config: Config, streams: Container[str]) -> Config:
 
 def _warn_if_unbounded(config: Config) -> None:
     """Warn where ``sync_bound`` would apply to the optimizer, and its betas have no bound."""
-    stated = [config.sync.get(name, NEVER) for name in (FIRST, SECOND)]
-    if config.strategy != "desloc" or not config.sync_bound or stated[0] == stated[1]:
+    if config.strategy != "desloc" or not config.sync_bound:
         return
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
-    if divides_by_root(optimizer) and moment_ratio(optimizer) is None:
-        log(
-            WARNING,
-            "optimizer.betas=%s: there is no bound where beta1^2 is not below beta2, so sync_bound "
-            "does nothing, and the run can spike after an average of %s",
-            list(optimizer.param_groups[0]["betas"]),
-            FIRST,
-        )
+    states = states_of(optimizer)
+    for first, ratio in moment_ratios(optimizer).items():
+        second = states[first].divided_by
+        if ratio is None and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
+            log(
+                WARNING,
+                "%s has no bound, as the square of its decay is not below the decay of %s: "
+                "sync_bound does nothing, and the run can spike after an average of %s",
+                first,
+                second,
+                first,
+            )
 
 
 def _evaluate_fn(config: Config, model: nn.Module) -> EvaluateFn:

@@ -23,7 +23,7 @@ from flower_desloc import Clipping, Mean, SyncSchedule, Window, Worker, prime, p
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.streams import stream_names
-from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam, QHAdam
+from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
 
 # ------------------------------------------------------------------------------------- Optimizers
 
@@ -63,16 +63,6 @@ OPTIMIZERS = {
         lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-3),
         reference.paper_adam(0.9, 0.95, 1e-3),
         0.02,
-    ),
-    "qhadam": OptimizerCase(
-        lambda p: QHAdam(p, lr=0.05, betas=(0.99, 0.95), mix=0.7),
-        reference.adam(0.99, 0.95, 1e-8, mix=0.7),
-        0.05,
-    ),
-    "slow_adopt": OptimizerCase(
-        lambda p: ADOPT(p, lr=0.05, betas=(0.99, 0.95), mix=0.7),
-        reference.adopt(0.99, 0.95, 1e-6, mix=0.7),
-        0.05,
     ),
 }
 

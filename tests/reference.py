@@ -213,11 +213,8 @@ def clip_coordinates(rho: float) -> Callable[[Tree], Tree]:
 # ----------------------------------------------------------------------- The optimizers, one tensor
 
 
-def adam(beta1, beta2, eps, *, mix=1.0, decay=0.0, decoupled=False) -> Optimizer:
-    """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps).
-
-    With ``mix`` it is QHAdam as Ma and Yarats print it (nu_1; their nu_2 is 1).
-    """
+def adam(beta1, beta2, eps, *, decay=0.0, decoupled=False) -> Optimizer:
+    """Adam with bias correction; with ``decoupled`` decay AdamW (PyTorch's documented steps)."""
 
     def update(t, eta, g, x, u, v):
         x, g = _decayed(eta, g, x, decay, decoupled)
@@ -225,8 +222,7 @@ def adam(beta1, beta2, eps, *, mix=1.0, decay=0.0, decoupled=False) -> Optimizer
         v = beta2 * v + (1 - beta2) * g**2
         u_hat = u / (1 - beta1 ** (t + 1))
         v_hat = v / (1 - beta2 ** (t + 1))
-        towards = (1 - mix) * g + mix * u_hat
-        return x - eta * towards / (torch.sqrt(v_hat) + eps), u, v
+        return x - eta * u_hat / (torch.sqrt(v_hat) + eps), u, v
 
     return _adam(update, beta1, beta2, lambda g, x: _decayed(0.0, g, x, decay, decoupled)[1] ** 2)
 
@@ -261,11 +257,8 @@ def fourth_root(t: int) -> float:
     return t**0.25
 
 
-def adopt(beta1, beta2, eps, *, clip=fourth_root, mix=1.0, decay=0.0, decoupled=False) -> Optimizer:
-    """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped.
-
-    With ``mix`` its step is quasi-hyperbolic, as QHAdam's is.
-    """
+def adopt(beta1, beta2, eps, *, clip=fourth_root, decay=0.0, decoupled=False) -> Optimizer:
+    """ADOPT as its authors' code has it: the first step only seeds v, then n is clipped."""
 
     def update(t, eta, g, x, u, v):
         decayed, g = _decayed(eta, g, x, decay, decoupled)
@@ -275,8 +268,7 @@ def adopt(beta1, beta2, eps, *, clip=fourth_root, mix=1.0, decay=0.0, decoupled=
         if clip is not None:
             n = torch.clamp(n, -clip(t), clip(t))
         u = beta1 * u + (1 - beta1) * n
-        towards = (1 - mix) * n + mix * u
-        return decayed - eta * towards, u, beta2 * v + (1 - beta2) * g**2
+        return decayed - eta * u, u, beta2 * v + (1 - beta2) * g**2
 
     seeds = {"exp_avg_sq": lambda g, x: _decayed(0.0, g, x, decay, decoupled)[1] ** 2}
     return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2))

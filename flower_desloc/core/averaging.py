@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flower_desloc.core.formats import NEVER_NEGATIVE
-from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.types import Stream, Streams, Weight
 
 _BLOCK = 1 << 19
@@ -160,7 +159,7 @@ def distance(stream: Stream, origin: Stream | None = None) -> float:
     return math.sqrt(squares)
 
 
-def update_lengths(streams: Streams, last: Streams) -> dict[str, float]:
+def update_lengths(streams: Streams, last: Streams, kinds: Kinds) -> dict[str, float]:
     """Return by stream how long a client's update is, given the ``last`` averages.
 
     That of params and buffers is the distance from their last average, that of a moment its norm,
@@ -169,8 +168,10 @@ def update_lengths(streams: Streams, last: Streams) -> dict[str, float]:
     """
     lengths = {}
     for name, stream in streams.items():
-        norm = distance(stream, last.get(name) if name in (PARAMS, BUFFERS) else None)
-        lengths[name] = math.sqrt(norm) if name in NEVER_NEGATIVE else norm
+        kind = kind_of(name, kinds)
+        is_moved = kind in (Kind.PARAMS, Kind.BUFFERS)
+        norm = distance(stream, last.get(name) if is_moved else None)
+        lengths[name] = norm if kind.is_signed else math.sqrt(norm)
     return lengths
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, Format
+from flower_desloc.core.formats import EXACT, Format
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.types import Stream
 
 _BITS = {"int8": 8, "int4": 4}
@@ -39,7 +40,7 @@ class EncodedStream:
 
 
 def encode_stream(
-    name: str,
+    kind: Kind,
     stream: Stream,
     format_: Format,
     *,
@@ -49,7 +50,7 @@ def encode_stream(
     """Compress a stream.
 
     Args:
-        name: Name of the stream, which decides whether it is signed.
+        kind: What the stream holds, which decides whether it is signed.
         stream: Its tensors.
         format_: How they are quantised.
         reference: Only for parameters: what the receiver already has, bit for bit; the difference
@@ -58,7 +59,7 @@ def encode_stream(
 
     """
     coded, received, rest = {}, {}, {}
-    signed = name not in NEVER_NEGATIVE
+    signed = kind.is_signed
     for key, tensor in stream.items():
         value = tensor.detach().to("cpu", _wide(tensor.dtype))
         if reference is not None:
@@ -79,20 +80,20 @@ def decode_stream(
     format_: Format,
     like: Stream,
     *,
+    kind: Kind,
     reference: Stream | None = None,
 ) -> dict[str, Tensor]:
     """Return the stream that ``encode_stream`` compressed; ``like`` has its shapes and types.
 
     Raises ``ValueError`` when the number of bytes does not fit the shape, or a name is unknown.
     """
-    signed = name not in NEVER_NEGATIVE
     stream = {}
     for key, data in coded.items():
         if key not in like:
             raise ValueError(f"stream {name!r} has {key!r}, which the model does not have")
         try:
             wide = torch.empty_like(like[key], dtype=_wide(like[key].dtype), device="meta")
-            decoded = decode(data, format_, wide, signed=signed)
+            decoded = decode(data, format_, wide, signed=kind.is_signed)
         except ValueError as error:
             raise ValueError(f"{key!r} of stream {name!r}: {error}") from error
         stream[key] = _added(reference, key, decoded).to(like[key].dtype)

@@ -1,7 +1,4 @@
-"""Names of the formats that ``flower_desloc.core.compression`` encodes and decodes.
-
-Apart from it because the configuration is checked without importing PyTorch.
-"""
+"""Names of the formats that ``flower_desloc.core.compression`` encodes and decodes."""
 
 from collections.abc import Mapping
 from typing import Final, Literal, cast, get_args
@@ -12,8 +9,6 @@ Format = Literal["fp32", "bf16", "int8", "int4"]
 """``fp32``: not compressed, in the type of the tensors."""
 
 EXACT: Final = "fp32"
-NEVER_NEGATIVE: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
-"""Streams whose values are means of squares."""
 
 
 def lossy(formats: Mapping[str, str]) -> dict[str, Format]:

@@ -16,20 +16,20 @@ LOSCAR-SGD and DaSGD; that of the moments is this project's.
 import torch
 from torch import Tensor
 
-from flower_desloc.core.formats import NEVER_NEGATIVE
-from flower_desloc.core.schedule import BUFFERS
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.types import Stream
 
 
 @torch.no_grad()
 def merged(
-    name: str, now: Stream, sent: Stream, average: Stream, *, decay: float, steps: int
+    kind: Kind, now: Stream, sent: Stream, average: Stream, *, decay: float, steps: int
 ) -> dict[str, Tensor]:
     """Return a stream after its average has arrived ``steps`` local steps late.
 
     Args:
-        name: The stream's. Means of squares stay at least zero, which rounding could change.
-            Buffers are replaced by their average: the layers that write them state no decay.
+        kind: What the stream holds. Means of squares stay at least zero, which rounding could
+            change. Buffers are replaced by their average: the layers that write them state no
+            decay.
         now: The stream after those steps.
         sent: The stream before them, as this worker had it.
         average: The mean of what the workers sent.
@@ -37,12 +37,12 @@ def merged(
         steps: The local steps taken since.
 
     """
-    if name == BUFFERS:
+    if kind is Kind.BUFFERS:
         return dict(average)
     result = {}
     for key, tensor in now.items():
         change = (average[key] - sent[key]).to(tensor.device)
         result[key] = torch.add(tensor, change, alpha=decay**steps)
-        if name in NEVER_NEGATIVE:
+        if not kind.is_signed:
             result[key].clamp_min_(0)
     return result

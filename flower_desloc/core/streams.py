@@ -38,28 +38,59 @@ def prime(optimizer: Optimizer) -> None:
     Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam, and for
     one that takes no step on gradients of zeros, such as SparseAdam.
     """
+    what = type(optimizer).__name__
     kept = [(p, p.detach().clone()) for p in trained_by(optimizer)]
     with torch.no_grad():
-        for p, _ in kept:
-            p.zero_()
-            p.grad = torch.zeros_like(p)
         try:
-            optimizer.step()
+            _step_from_zero(optimizer, 0.0)
+            changed = [name for name, state in _tensors_of(optimizer) if state.any()]
+            if changed and not _first_step_is_from_zeros(optimizer):
+                raise ValueError(f"{changed[0]!r} of {what} is not zero before the first step")
         except RuntimeError as error:
-            what = f"{type(optimizer).__name__} takes no step on gradients of zeros"
-            raise ValueError(f"{what}, which creates its states: {error}") from error
+            why = f"{what} takes no step on gradients of zeros, which creates its states"
+            raise ValueError(f"{why}: {error}") from error
         optimizer.zero_grad(set_to_none=True)
         for p, x in kept:
             p.copy_(x)
+        _zero_states(optimizer)
+
+
+def _first_step_is_from_zeros(optimizer: Optimizer) -> bool:
+    """Return whether a new optimizer's first step is one from states of zero.
+
+    A step on zero gradients may change a state that starts at zero: QHAdam counts the weights of
+    its averages, Adamax adds its eps to the gradient.
+    """
+    ends = []
+    for begin in (optimizer.state.clear, lambda: _zero_states(optimizer)):
+        begin()
+        set_step(optimizer, 0)
+        _step_from_zero(optimizer, 1.0)
+        params = [p.clone() for p in trained_by(optimizer)]
+        ends.append([*params, *(state.clone() for _, state in _tensors_of(optimizer))])
+    return _equal(*ends)
+
+
+def _step_from_zero(optimizer: Optimizer, gradient: float) -> None:
+    """Take a step with every parameter at zero and every gradient at the same value."""
+    for p in trained_by(optimizer):
+        p.zero_()
+        p.grad = torch.full_like(p, gradient)
+    optimizer.step()
+
+
+def _zero_states(optimizer: Optimizer) -> None:
     set_step(optimizer, 0)
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                # Not exactly zero: Adamax adds its eps to the gradient.
-                if (value.abs() > 1e-6).any():
-                    what = f"{name!r} of {type(optimizer).__name__}"
-                    raise ValueError(f"{what} is not zero before the first step")
-                value.zero_()
+    for _, state in _tensors_of(optimizer):
+        state.zero_()
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the value of every state that is a tensor, without the step count."""
+    for states in optimizer.state.values():
+        for name, value in states.items():
+            if name != STEP and isinstance(value, Tensor):
+                yield name, value
 
 
 def check_optimizer(

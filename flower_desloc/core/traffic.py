@@ -14,7 +14,8 @@ from itertools import combinations
 from typing import TypeVar
 
 from flower_desloc.core.compression import coded_bytes
-from flower_desloc.core.formats import EXACT, NEVER_NEGATIVE, lossy
+from flower_desloc.core.formats import EXACT, lossy
+from flower_desloc.core.kinds import Kinds, kind_of
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, Period, SyncSchedule
 from flower_desloc.core.types import Stream
 
@@ -26,12 +27,14 @@ def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
     return {name: sum(t.nbytes for t in stream.values()) for name, stream in streams.items()}
 
 
-def wire_bytes(streams: Mapping[str, Stream], formats: Mapping[str, str]) -> dict[str, int]:
+def wire_bytes(
+    streams: Mapping[str, Stream], formats: Mapping[str, str], kinds: Kinds
+) -> dict[str, int]:
     """Return the bytes of each stream in a message."""
     coded = lossy(formats)
     return {
         name: sum(
-            coded_bytes(coded.get(name, EXACT), tensor, signed=name not in NEVER_NEGATIVE)
+            coded_bytes(coded.get(name, EXACT), tensor, signed=kind_of(name, kinds).is_signed)
             for tensor in stream.values()
         )
         for name, stream in streams.items()

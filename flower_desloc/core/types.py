@@ -1,12 +1,10 @@
 """The words that every part uses."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the configuration is checked without importing PyTorch
-    from torch import Tensor
+from torch import Tensor
 
-Stream = Mapping[str, "Tensor"]
+Stream = Mapping[str, Tensor]
 """Tensors of one stream under their parameters' names."""
 
 Streams = Mapping[str, Stream]

@@ -9,8 +9,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from flower_desloc.core.lr_schedule import LRSchedule, constant
-from flower_desloc.core.newcomer import seed_states
 from flower_desloc.core.schedule import BUFFERS, PARAMS
+from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import (
     put,
     set_step,

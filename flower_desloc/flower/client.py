@@ -15,9 +15,10 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_desloc.core.averaging import distance
+from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.late import merged
-from flower_desloc.core.newcomer import needs_seed
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.states import kinds_of, needs_seed, state_decays
 from flower_desloc.core.streams import (
     BUFFERS,
     check_finite,
@@ -52,8 +53,7 @@ from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.observer import DATA_VERSION
 from flower_desloc.flower.replies import WindowReply
 from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.optim.bounds import FIRST, SECOND, bounded, moment_ratio, suits_newcomers
-from flower_desloc.optim.decays import state_decays
+from flower_desloc.optim.bounds import bounded, suits_newcomers
 
 T = TypeVar("T")
 
@@ -159,7 +159,8 @@ def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     if late:
         merged_now = _merged(worker, begin, late, merge_at - request.start)
         after = {**worker.take(request.versions), **merged_now}
-        worker.put({**merged_now, **_bounded(worker, after, request.bound, of=late.keys())})
+        within = bounded(worker.optimizer, after, late) if request.bound else {}
+        worker.put({**merged_now, **within})
     last = request.start + request.steps if request.steps else request.stop
     steps = ahead.steps + _steps(worker, merge_at, last, origin)
     taken = mine.taken(last - request.start)
@@ -429,9 +430,11 @@ def _merged(
     worker: Worker, sent: Mapping[str, Stream], averages: Mapping[str, Stream], steps: int
 ) -> dict[str, Stream]:
     """Return the streams with averages of what was ``sent`` so many local steps before."""
-    decays = _decays(worker, averages)
+    decays, kinds = _decays(worker, averages), kinds_of(worker.optimizer)
     return {
-        name: merged(name, now, sent[name], averages[name], decay=decays[name], steps=steps)
+        name: merged(
+            kind_of(name, kinds), now, sent[name], averages[name], decay=decays[name], steps=steps
+        )
         for name, now in worker.take(averages).items()
     }
 
@@ -478,17 +481,8 @@ def _begin(
     if late_start and (names := needs_seed(worker.optimizer, streams)):
         worker.seed(names, request.start)
         streams = {**streams, **worker.take(names)}
-    worker.put(_bounded(worker, streams, request.bound or is_new, of=averaged))
-
-
-def _bounded(
-    worker: Worker, streams: Mapping[str, Stream], bound: bool, of: Collection[str]
-) -> dict[str, Stream]:
-    """Return Adam's u bounded by v, if asked for, after an average of either (``of``)."""
-    if not bound or not (FIRST in of or SECOND in of):
-        return {}
-    ratio = moment_ratio(worker.optimizer)
-    return {} if ratio is None else {FIRST: bounded(streams[FIRST], streams[SECOND], ratio)}
+    if request.bound or is_new:
+        worker.put(bounded(worker.optimizer, streams, averaged))
 
 
 def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:

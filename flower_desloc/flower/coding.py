@@ -34,7 +34,9 @@ def decoded(
                 continue
             reference = files.read([kept])[kept]
         format_ = request.formats[name]
-        streams[name] = decode_stream(name, stream, format_, like[name], reference=reference)
+        streams[name] = decode_stream(
+            name, stream, format_, like[name], kind=request.kinds[name], reference=reference
+        )
     return streams
 
 
@@ -51,7 +53,7 @@ def encoded(
             due[name] = streams[name]
             continue
         sent = encode_stream(
-            name,
+            request.kinds[name],
             streams[name],
             request.formats[name],
             reference=kept.get(f"{_REFERENCE}{name}"),

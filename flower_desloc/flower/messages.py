@@ -12,6 +12,7 @@ from typing import TypeVar
 from flwr.app import ConfigRecord, RecordDict
 
 from flower_desloc.core.formats import EXACT, Format, lossy
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import records_of, streams_of, to_record
 
@@ -67,6 +68,8 @@ class WindowRequest:
     """Streams that are never averaged and restarted from zeros at their version."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are compressed, in both directions."""
+    kinds: Kinds = field(default_factory=dict)
+    """Of every stream; those of the server, so that both ends code alike."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Streams the client lacks, as sent: compressed, except for parameters sent whole."""
     differences: frozenset[str] = frozenset()
@@ -101,6 +104,7 @@ class WindowRequest:
                 "stream-versions": list(self.versions.values()),
                 "streams-reset": sorted(self.resets),
                 "stream-formats": [str(self.formats.get(n, EXACT)) for n in self.versions],
+                "stream-kinds": [str(kind_of(n, self.kinds)) for n in self.versions],
                 "differences": sorted(self.differences),
                 "former-version": self.former,
                 "bundles": self.bundles,
@@ -118,6 +122,7 @@ class WindowRequest:
         names = _values(config, "streams", str)
         versions = _values(config, "stream-versions", int)
         formats = _values(config, "stream-formats", str)
+        kinds = map(Kind, _values(config, "stream-kinds", str))
         attempts = _values(config, "attempts", str)
         starts = _values(config, "attempt-starts", int)
         code, digests = _values(config, "code", str), _values(config, "code-digests", str)
@@ -137,6 +142,7 @@ class WindowRequest:
             versions=dict(zip(names, versions, strict=True)),
             resets=frozenset(_values(config, "streams-reset", str)),
             formats=lossy(dict(zip(names, formats, strict=True))),
+            kinds=dict(zip(names, kinds, strict=True)),
             differences=frozenset(_values(config, "differences", str)),
             former=_value(config, "former-version", int),
             bundles=_value(config, "bundles", bool),

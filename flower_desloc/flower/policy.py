@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Final
 
+from flower_desloc.core.robust import AVERAGES
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
@@ -24,45 +25,42 @@ class Policy:
     min_clients: int = bounded(1, 1)
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number. From the first window that begins at that step or later,
-    only that many clients take part, the first in order, as in `{0: 4, 96: 8}` (on the command line
-    `federation.attendance.96=8`). Before the first step named, all do."""
+    """Joins and leaves, as step: number. From that step on only so many clients take part, the
+    first in order, as in `{0: 4, 96: 8}` (on the command line `federation.attendance.96=8`). Before
+    the first step named, all do."""
     fraction_train: float = bounded(1.0, above=0, most=1)
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
-    """With weighting by examples: the largest weight of a client, as a share of the examples that
-    the clients of the window stated in their greetings; 1: no limit. A client with more counts as
-    one with that share, and an event says so."""
-    average: str = one_of("mean", "median", "trimmed_mean")
-    """`mean`, or a robust average against malicious clients, coordinate by coordinate: `median` or
-    `trimmed_mean`. These hold all replies of a window in memory, where the mean holds one."""
+    """With weighting by examples: the largest weight of a client, as a share of the examples of the
+    window's clients; 1: no limit. A client with more counts as one with that share."""
+    average: str = one_of(*AVERAGES)
+    """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
+    coordinate. These hold all replies of a window in memory, the mean one."""
     trim: int = bounded(1, 0)
     """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
     that."""
     norm_bound: float | None = bounded(30.0, 1)
     """Leave out a client whose update of a stream is longer than this many times the median of the
-    window's clients so far, from the third on; divided by min_steps; null: do not."""
+    window's clients so far, from the third on; null: do not."""
     on_failure: str = one_of("stop", "continue")
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = bounded(3600.0, above=0)
-    """Seconds to wait for the next reply, in the clients' order, before continuing without it; at
-    least what a whole window takes, including the time clients wait for a core. A client that has
-    replied before is waited for at most five times as long as the slowest client took last, and at
-    least a minute."""
+    """Seconds to wait for the next reply, in the clients' order; at least what a whole window
+    takes. A client that has replied before is waited for at most five times as long as the slowest
+    client took last, and at least a minute."""
     grace: float | None = bounded(None, 0)
-    """Seconds to wait for the other replies once min_clients have arrived, which are then held in
-    memory until their turn; needs on_failure=continue. null: wait for all."""
+    """Seconds to wait for the other replies once min_clients have arrived; needs
+    on_failure=continue. null: wait for all."""
     repeats: int = bounded(2, 0)
     """How often a window below the quorum is repeated before the run stops."""
     min_steps: float = bounded(1.0, above=0, most=1)
-    """For sites of unequal speed: the share of a window's local steps that every client takes at
-    least. Below 1, a slow client takes as many as it can while the fastest takes all, and weighs
-    less in the averages."""
+    """For sites of unequal speed: the least share of a window's local steps that a client takes.
+    Below 1, a slow client takes as many as it can while the fastest takes all."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
-    """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`,
-    instead of what the server measures; with all of them, a run can be repeated exactly."""
+    """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`;
+    with all of them, a run can be repeated exactly."""
 
     def __post_init__(self) -> None:
         for problem in problems(self, "federation."):

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, MetricRecordValues, RecordDict
 
-from flower_desloc.core.formats import NEVER_NEGATIVE
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import PARAMS, Window
 from flower_desloc.core.streams import check_like, finite_ends
 from flower_desloc.core.types import FromTotals, NotFiniteError, Streams
@@ -123,6 +124,7 @@ class Contribution:
         templates: Streams,
         decode: Callable[[Streams], Streams] = dict,
         *,
+        kinds: Kinds = MappingProxyType({}),
         takes_part: bool = False,
     ) -> Self:
         """Validate the reply to the request for a window, and decode it.
@@ -132,6 +134,7 @@ class Contribution:
             window: Must be the reply's, and its streams exactly those that are due.
             templates: Names, shapes and types of the streams known so far.
             decode: Decodes streams of the right names; raises ``ValueError`` where it cannot.
+            kinds: The kinds of streams that PyTorch's names do not give.
             takes_part: Whether clients take a part of the window's steps, and state their weights.
 
         Raises ``ValueError`` saying what is wrong with the reply.
@@ -155,7 +158,7 @@ class Contribution:
                 f"its reply has the streams {sorted(reply.streams)}, expected {sorted(window.due)}"
             )
         streams = decode(reply.streams)
-        check_streams(streams, templates)
+        check_streams(streams, templates, kinds)
         return cls(
             streams=streams,
             examples=examples,
@@ -255,10 +258,11 @@ def in_range(value: float) -> float:
     return float(value) if abs(value) <= _LARGEST else math.nan
 
 
-def check_streams(streams: Streams, templates: Streams) -> None:
+def check_streams(streams: Streams, templates: Streams, kinds: Kinds) -> None:
     """Raise ``ValueError`` unless a mean of these streams can be used for training.
 
-    ``templates`` have the names, shapes and types of the streams known so far.
+    ``templates`` have the names, shapes and types of the streams known so far, ``kinds`` the kinds
+    that PyTorch's names do not give.
     """
     for name, stream in streams.items():
         if name in templates:
@@ -272,7 +276,7 @@ def check_streams(streams: Streams, templates: Streams) -> None:
     for name, stream in streams.items():
         for key, (low, high) in finite_ends(name, stream).items():
             what = f"{key!r} of stream {name!r}"
-            least, greatest = value_range(name, stream[key].dtype)
+            least, greatest = value_range(kind_of(name, kinds), stream[key].dtype)
             if max(-low, high) > greatest:
                 raise ValueError(
                     f"{what} holds values beyond {greatest:.3g}, too large to be averaged"
@@ -281,14 +285,14 @@ def check_streams(streams: Streams, templates: Streams) -> None:
                 raise ValueError(f"{what} has values below zero; a mean of squares has none")
 
 
-def value_range(name: str, dtype: torch.dtype) -> tuple[float, float]:
+def value_range(kind: Kind, dtype: torch.dtype) -> tuple[float, float]:
     """Return the least and the greatest value of a stream that can be averaged.
 
     The greatest second moment is half of the type's greatest value, so that the difference of two
     is finite; any other's is the root of that, so that its square is finite too.
     """
     most = torch.finfo(torch.promote_types(dtype, torch.float32)).max / 2
-    return (0.0, most) if name in NEVER_NEGATIVE else (-math.sqrt(most), math.sqrt(most))
+    return (-math.sqrt(most), math.sqrt(most)) if kind.is_signed else (0.0, most)
 
 
 def shares(metrics: Metrics, due: Iterable[str]) -> dict[str, float]:

@@ -97,6 +97,7 @@ class Requests:
             versions=run.state.versions,
             resets=run.schedule.resets,
             formats=run.state.formats,
+            kinds=run.state.kinds,
             differences=frozenset(name for name, (_, differs) in sent.items() if differs),
             former=run.state.previous_version,
             config=settings_of(self._config),

@@ -11,6 +11,7 @@ from torch import Tensor
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.formats import Format, lossy
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.streams import check_finite, check_like, plain_name, starts_at_zero
@@ -39,6 +40,8 @@ class ServerState:
     """Step of the last average or reset of every stream; 0 before the first."""
     formats: Mapping[str, Format] = field(default_factory=dict)
     """Of the streams that are sent in a lossy format."""
+    kinds: Kinds = field(default_factory=dict)
+    """Of the states for which PyTorch's names do not give it (``kind_of``)."""
     lengths: dict[str, float] = field(default_factory=dict)
     """The median length of the clients' last updates of every stream (``core/robust.py``)."""
     templates: dict[str, Stream] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class ServerState:
         schedule: SyncSchedule,
         states: Streams,
         formats: Mapping[str, str],
+        kinds: Kinds,
         outer: OuterOptimizer | None,
     ) -> Self:
         """Return the state before a run.
@@ -72,6 +76,7 @@ class ServerState:
         state = cls(
             versions=dict.fromkeys([PARAMS] if of_gradients else schedule.periods, 0),
             formats=lossy(formats),
+            kinds=kinds,
             templates={name: meta(stream) for name, stream in states.items()},
             outer=outer,
             averages_gradients=of_gradients,
@@ -121,11 +126,17 @@ class ServerState:
             self.outer.begin(self.average(PARAMS))
             self.outer.restore(resume.outer if resume else {})
 
+    def kind(self, name: str) -> Kind:
+        """Return what a stream holds."""
+        return kind_of(name, self.kinds)
+
     def average(self, name: str) -> dict[str, Tensor]:
         """Return the last average of a stream, decoded."""
         stream = from_record(self.averages[name])
         if name in self.formats and name != PARAMS:
-            return decode_stream(name, stream, self.formats[name], self.templates[name])
+            return decode_stream(
+                name, stream, self.formats[name], self.templates[name], kind=self.kind(name)
+            )
         return stream
 
     def last_averages(self, names: Iterable[str]) -> dict[str, Stream]:
@@ -179,7 +190,7 @@ class ServerState:
             return
         before = self.average(PARAMS) if name == PARAMS else None
         residual = self.residuals.get(name)
-        sent = encode_stream(name, stream, format_, reference=before, residual=residual)
+        sent = encode_stream(self.kind(name), stream, format_, reference=before, residual=residual)
         if sent.residual:
             self.residuals[name] = sent.residual
         if name == PARAMS:
@@ -203,6 +214,7 @@ class ServerState:
                 stream,
                 self.formats[name],
                 self.templates[name],
+                kind=self.kind(name),
                 reference=self.average(PARAMS) if name == PARAMS else None,
             )
             if name in self.formats

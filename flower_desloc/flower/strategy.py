@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_desloc.core.averaging import Averager, update_lengths
+from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import NormBound, averager
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
@@ -66,11 +67,13 @@ class DesLoc(Strategy):
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
     formats : Mapping[str, str], optional
         Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``. Optimizer states in it
-        must be in ``states``. Second moments are coded as such under the names ``exp_avg_sq`` and
-        ``max_exp_avg_sq`` only; send those of other names in ``bf16`` or as they are.
+        must be in ``states``.
+    kinds : Mapping[str, Kind], optional
+        What the optimizer's states are, where they do not have PyTorch's names:
+        ``kinds_of(optimizer)``. Second moments are coded, checked and merged as such.
     sync_delay : int (default: 0)
         Local steps that clients take before they merge an average, while the streams travel.
-        Their optimizers must state their states' decays (``flower_desloc.optim.decays``).
+        Their optimizers must state their states' decays (``State.decay``).
     sync_bound : bool (default: True)
         Whether clients bound Adam's first moment by their second after an average of either
         (``flower_desloc.optim.bounds``). False is the paper's letter, under which a run can spike.
@@ -110,6 +113,7 @@ class DesLoc(Strategy):
         metrics: FromTotals | None = None,
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
+        kinds: Kinds | None = None,
         sync_delay: int = 0,
         sync_bound: bool = True,
         run_key: str | None = None,
@@ -135,7 +139,7 @@ class DesLoc(Strategy):
         self.seed, self.code, self.checkpoints, self.resume = seed, code or {}, checkpoints, resume
         self.windows: Sequence[Window] = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         require_window(resume, self.windows, schedule)
-        self.state = ServerState.of(schedule, states or {}, formats or {}, outer)
+        self.state = ServerState.of(schedule, states or {}, formats or {}, kinds or {}, outer)
         self.paces = Paces(self.policy, resume.paces if resume else {})
         self.requests, self.weighting = Requests(self), Weighting(self)
         self.loop: RoundLoop  # from the opening of the run
@@ -271,8 +275,10 @@ class DesLoc(Strategy):
         """Return what finds the replies with a much longer update than the others'."""
         is_used = self.has_bound and len(self.loop.round.asked) > 1
         bound = self.policy.bound_of_norms if is_used else None
-        last = self.state.last_averages(window.due)
-        return NormBound(bound, lambda it: update_lengths(it[1].streams, last), self.state.lengths)
+        last, kinds = self.state.last_averages(window.due), self.state.kinds
+        return NormBound(
+            bound, lambda it: update_lengths(it[1].streams, last, kinds), self.state.lengths
+        )
 
     def _usable(self, member: Member, message: Message) -> Usable:
         """Read a reply; raises ``ValueError`` saying why it cannot be used."""
@@ -281,6 +287,7 @@ class DesLoc(Strategy):
             self.loop.round.window,
             self.state.templates,
             self.state.decoded,
+            kinds=self.state.kinds,
             takes_part=self.policy.min_steps < 1,
         )
         return member, reply, self.weighting.of(member, reply)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final, overload
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.core.newcomer import square_gradient
+from flower_desloc.core.states import State
 
 _Alike = tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]
 """Parameters that have taken equally many steps, their gradients and their states."""
@@ -25,16 +25,17 @@ _BELOW_1: Final = ("beta1", "beta2", "momentum")
 class ForeachOptimizer(Optimizer):
     """Calls a pure step on lists of tensors, so that a step is a few operations for all of them.
 
-    A subclass names its states in ``streams`` and its step in ``update``. States start at
+    A subclass describes its states in ``states`` and names its step in ``update``. States start at
     zero, besides a ``step`` that counts completed steps.
 
-    Raises ``ValueError`` for a hyperparameter that is negative, a beta or a momentum of 1 or more,
-    or a ``mix`` above 1.
+    Raises ``ValueError`` for a hyperparameter that is negative, or a beta or a momentum of 1 or
+    more.
     """
 
-    streams: ClassVar[tuple[str, ...]]
+    states: ClassVar[tuple[State, ...]]
     update: Callable[..., None]
-    """``update(params, gradients, *states, **arguments)``, in place."""
+    """``update(params, gradients, *states, **arguments)``, in place; the states in the order of
+    ``states``, and by default the settings of the parameter group as arguments."""
     varying: ClassVar[tuple[str, ...]] = ("lr",)
     """Arguments of ``update`` that may change in every step."""
     compiled = False
@@ -77,7 +78,11 @@ class ForeachOptimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for step, (params, gradients, states) in self._by_step(group["params"]).items():
-                tensors = [params, gradients, *([s[name] for s in states] for name in self.streams)]
+                tensors = [
+                    params,
+                    gradients,
+                    *([s[each.name] for s in states] for each in self.states),
+                ]
                 arguments = self.arguments(group, step)
                 if self.compiled:  # for each new number PyTorch would compile again
                     for name in self.varying:
@@ -100,8 +105,8 @@ class ForeachOptimizer(Optimizer):
             if not (state := self.state[p]):
                 # A number: adding to hundreds of tensors of one element costs as much as a step.
                 state["step"] = 0
-                for name in self.streams:
-                    state[name] = torch.zeros_like(p)
+                for each in self.states:
+                    state[each.name] = torch.zeros_like(p)
             xs, gs, states = groups[int(state["step"])]
             xs.append(p)
             gs.append(gradient)
@@ -121,29 +126,6 @@ class ForeachOptimizer(Optimizer):
                 begin, size = end, 0
 
 
-class TwoMoments(ForeachOptimizer):
-    """An optimizer with ``betas`` and two states: ``exp_avg`` (u) and ``exp_avg_sq`` (v)."""
-
-    streams = ("exp_avg", "exp_avg_sq")
-    seeded = ("exp_avg_sq",)
-
-    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a step multiplies each state by."""
-        return dict(zip(self.streams, group["betas"], strict=True))
-
-    def seed_states(self, names: Collection[str] = seeded) -> None:
-        """Set v to g^2 from the present gradients, as ADOPT's first step does.
-
-        For a worker that joins before v was ever averaged (``core.newcomer``): with v at zero its
-        steps would be too long, for as long as beta_2 takes to build v up.
-        """
-        assert set(names) == set(self.seeded)
-        for group in self.param_groups:
-            decay = 0.0 if group.get("decouple") else group.get("weight_decay", 0.0)
-            for p in group["params"]:
-                square_gradient(p, self.state[p], decay)
-
-
 def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> None:
     """Add ``factor`` times ``us`` to ``xs``, in place; a compiled step's factor is a tensor."""
     if isinstance(factor, Tensor):
@@ -153,9 +135,6 @@ def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> N
 
 
 def _check(name: str, value: float) -> None:
-    if name == "mix":
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be at least 0 and at most 1, got {value}")
-    elif not 0 <= value < (1 if name in _BELOW_1 else math.inf):
+    if not 0 <= value < (1 if name in _BELOW_1 else math.inf):
         limit = " and below 1" if name in _BELOW_1 else ""
         raise ValueError(f"{name} must be at least 0{limit}, got {value}")

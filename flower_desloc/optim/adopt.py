@@ -6,13 +6,17 @@ only seeds v, the denominator is clamped, and the normalised gradient is clipped
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import TwoMoments, add_scaled_
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.states import State, beta1, beta2, squared_gradient
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim.description import Description
 
 
 def fourth_root(step: int) -> float:
@@ -31,7 +35,6 @@ def adopt_step(
     betas: tuple[float, float],
     eps: float,
     clip: float | Tensor | None,
-    mix: float,
     weight_decay: float,
     decouple: bool,
 ) -> None:
@@ -41,7 +44,7 @@ def adopt_step(
 
     n <- clip(g / max(sqrt(v), eps), +-clip)
     u <- beta1 u + (1 - beta1) n
-    x <- x - lr (mix u + (1 - mix) n)        mix = 1: ADOPT; less: quasi-hyperbolic
+    x <- x - lr u
     v <- beta2 v + (1 - beta2) g^2
 
     Weight decay comes before it: g <- g + decay x, or with ``decouple`` x <- x - lr decay x.
@@ -61,24 +64,27 @@ def adopt_step(
         torch._foreach_clamp_min_(ns, [-clip] * len(ns))  # type: ignore[list-item]
         torch._foreach_clamp_max_(ns, [clip] * len(ns))  # type: ignore[list-item]
     torch._foreach_lerp_(us, ns, 1 - beta1)
-    add_scaled_(xs, us if mix == 1 else list(torch._foreach_lerp(ns, us, mix)), -lr)
+    add_scaled_(xs, us, -lr)
     torch._foreach_mul_(vs, beta2)
     torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
 
 
-class ADOPT(TwoMoments):
+class ADOPT(ForeachOptimizer):
     """ADOPT with streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     ``clip_lambda`` gives the bound of the normalised gradient after ``step`` completed steps;
-    ``None`` is ADOPT as first published. ``mix`` is the share of u in the update; the rest is the
-    normalised gradient itself, so that beta1 can be close to 1 (Ma and Yarats, ICLR 2019; for
-    local steps MT-DAO, Iacob et al., 2025). ``weight_decay`` is added to the gradient, or with
+    ``None`` is ADOPT as first published. ``weight_decay`` is added to the gradient, or with
     ``decouple`` taken off the parameters as in AdamW.
 
-    Raises ``ValueError`` for a negative ``lr``, ``eps`` or ``weight_decay``, a beta outside
-    [0, 1), or a ``mix`` outside [0, 1].
+    Raises ``ValueError`` for a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside
+    [0, 1).
     """
 
+    states = (
+        # Of g / sqrt(v), clipped at step^(1/4) for gradients of any size.
+        State("exp_avg", Kind.FIRST_MOMENT, beta1, ceiling=fourth_root),
+        State("exp_avg_sq", Kind.SECOND_MOMENT, beta2, squared_gradient),
+    )
     update = staticmethod(adopt_step)
     varying = ("lr", "clip")
 
@@ -90,7 +96,6 @@ class ADOPT(TwoMoments):
         eps: float = 1e-6,
         *,
         clip_lambda: Callable[[int], float] | None = fourth_root,
-        mix: float = 1.0,
         weight_decay: float = 0.0,
         decouple: bool = False,
     ) -> None:
@@ -100,7 +105,6 @@ class ADOPT(TwoMoments):
             "lr": lr,
             "betas": betas,
             "eps": eps,
-            "mix": mix,
             "weight_decay": weight_decay,
             "decouple": decouple,
         }
@@ -110,3 +114,12 @@ class ADOPT(TwoMoments):
         """Return the keyword arguments of ``adopt_step`` after ``step`` completed steps."""
         clip = None if self._clip_lambda is None else self._clip_lambda(step)
         return super().arguments(group, step) | {"first": step == 0, "clip": clip}
+
+
+DESCRIPTION: Final = Description(
+    name="adopt",
+    make=partial(ADOPT, decouple=True),
+    settings={"betas": (0.95, 0.9999), "eps": 1e-6, "weight_decay": 0.0},
+    states=ADOPT.states,
+    weight_decay="decoupled",
+)

@@ -4,11 +4,15 @@ For training use PyTorch's Adam. This is the form that the theory analyses: no b
 the stability term inside the root.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.optim._foreach import TwoMoments, add_scaled_
+from flower_desloc.core.states import ADAM
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim.description import Description
 
 
 def paper_adam_step(
@@ -36,13 +40,14 @@ def paper_adam_step(
     add_scaled_(xs, list(torch._foreach_div(us, denominators)), -lr)
 
 
-class PaperAdam(TwoMoments):
+class PaperAdam(ForeachOptimizer):
     """Adam as the paper prints it, streams ``exp_avg`` (u) and ``exp_avg_sq`` (v).
 
     Raises ``ValueError`` for a negative ``lr``, a beta outside [0, 1), or an ``eps`` that is not
     positive: without it the first step of a parameter with no gradient is 0 / 0.
     """
 
+    states = ADAM
     update = staticmethod(paper_adam_step)
 
     def __init__(
@@ -55,3 +60,12 @@ class PaperAdam(TwoMoments):
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+
+DESCRIPTION: Final = Description(
+    name="paper_adam",
+    make=PaperAdam,
+    settings={"betas": (0.95, 0.95), "eps": 1e-8},
+    states=PaperAdam.states,
+    weight_decay="none",
+)

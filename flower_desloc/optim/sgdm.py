@@ -1,13 +1,15 @@
 """SGD with momentum as the paper writes it (Algorithm 5, DES-LOC-SGDM)."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.states import State
 from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim.description import Description
 
 
 def sgdm_step(
@@ -41,7 +43,9 @@ class SGDM(ForeachOptimizer):
     Raises ``ValueError`` for a negative ``lr`` or ``weight_decay``, or a momentum outside [0, 1).
     """
 
-    streams = ("momentum_buffer",)
+    states = (
+        State("momentum_buffer", Kind.FIRST_MOMENT, decay=lambda group: float(group["momentum"])),
+    )
     update = staticmethod(sgdm_step)
 
     def __init__(
@@ -54,6 +58,11 @@ class SGDM(ForeachOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def decays(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a step multiplies the state by."""
-        return {"momentum_buffer": group["momentum"]}
+
+DESCRIPTION: Final = Description(
+    name="sgdm",
+    make=SGDM,
+    settings={"momentum": 0.9, "weight_decay": 0.0},
+    states=SGDM.states,
+    weight_decay="gradient",
+)

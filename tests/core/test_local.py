@@ -11,8 +11,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from flower_desloc import Clipping, StepMetrics, Worker, prime, put, take
 from flower_desloc.core.accumulation import accumulated
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.lr_schedule import wsd
-from flower_desloc.core.newcomer import needs_seed
+from flower_desloc.core.states import State, needs_seed
 from flower_desloc.optim import Adam
 
 PROBLEM = Regression()
@@ -192,24 +193,24 @@ def test_one_graph_at_a_time_is_held():
 class SeedsBoth(Adam):
     """Adam whose two moments start from the first gradient, where they are zero."""
 
-    seeded = ("exp_avg", "exp_avg_sq")
+    states = (
+        State("exp_avg", Kind.FIRST_MOMENT, seed=lambda p, group: p.grad),
+        State("exp_avg_sq", Kind.SECOND_MOMENT, seed=lambda p, group: p.grad.square()),
+    )
 
-    @torch.no_grad()
-    def seed_states(self, names):
-        for p, state in self.state.items():
-            for name in names:
-                state[name].copy_(p.grad if name == "exp_avg" else p.grad.square())
+
+SEEDED = [state.name for state in SeedsBoth.states]
 
 
 @pytest.mark.parametrize("averaged", ["exp_avg", "exp_avg_sq"])
 def test_only_the_states_that_are_zero_are_seeded_and_an_average_is_kept(averaged):
     module, optimizer = model(make=SeedsBoth)
     put(module, optimizer, {averaged: {k: t + 0.5 for k, t in moment(module, optimizer, averaged)}})
-    names = needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded))
-    assert names == [name for name in SeedsBoth.seeded if name != averaged]
+    names = needs_seed(optimizer, take(module, optimizer, SEEDED))
+    assert names == [name for name in SEEDED if name != averaged]
     worker(module, optimizer).seed(names, 4)
     assert all((t == 0.5).all() for _, t in moment(module, optimizer, averaged))
-    assert needs_seed(optimizer, take(module, optimizer, SeedsBoth.seeded)) == []
+    assert needs_seed(optimizer, take(module, optimizer, SEEDED)) == []
 
 
 def moment(module, optimizer, name):

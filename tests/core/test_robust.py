@@ -126,7 +126,7 @@ def judged(
 ) -> tuple[list[tuple[int, bool]], int]:
     """Return which replies are accepted, in order, and how many were held at once."""
     last = {"params": {"x": torch.zeros(1)}}
-    of = NormBound[Any](bound, lambda reply: update_lengths(reply[1], last), before or {})
+    of = NormBound[Any](bound, lambda reply: update_lengths(reply[1], last, {}), before or {})
     decided: list[tuple[int, str]] = []
     held = 0
     for index, norm in enumerate(norms):
@@ -175,7 +175,7 @@ def test_second_moments_are_measured_by_their_root_and_params_from_their_average
     assert accepted([1.0, 1.0, 3.9], stream="exp_avg_sq") == [True, True, True]
     assert accepted([1.0, 1.0, 4.1], stream="exp_avg_sq") == [True, True, False]
     last = {"params": {"x": torch.full((1,), 100.0)}}
-    of = NormBound[Any](2.0, lambda streams: update_lengths(streams, last), {})
+    of = NormBound[Any](2.0, lambda streams: update_lengths(streams, last, {}), {})
     for value in (101.0, 99.0, 103.0):
         decided = of.judge({"params": {"x": torch.tensor([value])}})
     assert [bool(why) for _, why in decided] == [False, False, True]

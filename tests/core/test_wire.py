@@ -63,7 +63,7 @@ def test_bytes_of_a_value():
     x = torch.zeros(1_000_000)
     for format_, each in [("fp32", 4), ("bf16", 2), ("int8", 1 + 2 / 256), ("int4", 0.5 + 2 / 64)]:
         assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
-    wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"})
+    wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}, {})
     assert wire == {"a": 4_000_000, "b": 2_000_000}
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from flower_desloc.app.setup.build import (
 from flower_desloc.app.tasks import build_task
 from flower_desloc.app.tasks.causal_lm import CausalLM
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.streams import digest, frozen
+from flower_desloc.core.streams import check_optimizer, digest, frozen
 from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.flower.client import client_app as client_app_of
 from flower_desloc.flower.failures import FederationError
@@ -298,18 +299,21 @@ def an_optimizer(name: str, *overrides: str) -> Config:
     return load("cnn.yaml", [f"optimizer.name={name}", "optimizer.lr=0.003", *overrides])
 
 
+QHADAM = ["beta1_weight", "beta2_weight", "exp_avg", "exp_avg_sq"]
+
+
 @pytest.mark.parametrize(
     ("name", "states"),
     [
         ("pytorch_optimizer:Lion", ["exp_avg"]),
         ("pytorch_optimizer:AdEMAMix", ["exp_avg", "exp_avg_sq", "exp_avg_slow"]),
+        ("pytorch_optimizer:QHAdam", QHADAM),
         ("torch.optim:Adagrad", ["sum"]),
         ("torch.optim:Muon", ["momentum_buffer"]),  # for matrices only
         ("torch.optim:Adafactor", []),  # others for matrices than for vectors
         ("flower_desloc.optim:ADOPT", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:AdamW", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:PaperAdam", ["exp_avg", "exp_avg_sq"]),
-        ("flower_desloc.optim:QHAdam", ["exp_avg", "exp_avg_sq"]),
         ("flower_desloc.optim:SGDM", ["momentum_buffer"]),
     ],
 )
@@ -359,6 +363,20 @@ class Counting(torch.optim.SGD):
                 count = self.state[p].get("count", np.zeros(2))
                 self.state[p]["count"] = count + 1
                 p.data.mul_(1 - 0.01 * float(count[0]))
+
+
+def test_qhadam_by_its_import_path_passes_the_trial_and_trains(tmp_path):
+    """In place of an optimizer of the project's own (docs/explanation/beyond.md)."""
+    words = [*SMALL, "optimizer.name=pytorch_optimizer:QHAdam", "optimizer.lr=0.003"]
+    words += ["optimizer.options={nus: [0.7, 1.0], betas: [0.99, 0.95], eps: 1e-6}", "run.steps=24"]
+    words += ["sync.exp_avg=6", *(f"sync.{name}=12" for name in QHADAM if name != "exp_avg")]
+    config = load("cnn.yaml", words)
+    names = check_optimizer(partial(build_optimizer, config), 3, 2)
+    assert sorted(names) == sorted(["params", *QHADAM])
+    arguments = {"config": "cnn.yaml", "overrides": " ".join(words), "output-dir": str(tmp_path)}
+    run_in_process(arguments, 2)
+    loss = summary(tmp_path / "cnn")["evaluation"]["central"]["loss"]
+    assert loss["final"] < loss["first"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flower_desloc import (
     prime,
 )
 from flower_desloc.core.compression import decode_stream, encode_stream
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import RESET
 from flower_desloc.core.streams import digest
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
@@ -157,9 +158,9 @@ def test_a_small_difference_arrives_in_a_lossy_format():
     """One in bfloat16 has 8 bits; a residual in it would lose what the format has lost."""
     reference = {"a": torch.full((256,), 1.0).bfloat16()}
     value = {"a": (1 + torch.linspace(0, 0.5, 256)).bfloat16()}
-    sent = encode_stream("params", value, "int8", reference=reference)
+    sent = encode_stream(Kind.PARAMS, value, "int8", reference=reference)
     like = {"a": value["a"].to("meta")}
-    got = decode_stream("params", sent.coded, "int8", like, reference=reference)
+    got = decode_stream("params", sent.coded, "int8", like, kind=Kind.PARAMS, reference=reference)
     assert (got["a"].dtype, sent.residual["a"].dtype) == (BF16, torch.float32)
     assert torch.equal(got["a"], sent.received["a"])
     exact = value["a"].float() - 1 - sent.residual["a"]  # what was decoded, without its rounding

@@ -17,12 +17,13 @@ from torch import Tensor
 from flower_desloc import DesLoc, Policy, SyncSchedule, Worker
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import check_streams
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import PARAMS, RESET, Period
+from flower_desloc.core.states import state_decays
 from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, StepsAhead
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT
-from flower_desloc.optim.decays import state_decays
 
 
 def late(
@@ -141,13 +142,15 @@ def test_a_second_moment_stays_at_least_zero(drawn, steps, beta2):
     """Rounding alone could make it negative."""
     sent, average, entered = (torch.tensor([value]) for value in drawn)
     now = sent * beta2**steps + entered
-    got = merged("exp_avg_sq", {"w": now}, {"w": sent}, {"w": average}, decay=beta2, steps=steps)
+    got = merged(
+        Kind.SECOND_MOMENT, {"w": now}, {"w": sent}, {"w": average}, decay=beta2, steps=steps
+    )
     assert (got["w"] >= 0).all()
 
 
 def test_buffers_are_replaced_by_their_average():
     now, sent, average = ({"n": torch.tensor([value])} for value in (1.0, 2.0, 3.0))
-    assert merged("buffers", now, sent, average, decay=0.0, steps=3)["n"].item() == 3.0
+    assert merged(Kind.BUFFERS, now, sent, average, decay=0.0, steps=3)["n"].item() == 3.0
 
 
 class Own(torch.optim.SGD):
@@ -157,7 +160,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (Own, "decays"),
+        (Own, "no constant decay factor"),
         (lambda p: ADOPT([{"params": p}, {"params": [], "betas": (0.5, 0.5)}]), "groups"),
     ],
 )

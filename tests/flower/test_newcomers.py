@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc import NEVER, Policy, SyncSchedule
-from flower_desloc.core.newcomer import needs_seed, seed_states
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.states import needs_seed, seed_states
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
 from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.optim import ADOPT, SGDM, PaperAdam, QHAdam
+from flower_desloc.optim import ADOPT, SGDM, PaperAdam
 
 JOINS = 10
 WITH_RATIO = ["adam", "adamw", "amsgrad", "paper_adam"]
@@ -53,11 +53,10 @@ OF_TORCH: dict[str, Make] = {
     "ADOPT": lambda p: ADOPT(p, lr=0.05, betas=(0.95, 0.99)),
     "SGDM": lambda p: SGDM(p, lr=0.2, momentum=0.8),
     "paper's Adam": lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-8),
-    "QHAdam without a ratio": lambda p: QHAdam(p, lr=0.05, betas=(0.99, 0.95), mix=0.7),
 }
 
 
-@pytest.mark.parametrize("name", ["adam", "qhadam"])
+@pytest.mark.parametrize("name", ["adam", "adopt"])
 def test_a_client_that_was_evaluated_before_its_first_window_is_a_newcomer_too(name, tmp_path):
     """With a share of the clients in every window: evaluations change nothing in training."""
 
@@ -130,7 +129,7 @@ def test_a_newcomers_steps_are_no_longer_than_they_would_have_been(name, average
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "RAdam", "ADOPT", "QHAdam"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RAdam", "ADOPT"])
 def test_the_seed_is_the_square_of_what_the_optimizer_calls_the_gradient(name, decay):
     """The v that its first step makes, without the factor 1 - beta2."""
     makes: dict[str, Callable[..., Optimizer]] = {
@@ -138,7 +137,6 @@ def test_the_seed_is_the_square_of_what_the_optimizer_calls_the_gradient(name, d
         "AdamW": torch.optim.AdamW,
         "RAdam": torch.optim.RAdam,
         "ADOPT": ADOPT,
-        "QHAdam": QHAdam,
     }
 
     def primed() -> tuple[nn.Module, Optimizer]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flower_desloc import NEVER, Policy, SyncSchedule, Window
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.optim.bounds import moment_ratio
+from flower_desloc.optim.bounds import moment_ratios
 
 STEPS, CLIENTS = 20, 3
 LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
@@ -82,7 +82,7 @@ class Case:
             present=self.present,
             takes=self.takes if self.paces else None,
             weights=[1.0, 2.0, 3.0] if self.by_examples else None,
-            bound=moment_ratio(adam) if self.bound else None,
+            bound=moment_ratios(adam)["exp_avg"] if self.bound else None,
         )
 
 

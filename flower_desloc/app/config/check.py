@@ -12,14 +12,17 @@ from itertools import chain
 from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
-from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS
 from flower_desloc.app.config.schema import AUTO, Config, Optimizer
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
+from flower_desloc.optim import OPTIMIZERS
 
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 """Name of a run or study, and so of a folder."""
+
+OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
+"""Settings of the section ``optimizer`` that not every optimizer has."""
 
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
@@ -124,23 +127,32 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.options and optimizer.name in OPTIMIZERS:
+    if optimizer.name in OPTIMIZERS and optimizer.options.keys() - own_options(optimizer.name):
+        keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
-            f"{optimizer.options=}: they are for an optimizer named by its import path; set "
-            f"optimizer.KEY=VALUE for {optimizer.name=!s}"
+            f"{optimizer.options=}: they are for an optimizer named by its import path; for "
+            f"{optimizer.name=!s} set optimizer.KEY=VALUE, KEY one of "
+            f"{', '.join([*_fields_of(optimizer.name), *keys])}"
         )
 
 
-def unused(optimizer: str) -> list[str]:
-    """Return the settings that an optimizer does not have."""
-    own = OPTIMIZERS[optimizer].defaults if optimizer in OPTIMIZERS else {}
-    return [f.name for f in dataclasses.fields(Optimizer) if f.name in SETTINGS - own.keys()]
+def own_options(optimizer: str) -> list[str]:
+    """Return the settings of an optimizer that are ``options``, as they have no field."""
+    fields = {field.name for field in dataclasses.fields(Optimizer)}
+    return [key for key in OPTIMIZERS[optimizer].settings if key not in fields]
+
+
+def _fields_of(optimizer: str) -> list[str]:
+    settings = OPTIMIZERS[optimizer].settings if optimizer in OPTIMIZERS else {}
+    return [field.name for field in dataclasses.fields(Optimizer) if field.name in settings]
 
 
 def _unused(config: Config) -> Iterator[str]:
     """Yield settings that the chosen optimizer does not have."""
     optimizer, default = config.optimizer, Optimizer()
-    for key in unused(optimizer.name):
+    for key in (field.name for field in dataclasses.fields(Optimizer)):
+        if key not in OPTIMIZER_SETTINGS or key in _fields_of(optimizer.name):
+            continue
         value = getattr(optimizer, key)
         if value == getattr(default, key):
             continue

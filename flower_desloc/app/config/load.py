@@ -8,14 +8,14 @@ from typing import Any
 
 from flower_desloc.app.config import overrides as words
 from flower_desloc.app.config.app_folder import PRESETS
-from flower_desloc.app.config.check import check
+from flower_desloc.app.config.check import OPTIMIZER_SETTINGS, check, own_options
 from flower_desloc.app.config.errors import ConfigError, one_line, suggestion
 from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.optimizers import OPTIMIZERS, SETTINGS, share_rates
 from flower_desloc.app.config.schema import Config, Optimizer, Run
 from flower_desloc.app.config.typed import field_type, is_section, typed
 from flower_desloc.app.config.yaml12 import YAMLError, read, values, write
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.optim import OPTIMIZERS
 
 _EXTENDS = "extends"
 _SYNC = "sync"
@@ -164,12 +164,18 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
     old = stated.get("name", Optimizer.name)
     if named is None or named == old:
         return base
-    of_old = {*SETTINGS, "options", "lr"}
+    of_old = {*OPTIMIZER_SETTINGS, "options", "lr"}
     kept = {key: value for key, value in stated.items() if key not in of_old}
     rate = stated.get("lr", Optimizer.lr)
     rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
-    kept["lr"] = rate.value if share_rates(str(named), rate.optimizer) else rate
+    kept["lr"] = rate.value if _share_rate(str(named), rate.optimizer) else rate
     return {**base, "optimizer": kept}
+
+
+def _share_rate(one: str, other: str) -> bool:
+    if not OPTIMIZERS.keys() >= {one, other}:
+        return one == other
+    return OPTIMIZERS[one].shares_rate(OPTIMIZERS[other])
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _section(layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the optimizer, those that are not stated at its own defaults."""
     name, rate = str(stated.get("name", Optimizer.name)), stated.get("lr")
-    defaults = OPTIMIZERS[name].defaults if name in OPTIMIZERS else {}
+    defaults = _defaults(name)
     if isinstance(rate, _Rate) and not defaults and not is_path(name):
         return {**stated, "lr": rate.value}  # no such optimizer, which is refused later
     if isinstance(rate, _Rate):
@@ -202,7 +208,19 @@ def _with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
             f"optimizer.name={name}: also set optimizer.lr, because the present "
             f"optimizer.lr={rate.value} was chosen for {rate.optimizer}{others}"
         )
+    if options := defaults.get("options"):
+        stated = {**stated, "options": {**options, **_section(stated, "options")}}
     return {**defaults, **stated}
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return an optimizer's settings with their defaults, as a file states them."""
+    if name not in OPTIMIZERS:
+        return {}
+    settings = OPTIMIZERS[name].settings
+    stated = {k: [*v] if isinstance(v, tuple) else v for k, v in settings.items()}
+    options = {key: stated.pop(key) for key in own_options(name)}
+    return stated | ({"options": options} if options else {})
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,9 +6,9 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
+from flower_desloc.optim import OPTIMIZERS
 
 AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into a GPU's memory."""
@@ -25,8 +25,8 @@ class Run:
     steps: int = bounded(192, 1)
     """Local steps of every client."""
     eval_every: int = bounded(48, 0)
-    """Evaluate at the first average of params at or after each multiple of this many steps; 0:
-    only before and after training."""
+    """Evaluate at the first average of params at or after each multiple of this many steps; 0: only
+    before and after training."""
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
@@ -34,8 +34,7 @@ class Run:
     run of this name in the output folder, or a new one if that is complete."""
     init_from: str = ""
     """Start from the model of another run, its folder or one of its checkpoints; or from a model of
-    transformers, a folder of `save_pretrained` or a name on the hub, whose architecture replaces
-    the section model. Optimizer states and the step count start at zero."""
+    transformers, a folder or a name on the hub, whose architecture replaces the section model."""
     preflight: str = one_of("stop", "warn")
     """Action when the run, without its activations, needs more memory than there is, or clearly
     more disk space: `stop`, with the reason, or `warn` and start."""
@@ -66,8 +65,8 @@ class Model:
     rope_theta: float = bounded(10000.0, 1e-3)
     """Base of the rotary position embedding."""
     patch_size: int | None = bounded(None, 1)
-    """Side of a vision transformer's patches, in pixels; null: a quarter of the image's side, or
-    the next smaller size that divides it."""
+    """Side of a vision transformer's patches, in pixels; null: about a quarter of the image's
+    side."""
     config: dict[str, Any] = field(default_factory=dict)
     """The whole architecture, as in transformers' `config.json`; replaces all settings above but
     type. A model in run.init_from fills it in."""
@@ -77,9 +76,8 @@ class Model:
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
-    """Compile the loss and the steps of adopt, sgdm and paper_adam with `torch.compile` (PyTorch's
-    own Adam has one fused kernel). The first compilation takes a minute or more and is cached in
-    `~/.cache/flower-desloc`; every new process then takes seconds. Needs a C++ compiler."""
+    """Compile the loss and the steps of this project's optimizers with `torch.compile`. The first
+    compilation takes a minute or more and is cached. Needs a C++ compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +85,11 @@ class Data:
     """The data: its source, and which client gets which part."""
 
     source: str = "builtin"
-    """`builtin`: text of the Python installation, in natural domains, of which `docs` holds the
-    READMEs of the installed packages, so data and losses depend on which ones are installed;
-    otherwise a file, a folder with a file or folder for each domain (JSONL, Parquet, text; also
-    .gz), or a name for `datasets.load_dataset`, as `name` or `name:config`. For images, `builtin`
-    is scikit-learn's digits; a file is Parquet, and a folder holds Parquet files, or image files in
-    a folder for each label."""
+    """`builtin`: text of the Python installation, in natural domains, or scikit-learn's digits;
+    otherwise a file, a folder with a file or folder for each domain or label (JSONL, Parquet, text,
+    images; also .gz), or a name for `datasets.load_dataset`, as `name` or `name:config`."""
     domains: list[str] = field(default_factory=list)
-    """The domains to use, in this order; empty: all domains of the source. For a named data set
-    these are its configs, and those of other data sets, as `name:config`."""
+    """The domains to use, in this order; empty: all. For a named data set these are its configs."""
     domain_field: str = ""
     """Column whose values are the domains; empty: files or configs are the domains."""
     text_field: str = "text"
@@ -110,17 +104,15 @@ class Data:
     """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
     it. With max_bytes=0, text of any source is read while it is trained on, never as a whole."""
     weights: list[float] = field(default_factory=list)
-    """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal
-    weights. Needs streaming with max_bytes=0; otherwise domains mix by their number of
-    documents."""
+    """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal.
+    Needs streaming with max_bytes=0."""
     max_bytes: int = bounded(4_000_000, 0)
     """Text read of each domain, in UTF-8 bytes; 0: all."""
     partition: str = "by_domain"
     """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
-    the mixture of all (the paper's heterogeneous setting); `dirichlet`: each domain's documents in
-    proportions drawn from Dirichlet(alpha); `quantity`: documents shuffled, in amounts drawn from
-    Dirichlet(alpha). For images, labels replace domains, and `pathological` replaces `by_domain`:
-    each client holds classes_per_client labels only."""
+    the mixture of all; `dirichlet`: each domain's documents in proportions drawn from
+    Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha). For images labels replace
+    domains, and `pathological`, classes_per_client labels each, replaces `by_domain`."""
     alpha: float = bounded(0.5, 1e-6)
     """Concentration of the Dirichlet and quantity partitions; a smaller one is more unequal."""
     classes_per_client: int = bounded(2, 1)
@@ -130,19 +122,18 @@ class Data:
     has no validation part."""
     drop_missing: bool = False
     """Leave out rows that have no label, domain, text or image; false: refuse them, with their
-    number. Text that is read while it is trained on is always left out if it is missing."""
+    number. Text that is streamed is always left out if it is missing."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
-    `tokenizer.json`, or a name or folder for transformers."""
+    `tokenizer.json`, or a name or folder."""
     seq_len: int = bounded(128, 2)
     """Tokens in a sequence."""
     batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
-    """Examples that go through the model at once, which bounds the memory of a step and of an
-    evaluation. Their gradients add up to that of the batch, up to rounding. Divides batch_size;
-    `auto`: as many as fit into the memory of each client's GPU, found by halving the batch, and 1
-    on a CPU; null: the whole batch."""
+    """Examples that go through the model at once, in a step and in an evaluation; divides
+    batch_size. `auto`: as many as fit into each client's GPU, found by halving the batch, and 1 on
+    a CPU; null: the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,33 +141,28 @@ class Optimizer:
     """The local optimizer of every client."""
 
     name: str = one_of(*OPTIMIZERS, or_path=True)
-    """`adopt`, `adam`, `adamw`, `amsgrad`, `sgdm`, or `paper_adam` (the paper's literal Adam); or
-    any torch.optim.Optimizer by its import path, such as `pytorch_optimizer:Lion`, which gets lr
-    and options; clipping applies too, the other settings of this section do not. Another optimizer
-    than that of the preset has its own defaults and needs its own lr (adam, adamw and amsgrad share
-    one)."""
+    """One of the optimizers in the table below; or any torch.optim.Optimizer by its import path,
+    such as `pytorch_optimizer:Lion`, which gets lr and options; clipping applies too, the other
+    settings of this section do not. Another optimizer than that of the preset has its own defaults
+    and needs its own lr (adam, adamw and amsgrad share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment; the default is adopt's, of the others 0.95 and 0.95."""
-    mix: float = bounded(1.0, 0, 1)
-    """Share of the first moment in the update of adopt, adam and adamw; the rest is the gradient of
-    the step (quasi-hyperbolic, as in MT-DAO). Below 1 the first beta can be 0.99 or 0.999, so that
-    an average of it lasts."""
+    """Decay of the first and second moment."""
     momentum: float = bounded(0.9, 0, below=1)
-    """Decay of sgdm's momentum, the paper's beta."""
+    """Decay of the momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)
-    """Stability term; its place in the formula depends on the optimizer, and the default: 1e-8 for
-    all but adopt."""
+    """Stability term; its place in the formula depends on the optimizer."""
     weight_decay: float = bounded(0.0, 0)
-    """Weight decay; decoupled in adamw and adopt."""
+    """Weight decay, added to the clipped gradient or decoupled from it."""
     clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
     clip_value: float | None = bounded(None, 1e-12)
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of an optimizer named by its import path."""
+    """More arguments, of an optimizer named by its import path; or settings of one in the table
+    that have no key of their own. A list becomes a tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,25 +251,21 @@ class Config:
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     sync: dict[str, Any] = field(default_factory=dict)
     """Period of every stream in local steps: params (K_x), exp_avg (K_u), exp_avg_sq (K_v), ...; or
-    `never`; or, for an optimizer state, `reset`: set to zero after every average of params.
-    `gradients: 1`, alone, is data parallelism: the gradient of every step is averaged, and one
-    optimizer on the server takes the step; as an override it replaces the preset's periods and all
-    else that is about averages (`sync_*`, `wire`, `outer`)."""
+    `never`; or, for an optimizer state, `reset`: zero after every average of params. `gradients:
+    1`, alone, is data parallelism; as an override it replaces all settings of averages."""
     sync_mode: str = one_of("periodic", "probabilistic")
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_phase: dict[str, int] = field(default_factory=dict)
     """Steps by which the averages of single streams are shifted, below their period: with
-    sync.exp_avg=48 and sync_phase.exp_avg=16 after the steps 16, 64, 112, ..., so that no window
-    sends everything at once."""
+    sync.exp_avg=48 and sync_phase.exp_avg=16 after the steps 16, 64, 112, ..."""
     sync_once_at: list[int] = field(default_factory=list)
-    """Steps after which every stream is averaged once, in addition to its period."""
+    """Steps after which every stream is averaged once more."""
     sync_delay: int = bounded(0, 0)
-    """Local steps that every client takes before it merges an average, corrected for the delay; in
-    a deployment its streams travel meanwhile. A shorter window merges at its end."""
+    """Local steps that every client takes before it merges an average, corrected for the delay. A
+    shorter window merges at its end."""
     sync_bound: bool = True
-    """After an average of Adam's first or second moment, bound the first moment of every client to
-    what its second moment allows: |u| <= c sqrt(v). `false` is the paper's letter, under which a
-    run can spike. Other optimizers have no such bound."""
+    """After an average of Adam's first or second moment, bound the first moment of every client by
+    its second: |u| <= c sqrt(v). `false` is the paper's letter, under which a run can spike."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
     with a scale each. The quantisation error of params and first moments is sent later."""

@@ -177,4 +177,4 @@ def _is_late(run: PlannedRun, topology: Topology) -> bool:
 
 
 def _at(run: PlannedRun, of_params: int) -> dict[str, int]:
-    return rule_for(run, of_params).periods(run.periods, of_params)
+    return rule_for(run, of_params).periods(run.streams, of_params)

@@ -7,23 +7,27 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, ConfigError
-from flower_desloc.app.config.imports import is_path
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.config.units import TEXT, precision_text
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
-from flower_desloc.app.plan.rules import FIRST_MOMENTS
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
-from flower_desloc.app.setup.build import build_optimizer, build_schedule, check_streams
+from flower_desloc.app.setup.build import (
+    build_optimizer,
+    build_schedule,
+    check_streams,
+    described_optimizer,
+    stream_kinds,
+)
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
 from flower_desloc.core.formats import lossy
+from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.streams import BUFFERS, buffers, starts_at_zero
+from flower_desloc.core.states import State, kinds_of, state_decays, states_of
+from flower_desloc.core.streams import BUFFERS, buffers
 from flower_desloc.core.traffic import wire_bytes
-from flower_desloc.optim.adopt import fourth_root
-from flower_desloc.optim.decays import state_decays
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 """The paper's models and their numbers of parameters, as it states them."""
@@ -79,7 +83,7 @@ def planned_run(
     if BUFFERS in sizes:
         sizes[BUFFERS] = _buffer_bytes(config)
     values = {"": torch.empty(round(num_params), device="meta")}
-    wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire)
+    wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire, stream_kinds(config))
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.name,
@@ -117,12 +121,15 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    states = states_of(optimizer)
     return tuple(
         PlannedStream(
             name=name,
+            kind=kind_of(name, kinds_of(optimizer)),
             num_bytes=0,
-            beta=_beta(config, name),
-            ceiling=_ceiling(config, name, rho),
+            beta=_beta(optimizer, name),
+            ceiling=_ceiling(config, states.get(name), rho),
         )
         for name in build_schedule(config).periods
     )
@@ -153,25 +160,28 @@ def dtype_bytes(config: Config) -> int:
     return dtype.itemsize
 
 
-def _beta(config: Config, name: str) -> float | None:
-    if not starts_at_zero(name):
-        return None
-    if name == "max_exp_avg_sq":  # a maximum changes at most as fast as what it is taken of
-        name = "exp_avg_sq"
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(1))])
+def _beta(optimizer: Optimizer, name: str) -> float | None:
+    states = states_of(optimizer)
+    if name in states and states[name].kind is Kind.MAXIMUM:
+        # It changes at most as fast as what it is taken of.
+        name = next(n for n, state in states.items() if state.kind is Kind.SECOND_MOMENT)
     try:
         return state_decays(optimizer, [name])[name]
     except ValueError:
         return None
 
 
-def _ceiling(config: Config, name: str, rho: float | None) -> float | None:
-    optimizer = config.optimizer
-    if not starts_at_zero(name) or is_path(optimizer.name):
+def _ceiling(config: Config, state: State | None, rho: float | None) -> float | None:
+    if state is None:
         return None
-    if optimizer.name == "adopt" and name == "exp_avg":
-        # ADOPT's first moment is of g / sqrt(v), clipped at step^(1/4) for any g.
-        return fourth_root(config.run.steps)
-    if rho is None or (optimizer.weight_decay and OPTIMIZERS[optimizer.name].decay_in_gradient):
+    if state.ceiling is not None:
+        return state.ceiling(config.run.steps)
+    match described_optimizer(config).weight_decay:
+        case "unknown":
+            return None
+        case "gradient" if config.optimizer.weight_decay:
+            return None
+    if rho is None:
         return None
-    return rho if name in FIRST_MOMENTS else rho**2
+    squares = dict.fromkeys((Kind.SECOND_MOMENT, Kind.MAXIMUM), rho**2)
+    return {Kind.FIRST_MOMENT: rho, **squares}.get(state.kind)

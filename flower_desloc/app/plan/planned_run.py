@@ -12,6 +12,7 @@ from flower_desloc.app.plan.wall_clock import (
     communication_seconds,
     star_seconds,
 )
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.core.traffic import MethodRates, method_rates, window_bytes
 
@@ -21,6 +22,7 @@ class PlannedStream:
     """Size of a stream, and how it decays if it is a moment."""
 
     name: str
+    kind: Kind
     num_bytes: float
     wire_bytes: float | None = None
     """Bytes in a message; None if the stream is not compressed."""

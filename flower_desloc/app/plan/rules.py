@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from flower_desloc.app.plan.planned_run import PlannedRun
+from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.theory import half_life
+from flower_desloc.core.kinds import Kind
 from flower_desloc.core.schedule import PARAMS
 
 PAGE: Final = "research/paper.md#what-half-the-bytes-cost"
-
-FIRST_MOMENTS: Final = frozenset({"exp_avg", "momentum_buffer"})
-SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
 SHORT_HALF_LIVES: Final = 2
 """Half-lives up to which K_x is short, 27 steps at a beta of 0.95. Measured with Adam and non-IID
@@ -53,15 +51,15 @@ class Rule:
     """Per cent above that method's."""
     note: str = ""
 
-    def multiple(self, stream: str) -> int:
+    def multiple(self, kind: Kind) -> int:
         """Return the period of a stream as a multiple of K_x."""
-        if stream in FIRST_MOMENTS:
+        if kind is Kind.FIRST_MOMENT:
             return self.first
-        return self.second if stream in SECOND_MOMENTS else 1
+        return self.second if kind in (Kind.SECOND_MOMENT, Kind.MAXIMUM) else 1
 
-    def periods(self, streams: Iterable[str], of_params: int) -> dict[str, int]:
+    def periods(self, streams: Iterable[PlannedStream], of_params: int) -> dict[str, int]:
         """Return the periods of ``streams`` where K_x is ``of_params``."""
-        return {stream: self.multiple(stream) * of_params for stream in streams}
+        return {stream.name: self.multiple(stream.kind) * of_params for stream in streams}
 
     @property
     def case(self) -> str:

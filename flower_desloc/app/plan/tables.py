@@ -226,7 +226,7 @@ def _recommended(run: PlannedRun) -> Iterator[str]:
 
 def _settings(run: PlannedRun, rule: Rule, of_params: int, *, phases: bool = False) -> str:
     """Return what to set for a K_x by a rule; with ``phases``, also that there are none."""
-    periods = rule.periods(run.periods, of_params)
+    periods = rule.periods(run.streams, of_params)
     words = [f"sync.{stream}={period}" for stream, period in periods.items()]
     if phases:
         words += [f"sync_phase.{stream}=0" for stream, p in run.schedule.phases.items() if p]

@@ -14,8 +14,10 @@ from flower_desloc.app.config.units import count_text, schedule_text
 from flower_desloc.app.config.yaml12 import YAMLError, read, values
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.app.runs.summary import build
+from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.flower.observer import Plan
+from flower_desloc.optim import OPTIMIZERS
 
 
 class NoRunError(ValueError):
@@ -65,6 +67,12 @@ class RunRecord:
         stated = self.summary["config"]
         names = (each.name for each in fields(SyncSchedule))
         return SyncSchedule(**{name: stated[name] for name in names if name in stated})
+
+    @property
+    def kinds(self) -> Kinds:
+        """Kinds of the optimizer's states; empty for one named by its import path."""
+        known = OPTIMIZERS.get(self.config.get("optimizer", {}).get("name", ""))
+        return {state.name: state.kind for state in known.states} if known else {}
 
     @property
     def periods(self) -> Mapping[str, Period]:

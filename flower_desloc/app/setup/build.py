@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc import optim
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.imports import imported, is_path
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.tasks import find_task
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
+from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
+from flower_desloc.core.states import kinds_of, state_decays, states_of
 from flower_desloc.core.streams import (
     BUFFERS,
     check_optimizer,
@@ -29,39 +29,33 @@ from flower_desloc.core.streams import (
     untrained,
 )
 from flower_desloc.core.worker import Clipping
-from flower_desloc.optim.decays import state_decays
+from flower_desloc.optim import OPTIMIZERS, Description
 
 
 def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
     """Return the optimizer of those ``params`` that require a gradient.
 
-    Raises ``ConfigError`` if an optimizer named by its import path cannot be imported or made.
+    Raises ``ConfigError`` if it cannot be imported or made.
     """
     o = config.optimizer
     params = [p for p in params if p.requires_grad]
-    if is_path(o.name):
-        return _own_optimizer(config, params)
-    given = {key: getattr(o, key) for key in OPTIMIZERS[o.name].defaults}
-    match o.name:
-        case "adopt":
-            return optim.ADOPT(params, o.lr, **given, decouple=True)
-        case "adam" | "adamw" if o.mix < 1:
-            return optim.QHAdam(params, o.lr, **given, decouple=o.name == "adamw")
-        case "sgdm":
-            return optim.SGDM(params, o.lr, **given)
-        case "paper_adam":
-            return optim.PaperAdam(params, o.lr, **given)
-    # PyTorch's own, which have no argument mix.
-    given.pop("mix", None)
-    given["fused"] = all(p.device.type in ("cpu", "cuda") for p in params)
-    match o.name:
-        case "adam":
-            return optim.Adam(params, o.lr, **given)
-        case "adamw":
-            return optim.AdamW(params, o.lr, **given)
-        case "amsgrad":
-            return optim.Adam(params, o.lr, **given, amsgrad=True)
-    raise AssertionError(o.name)
+    # YAML has no tuples, and some optimizers take nothing else for their betas.
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in o.options.items()}
+    described = described_optimizer(config)
+    own = {key: getattr(o, key) for key in described.settings if key not in options}
+    try:
+        optimizer = described.make(params, lr=o.lr, **own, **options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
+            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
+            "torch.optim.Optimizer"
+        )
+    return optimizer
 
 
 def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
@@ -77,22 +71,28 @@ def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Opt
     return optimizer
 
 
-def _own_optimizer(config: Config, params: list[nn.Parameter]) -> Optimizer:
-    o = config.optimizer
-    make = imported(o.name, "optimizer.name")
-    try:
-        optimizer = make(params, lr=o.lr, **o.options)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
-            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
-        ) from error
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
-            "torch.optim.Optimizer"
-        )
-    return optimizer
+def described_optimizer(config: Config) -> Description:
+    """Return the description of the optimizer: the project's, or what its own class says.
+
+    Raises ``ConfigError`` if it cannot be imported.
+    """
+    name = config.optimizer.name
+    if not is_path(name):
+        return OPTIMIZERS[name]
+    make = imported(name, "optimizer.name")
+    return Description(
+        name=name,
+        make=make,
+        settings={},
+        states=tuple(states_of(make).values()) if isinstance(make, type) else (),
+        weight_decay="unknown",
+        elementwise=getattr(make, "elementwise", False),
+    )
+
+
+def stream_kinds(config: Config) -> Kinds:
+    """Return the kinds of the optimizer's states, where its class describes them."""
+    return kinds_of(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
 
 
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -205,7 +205,7 @@ def build_outer(config: Config) -> OuterOptimizer | None:
                 )
             )
         case "adam":
-            return OuterOptimizer(lambda params: optim.Adam(params, o.lr, betas=(0.9, 0.95)))
+            return OuterOptimizer(lambda params: torch.optim.Adam(params, o.lr, betas=(0.9, 0.95)))
     return None
 
 

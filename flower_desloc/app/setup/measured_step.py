@@ -90,13 +90,13 @@ def with_micro_batch_size(
 
 
 def _largest_that_fits(config: Config, device: torch.device, data_path: Path | None) -> int:
-    torch.cuda.set_per_process_memory_fraction(_AUTO_SHARE * gpu_share(config), device)
+    torch.cuda.set_per_process_memory_fraction(_AUTO_SHARE * gpu_share(config), device.index)
     try:
         return next(
             (n for n in _halved(config.data.batch_size) if _fits(config, device, n, data_path)), 1
         )
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
 
 
 def _halved(batch_size: int) -> Iterator[int]:

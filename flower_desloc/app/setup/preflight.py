@@ -16,7 +16,7 @@ from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import bytes_text
-from flower_desloc.app.setup.build import build_optimizer, build_schedule
+from flower_desloc.app.setup.build import build_optimizer, build_schedule, stream_kinds
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -88,7 +88,7 @@ class Needs:
     @cached_property
     def wire(self) -> dict[str, int]:
         """Bytes of every stream on the wire."""
-        return wire_bytes(self._streams, self.config.wire)
+        return wire_bytes(self._streams, self.config.wire, stream_kinds(self.config))
 
     @cached_property
     def _streams(self) -> dict[str, Stream]:

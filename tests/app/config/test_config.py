@@ -201,7 +201,7 @@ def test_another_optimizer_brings_its_own_defaults_and_needs_its_own_rate(preset
     if name == before.name:
         assert after == dataclasses.replace(before, lr=0.5)
         return
-    assert (after.momentum, after.weight_decay, after.mix, after.options) == (0.9, 0, 1, {})
+    assert (after.momentum, after.weight_decay, after.options) == (0.9, 0, {})
     if name in OWN:
         assert (after.betas, after.eps) == OWN[name]
     alike = ("adam", "adamw", "amsgrad")

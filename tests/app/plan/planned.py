@@ -6,6 +6,7 @@ from flower_desloc import PARAMS, SyncSchedule
 from flower_desloc.app.plan.from_config import planned_run
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.wall_clock import Link, Topology
+from flower_desloc.core.kinds import Kind, kind_of
 
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
 LINK = Link(bandwidth=125e6, latency=0.2)
@@ -25,8 +26,11 @@ def planned(
         optimizer="adam",
         num_params=1e6,
         streams=(
-            PlannedStream(name=PARAMS, num_bytes=4e6),
-            *(PlannedStream(name=s, num_bytes=4e6, beta=b, ceiling=ceiling) for s, b in moments),
+            PlannedStream(name=PARAMS, kind=Kind.PARAMS, num_bytes=4e6),
+            *(
+                PlannedStream(name=s, kind=kind_of(s), num_bytes=4e6, beta=b, ceiling=ceiling)
+                for s, b in moments
+            ),
         ),
         schedule=SyncSchedule(
             by_stream(*periods), 0 if coins else None, frozenset(once_at), phases or {}

@@ -13,7 +13,6 @@ from planned import LINK, STREAMS, by_stream, planned, run_of
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
 from flower_desloc.app.config import load
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.plan.advice import recommended
 from flower_desloc.app.plan.from_config import dtype_bytes, model_size, planned_streams
 from flower_desloc.app.plan.theory import drift_bound, half_life
@@ -27,6 +26,7 @@ from flower_desloc.app.plan.wall_clock import (
 from flower_desloc.app.setup.build import build_optimizer, build_schedule, build_streams
 from flower_desloc.app.tasks import build_task
 from flower_desloc.core.traffic import method_rates, rate, stream_bytes, uploads, wire_bytes
+from flower_desloc.optim import OPTIMIZERS
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 BETA = st.floats(0, 0.9999)
@@ -183,7 +183,7 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
-    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire)
+    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire, {})
     run = run_of(config)
     # A tensor's last block may not be full.
     assert run.wire == pytest.approx(sent, rel=1e-3)

@@ -113,7 +113,7 @@ def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():
     found = re.findall(r"sync.params=(\d+) .*?takes ([\d.,]+) times as long as compute", shown)
     assert [int(period) for period, _ in found] == [8, 16, 32, 64]
     for period, times in found:
-        clocks = run.with_periods(rule_for(run, int(period)).periods(run.periods, int(period)))
+        clocks = run.with_periods(rule_for(run, int(period)).periods(run.streams, int(period)))
         waiting = clocks.waiting(clocks.desloc, Topology.STAR) / run.compute
         assert float(times) == pytest.approx(waiting, rel=0.01)
     assert "exp_avg_sq never averaged" in shown

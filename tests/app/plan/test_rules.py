@@ -13,28 +13,27 @@ from torch import nn
 
 from flower_desloc import NEVER, PARAMS
 from flower_desloc.app.config import load
-from flower_desloc.app.config.optimizers import OPTIMIZERS
 from flower_desloc.app.plan.advice import recommended, warnings
 from flower_desloc.app.plan.rules import (
-    FIRST_MOMENTS,
     LEAN,
     NOT_MEASURED,
     PAGE,
     RULES,
-    SECOND_MOMENTS,
     family,
     rule_for,
 )
 from flower_desloc.app.plan.wall_clock import Link, Topology
-from flower_desloc.app.setup.build import build_optimizer, build_streams
-from flower_desloc.optim.bounds import moment_ratio
+from flower_desloc.app.setup.build import build_optimizer
+from flower_desloc.core.kinds import Kind, kind_of
+from flower_desloc.optim import OPTIMIZERS
+from flower_desloc.optim.bounds import moment_ratios
 
 GOOD = {"link": Link(bandwidth=125e6, latency=1e-3), "share": 0.03}
 
 
 def with_rule(run, K):
     """Return the run with K_x = ``K`` and the other periods by its rule."""
-    return run.with_periods(rule_for(run, K).periods(run.periods, K))
+    return run.with_periods(rule_for(run, K).periods(run.streams, K))
 
 
 # --- Rules -------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def test_the_bytes_of_a_rule_are_those_of_its_periods_and_formats():
         if rule.bytes_share is not None:
             run = run_of(exact)
             sizes = lean if rule.lean else run.wire
-            sent = sum(size / rule.multiple(name) for name, size in sizes.items())
+            sent = sum(size / rule.multiple(kind_of(name)) for name, size in sizes.items())
             assert sent / sum(run.wire.values()) == pytest.approx(rule.bytes_share, abs=0.005)
 
 
@@ -87,10 +86,8 @@ def test_the_rule_depends_on_optimizer_data_and_half_lives(period, changes, expe
 
 
 def test_every_optimizers_states_have_a_rule():
-    for name in OPTIMIZERS:
-        config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1")
-        streams = build_streams(config, nn.Linear(1, 1))
-        assert streams.keys() - {PARAMS} <= FIRST_MOMENTS | SECOND_MOMENTS
+    kinds = {state.kind for described in OPTIMIZERS.values() for state in described.states}
+    assert kinds <= {Kind.FIRST_MOMENT, Kind.SECOND_MOMENT, Kind.MAXIMUM}
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adopt"])
@@ -101,7 +98,7 @@ def test_a_bound_is_recommended_exactly_where_it_would_bound(name, betas):
     )
     run = run_of(config, num_params=1e6)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
-    assert (family(run) == "Adam") == (moment_ratio(optimizer) is not None)
+    assert (family(run) == "Adam") == (moment_ratios(optimizer).get("exp_avg") is not None)
 
 
 # --- Recommended periods -----------------------------------------------------------------------

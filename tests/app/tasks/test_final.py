@@ -113,9 +113,9 @@ QUESTIONS = [
 
 
 def test_lm_eval_scores_local_questions(final, tmp_path):
-    """With the task file of docs/llm.md; likelihoods are those worked out by hand."""
+    """With the task file of docs/how-to/large-models.md; the likelihoods by hand."""
     pytest.importorskip("lm_eval")
-    page = (ROOT / "docs" / "llm.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "large-models.md").read_text()
     (task,) = re.findall(r"```yaml\n(task: .*?)```", page, re.DOTALL)
     (tmp_path / "questions").mkdir()
     (tmp_path / "questions" / "own.yaml").write_text(task)

@@ -19,6 +19,7 @@ from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.runs.figures.curves import Array, Curve, aligned, mean
 from flower_desloc.app.runs.groups import SeedGroup
 from flower_desloc.app.runs.record import RunRecord
+from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 
 INK: Final = "#222222"
@@ -34,15 +35,15 @@ PARTS: Final = (
 )  # fmt: skip
 """Colours of clients, domains and labels: Paul Tol's muted palette, for any colour vision."""
 
-_STREAMS: Final = {
-    "params": "#0072B2",
-    "exp_avg": "#E69F00",
-    "momentum_buffer": "#E69F00",
-    "exp_avg_sq": "#009E73",
-    "max_exp_avg_sq": "#CC79A7",
-    "gradients": "#D55E00",
-    "buffers": "#56B4E9",
+_KINDS: Final = {
+    Kind.PARAMS: "#0072B2",
+    Kind.FIRST_MOMENT: "#E69F00",
+    Kind.SECOND_MOMENT: "#009E73",
+    Kind.MAXIMUM: "#CC79A7",
+    Kind.GRADIENTS: "#D55E00",
+    Kind.BUFFERS: "#56B4E9",
 }
+"""The colour of the first stream of each kind; further ones have those of ``PARTS``."""
 
 WIDTH: Final = 10.4
 """Width of every figure in inches."""
@@ -67,10 +68,11 @@ _RC: Final[dict[Any, Any]] = {
 }
 
 
-def stream_colours(streams: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each stream, the same in every figure."""
-    others = cycle(PARTS)
-    return {stream: _STREAMS.get(stream) or next(others) for stream in streams}
+def stream_colours(streams: Iterable[str], runs: Iterable[RunRecord]) -> dict[str, str]:
+    """Return the colour of each stream of some runs, the same in every figure."""
+    kinds = {name: kind for run in runs for name, kind in run.kinds.items()}
+    of_kind, others = dict(_KINDS), cycle(PARTS)
+    return {name: of_kind.pop(kind_of(name, kinds), "") or next(others) for name in streams}
 
 
 def part_colours(parts: Sequence[str]) -> dict[str, str]:

@@ -46,7 +46,7 @@ def draw_bytes(runs: Sequence[RunRecord]) -> Figure | None:
 def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
     """Draw the bars in proportion; one that is far longer than the others leaves the panel."""
     bars = _bars(runs)
-    colours = style.stream_colours(dict.fromkeys(s for bar in bars for s in bar.counts))
+    colours = style.stream_colours(dict.fromkeys(s for bar in bars for s in bar.counts), runs)
     totals = sorted(bar.total for bar in bars)
     end = 1.08 * (totals[-1] if len(totals) < 4 or totals[-1] < 4 * totals[-2] else totals[-2]) or 1
     for row, bar in enumerate(bars):

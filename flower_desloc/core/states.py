@@ -1,0 +1,141 @@
+"""What is known of an optimizer's states: kinds, decays, and the start of a newcomer's.
+
+An optimizer says it in an attribute ``states`` of its class. PyTorch's Adam, AdamW and RAdam are
+described here; of any other optimizer only the kinds of PyTorch's names are known.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer, RAdam
+
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.types import Stream
+
+Group = Mapping[str, Any]
+"""One of ``optimizer.param_groups``."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of an optimizer, which is one stream; all values are zero before the first step."""
+
+    name: str
+    kind: Kind
+    decay: Callable[[Group], float] | None = None
+    """The factor beta of ``s <- beta s + (a function of the gradient)``; None: the state is not
+    linear in what enters it, or beta changes. Late averages and weights by steps need it."""
+    seed: Callable[[Tensor, Group], Tensor] | None = None
+    """Value for a client that starts at a later step and has no average of this state, from a
+    parameter with its first gradient; None: zero. The other clients' second moments have grown
+    since their first step, and a newcomer with one of zero would divide their first moment by
+    almost nothing."""
+    divided_by: str = ""
+    """Of a first moment: the second moment of the same gradients by whose root a step divides it.
+    Their decays bound it (``flower_desloc.optim.bounds``)."""
+    ceiling: Callable[[int], float] | None = None
+    """Bound on the values in a run of so many steps, for gradients of any size; None: there is no
+    bound, or clipped gradients give one."""
+
+
+def beta1(group: Group) -> float:
+    """Return the decay of a first moment under PyTorch's name."""
+    return float(group["betas"][0])
+
+
+def beta2(group: Group) -> float:
+    """Return the decay of a second moment under PyTorch's name."""
+    return float(group["betas"][1])
+
+
+def squared_gradient(p: Tensor, group: Group) -> Tensor:
+    """Return the square of a parameter's gradient, with weight decay that is added to it."""
+    assert p.grad is not None
+    decoupled = group.get("decouple") or group.get("decoupled_weight_decay")  # ours, PyTorch's
+    decay = 0.0 if decoupled else group.get("weight_decay", 0.0)
+    sign = -1 if group.get("maximize") else 1
+    return (sign * p.grad).add(p, alpha=decay).square()
+
+
+ADAM: Final = (
+    State("exp_avg", Kind.FIRST_MOMENT, beta1, divided_by="exp_avg_sq"),
+    State("exp_avg_sq", Kind.SECOND_MOMENT, beta2, squared_gradient),
+)
+"""The states of Adam in all its forms."""
+
+AMSGRAD: Final = (*ADAM, State("max_exp_avg_sq", Kind.MAXIMUM))
+
+
+def _undecayed_square(p: Tensor, _: Group) -> Tensor:
+    assert p.grad is not None
+    return p.grad.square()
+
+
+_PYTORCH: Final[Mapping[type[Optimizer], tuple[State, ...]]] = {
+    Adam: AMSGRAD,  # which it is with amsgrad=True
+    # Before PyTorch 2.7 its groups do not say that the decay is decoupled.
+    AdamW: (AMSGRAD[0], replace(AMSGRAD[1], seed=_undecayed_square), AMSGRAD[2]),
+    RAdam: ADAM,
+}
+
+
+def states_of(optimizer: Optimizer | type[Optimizer]) -> dict[str, State]:
+    """Return by name what is known of the states of an optimizer; of some there may be nothing."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    for base in kind.__mro__:
+        own = vars(base).get("states")
+        found = own if isinstance(own, tuple) else _PYTORCH.get(base, ())
+        if found and all(isinstance(state, State) for state in found):
+            return {state.name: state for state in found}
+    return {}
+
+
+def kinds_of(optimizer: Optimizer) -> dict[str, Kind]:
+    """Return the kinds of the states that an optimizer describes."""
+    return {name: state.kind for name, state in states_of(optimizer).items()}
+
+
+def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, float]:
+    """Return what one step multiplies the named states of ``optimizer`` by: beta1, beta2.
+
+    Raises ``ValueError`` for a state that states no decay, such as AMSGrad's maximum, and for
+    parameter groups that differ in them.
+    """
+    what, states = type(optimizer).__name__, states_of(optimizer)
+    decays = {name: state.decay for name, state in states.items() if state.decay is not None}
+    if unknown := [name for name in names if name not in decays]:
+        raise ValueError(
+            f"{what}'s {' and '.join(unknown)} has no constant decay factor, which late averages "
+            f"and weights by steps need; if it has one, state it in {what}.states "
+            "(flower_desloc.State)"
+        )
+    found = [{name: decays[name](group) for name in names} for group in optimizer.param_groups]
+    if any(each != found[0] for each in found):
+        raise ValueError(f"{what}'s parameter groups have different decays: {found}")
+    return found[0]
+
+
+def needs_seed(optimizer: Optimizer, streams: Mapping[str, Stream]) -> list[str]:
+    """Return those of the optimizer's ``streams`` that are zero and must not be."""
+    return [
+        name
+        for name, state in states_of(optimizer).items()
+        if state.seed is not None and name in streams
+        if not any(tensor.any() for tensor in streams[name].values())
+    ]
+
+
+@torch.no_grad()
+def seed_states(optimizer: Optimizer, names: Iterable[str]) -> None:
+    """Set the named states from the present gradients; without one a state stays as it is."""
+    states = states_of(optimizer)
+    for name in names:
+        seed = states[name].seed
+        assert seed is not None
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    optimizer.state[p][name].copy_(seed(p, group))

@@ -1,0 +1,37 @@
+"""The description of an optimizer: everything that other parts need to know of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from flower_desloc.core.states import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """An optimizer that a configuration names by ``optimizer.name``.
+
+    Those of the project are in ``registry``. One that is named by its import path is described by
+    what its class says: ``states``, as in ``core.states``, and ``elementwise``.
+    """
+
+    name: str
+    make: Callable[..., Optimizer]
+    """Called with the parameters, ``lr`` and the settings, all by name."""
+    settings: Mapping[str, Any]
+    """The settings besides ``lr``, with their defaults. A setting that the section ``optimizer`` of
+    a configuration has no field for is one of ``optimizer.options``."""
+    states: tuple[State, ...]
+    weight_decay: Literal["none", "gradient", "decoupled", "unknown"]
+    """Whether it is added to the clipped gradient, which then has no bound, or taken off the
+    parameters."""
+    elementwise: bool = True
+    """Whether every value is treated by itself, so that shards of tensors can be."""
+    rate_of: str = ""
+    """The optimizer whose tuned learning rate suits this one; by default its own only."""
+
+    def shares_rate(self, other: "Description") -> bool:
+        """Return whether a learning rate that was tuned for one suits the other."""
+        return (self.rate_of or self.name) == (other.rate_of or other.name)
