@@ -48,7 +48,10 @@ from server_app import app as server_app
 EXAMPLES = ROOT / "examples"
 # peft 0.21 asks transformers 5.23 by a name that goes.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
-PAGE = (ROOT / "docs" / "tutorials" / "your-own-app.md").read_text()
+PAGE = "".join(
+    (ROOT / "docs" / page).read_text()
+    for page in ("tutorials/your-own-app.md", "how-to/own-task.md")
+)
 COMMANDS = re.findall(r"^desloc run (\S+)\.yaml", PAGE, re.MULTILINE)
 SMALL = [
     *(*TINY, "data.batch_size=4", "simulation.num_clients=2"),

@@ -491,9 +491,9 @@ def test_honest_shares_within_the_cap_are_the_stated_ones():
 # --------------------------------------------------------------------------- What is only shown
 
 
-def reply(**figures: Any) -> Evaluation:
+def reply(metrics: Any = None, **figures: Any) -> Evaluation:
     more = {k.replace("_", "/", 1): v for k, v in figures.items()}
-    return Evaluation.measured({**EVALUATION, **more}, ratio)
+    return Evaluation.measured({**EVALUATION, **more}, metrics or ratio)
 
 
 def ratio(totals: Any) -> dict[str, float]:
@@ -529,7 +529,7 @@ def test_a_clients_metrics_are_computed_from_its_totals():
 def test_honest_evaluations_of_unequal_size_are_usual():
     sizes = [1.0, 10.0, 3000.0, 0.0, 50_000.0]
     replies = {
-        f"client-{i}": reply(totals_tokens=n, totals_nats=n / 9) for i, n in enumerate(sizes)
+        f"client-{i}": reply(dict, totals_tokens=n, totals_nats=n / 9) for i, n in enumerate(sizes)
     }
     assert not unusual(replies)
 

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Plain:
-    """Least squares with two layers and BatchNorm; as in docs/tutorials/your-own-app.md."""
+    """Least squares with two layers and BatchNorm; as in docs/how-to/own-task.md."""
 
     def __init__(self, config: Config) -> None:
         self.seed = config.run.seed
