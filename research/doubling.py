@@ -51,18 +51,20 @@ def counting(arm: Arm) -> Iterator[None]:
     if not arm.method.endswith("own count"):
         yield
         return
-    steps, train = client._steps, client.train_window
+    train_window, train = client.train_window, client.ClientWindow.train
 
-    def train_window(worker: Any, request: Any, files: Any) -> Any:
+    def noting(worker: Any, request: Any, files: Any, ahead: Any) -> Any:
         _new_worker.set(int(files.folder.name.removeprefix("client-")) >= 4)
-        return train(worker, request, files)
+        return train_window(worker, request, files, ahead)
 
-    def own_steps(worker: Any, start: int, stop: int, origin: int) -> Any:
-        return steps(worker, start, stop, arm.join if _new_worker.get() else origin)
+    def counting_own(window: Any) -> None:
+        if _new_worker.get():
+            window.origin = arm.join
+        train(window)
 
     with (
-        patch.object(client, "_steps", own_steps),
-        patch.object(client, "train_window", train_window),
+        patch.object(client, "train_window", noting),
+        patch.object(client.ClientWindow, "train", counting_own),
     ):
         yield
 

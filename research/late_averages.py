@@ -49,7 +49,7 @@ def settings(arm: Arm) -> str:
 
 
 def merging(arm: Arm) -> Any:
-    return mock.patch("flower_desloc.flower.client.merged", WAYS[arm.way])
+    return mock.patch("flower_desloc.flower.window_events.merged", WAYS[arm.way])
 
 
 study = Study("late_averages", Arm, settings, around=merging)
