@@ -21,7 +21,7 @@ from paired import RESULTS, Estimate, about
 
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.failures import DivergedError
 
 CLIENTS, STEPS = 4, 512
 SEEDS, SPARE = (0, 1, 2), 100
@@ -56,9 +56,7 @@ def run(preset: str, overrides: str, folder: Path, clients: int) -> Run:
     arguments = {"config": preset, "overrides": overrides, "output-dir": str(folder)}
     try:
         run_in_process(arguments, clients)
-    except FederationError as error:
-        if "diverged" not in str(error):
-            raise
+    except DivergedError:
         return {}
     (path,) = folder.glob("*/summary.json")
     summary: Run = json.loads(path.read_text())
