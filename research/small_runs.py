@@ -20,7 +20,7 @@ from paired import RESULTS, SPARE, Estimate, Run, about
 
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.failures import DivergedError
 
 CLIENTS, STEPS = 4, 512
 SEEDS = (0, 1, 2)
