@@ -1,9 +1,7 @@
 """research/theorem.py: its steps are the core's, its constants those of its problems."""
 
 import itertools
-import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 from federation import Federation
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import ROOT, load_script
+from scripts import load_script
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -206,11 +204,3 @@ def test_the_step_size_at_the_extreme_probabilities():
     assert theorem.psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
     assert theorem.psi(0, 1, 0.9) == math.inf  # the last gradient of a worker is in its step
     assert theorem.step_size_bound(math.inf, 0.9) == 0
-
-
-def test_the_page_has_the_tables_of_the_results():
-    results = json.loads(theorem.FILE.read_text())
-    page = (ROOT / "research" / "paper.md").read_text()
-    assert re.findall(r"<!-- theorem -->\n(.*?)\n<!-- /theorem -->", page, re.DOTALL) == (
-        theorem.tables(results)
-    )
