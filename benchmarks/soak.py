@@ -89,7 +89,7 @@ class Faulty(ClientApp):
             raise RuntimeError(what)
         if what == "loses its files":
             own.delete()
-        if what == "loses a byte" and own.held():
+        if what == "loses a byte" and own.last():
             last = max(own.folder.iterdir())
             data = bytearray(last.read_bytes())
             data[-1] ^= 1

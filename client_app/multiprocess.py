@@ -12,7 +12,7 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.setup.build import build_local_optimizer, described_optimizer
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.app.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
-from flower_desloc.app.sites.multiprocess.ranks import Ranks
+from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Batch, Task
 from flower_desloc.app.tasks.compute import SharesBatches
@@ -23,9 +23,14 @@ from flower_desloc.optim import OPTIMIZERS
 
 
 def build_ranks_worker(
-    settings: str, frozen: str, context: Context, device: torch.device, parallelism: Parallelism
+    settings: str,
+    frozen: str,
+    context: Context,
+    device: torch.device,
+    parallelism: Parallelism,
+    launcher: RankLauncher,
 ) -> Worker:
-    """Return the worker of a client with several processes; start them if necessary.
+    """Return the worker of a client with several processes, which ``launcher`` starts if necessary.
 
     Raises ``ValueError`` for what several processes cannot do.
     """
@@ -33,7 +38,7 @@ def build_ranks_worker(
     _require_shared_batches(config, task_of(settings))
     _check(config, parallelism)
     argument = json.dumps([settings, frozen])
-    ranks = Ranks.of("client_app.multiprocess:build_rank", argument, parallelism, device)
+    ranks = launcher.get("client_app.multiprocess:build_rank", argument, parallelism, device)
     return MultiProcessWorker.of(ranks, context.node_config, state_folder(context))
 
 

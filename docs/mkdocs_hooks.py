@@ -14,7 +14,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"),
-    *(f"research/{page}.md" for page in ("README", "paper", "ladder", "thin-links", "toy")),
+    *(
+        f"research/{page}.md"
+        for page in ("README", "paper", "ladder", "theorem", "thin-links", "toy")
+    ),
 )
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 

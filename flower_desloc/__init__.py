@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         Checkpoints,
         last_checkpoint,
     )
-    from flower_desloc.flower.client import client_app
+    from flower_desloc.flower.client import DesLocClient, client_app
     from flower_desloc.flower.failures import DivergedError, FederationError
     from flower_desloc.flower.inprocess import InProcessGrid
     from flower_desloc.flower.log_lines import LogLines
@@ -56,6 +56,7 @@ __all__ = [
     "Clipping",
     "DataParallel",
     "DesLoc",
+    "DesLocClient",
     "DivergedError",
     "Drift",
     "FederationError",
@@ -102,7 +103,7 @@ _HOMES = {
     "core.streams": ["check_optimizer", "prime", "put", "set_step", "stream_names", "take"],
     "flower.baselines.data_parallel": ["DataParallel"],
     "flower.checkpoint": ["Checkpoint", "CheckpointError", "Checkpoints", "last_checkpoint"],
-    "flower.client": ["client_app"],
+    "flower.client": ["DesLocClient", "client_app"],
     "flower.failures": ["DivergedError", "FederationError"],
     "flower.inprocess": ["InProcessGrid"],
     "flower.log_lines": ["LogLines"],

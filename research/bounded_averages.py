@@ -1,7 +1,6 @@
 """The held-out loss of DES-LOC-Adam with and without `sync_bound`, above Local Adam's.
 
-    python research/bounded_averages.py measure --data FOLDER --work runs/bounded
-    python research/bounded_averages.py draw     # the table as text
+    python research/bounded_averages.py --data FOLDER --work runs/bounded
 
 Every method is run at both rates; Local Adam's best rate on the seeds is what the others are
 compared with.
@@ -11,7 +10,7 @@ import math
 from collections import namedtuple
 from itertools import product
 
-from paired import PARTITIONS, table
+from paired import PARTITIONS, Table
 from small_runs import SEEDS, Cells, Study, periods
 
 RATES = (0.012, 0.006)
@@ -34,7 +33,7 @@ def cells() -> Cells:
             yield arm, seed
 
 
-def draw() -> None:
+def table() -> Table:
     rows = []
     for of, partition, lr in product(PERIODS, PARTITIONS, RATES):
         local = [Arm((of[0],) * 3, False, partition, rate) for rate in RATES]
@@ -48,9 +47,9 @@ def draw() -> None:
             worst = max((100 * (ours[seed] / theirs[seed] - 1) for seed in ours), default=math.nan)
             row += [study.above(arm, place), f"{worst:+.2f}"]
         rows.append(row)
-    heads = ["periods", "data", "rate", "as it is, % above Local Adam", "worst", "bounded", "worst"]
-    print(table(heads, rows))
+    heads = ["K_x/K_u/K_v", "data", "rate", "without the bound, % above Local Adam", "worst seed"]
+    return Table([*heads, "bounded", "worst seed"], rows)
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

@@ -1,7 +1,6 @@
 """Workers double in mid-run (RQ3): held-out loss and gradient norms around it.
 
-    python research/doubling.py measure --data FOLDER --work runs/doubling
-    python research/doubling.py draw     # research/paper_doubling.png, and the table as text
+    python research/doubling.py --data FOLDER --work runs/doubling
 
 The paper's setting, at a small size: K_x = 128, K_u = 384, K_v = 768; four workers become eight at
 step 1536, where all three streams are averaged, or at 1408, where only x is. A new worker starts
@@ -19,8 +18,8 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from paired import BLUE, GREEN, GREY, ORANGE, RED, Estimate, figure, table
-from small_runs import SEEDS, Cells, Run, Study, periods
+from paired import BLUE, GREEN, GREY, ORANGE, RED, Estimate, Line, Run, Table, figure
+from small_runs import SEEDS, Cells, Study, periods
 
 from flower_desloc.flower import client
 
@@ -52,18 +51,20 @@ def counting(arm: Arm) -> Iterator[None]:
     if not arm.method.endswith("own count"):
         yield
         return
-    steps, train = client._steps, client.train_window
+    train_window, train = client.train_window, client.ClientWindow.train
 
-    def train_window(worker: Any, request: Any, files: Any) -> Any:
+    def noting(worker: Any, request: Any, files: Any, ahead: Any) -> Any:
         _new_worker.set(int(files.folder.name.removeprefix("client-")) >= 4)
-        return train(worker, request, files)
+        return train_window(worker, request, files, ahead)
 
-    def own_steps(worker: Any, start: int, stop: int, origin: int) -> Any:
-        return steps(worker, start, stop, arm.join if _new_worker.get() else origin)
+    def counting_own(window: Any) -> None:
+        if _new_worker.get():
+            window.origin = arm.join
+        train(window)
 
     with (
-        patch.object(client, "_steps", own_steps),
-        patch.object(client, "train_window", train_window),
+        patch.object(client, "train_window", noting),
+        patch.object(client.ClientWindow, "train", counting_own),
     ):
         yield
 
@@ -113,9 +114,15 @@ def change(losses: dict[str, float], join: int) -> float:
     return 100 * (losses[str(join + 128)] / losses[str(join)] - 1)
 
 
-def draw() -> None:
+def own_count(arm: Arm) -> Estimate:
+    """Return by how many points the change differs where new workers count their own steps."""
+    ours, theirs = study.found[arm], study.found[arm._replace(method="FAVG+OPT")]
+    changes = [{s: change(r["losses"], arm.join) for s, r in f.items()} for f in (ours, theirs)]
+    return Estimate.of(changes[0][seed] - changes[1][seed] for seed in ours)
+
+
+def table() -> Table:
     rows = []
-    lines: dict[str, list] = {}
     for arm in (Arm(method, join, "iid") for join in JOINS for method in METHODS):
         runs = list(study.found[arm].values())
         if not runs:
@@ -127,17 +134,25 @@ def draw() -> None:
             row += [f"{fmean(run['gradients'][when] for run in runs):.3f}"]
         local = final_losses(arm._replace(method="Local"))
         row += ["" if arm.method == "Local" else Estimate.above(final_losses(arm), local)]
+        row += [own_count(arm) if arm.method.endswith("own count") else ""]
         rows.append(row)
+    heads = ["joined at", "method", "seeds", "loss before", "change, %"]
+    heads += ["gradient before", "after, old", "after, new", "final, above Local's, %"]
+    heads += ["change compared with the federation's count, points"]
+    return Table(heads, rows)
+
+
+def picture() -> None:
+    lines: dict[str, list[Line]] = {}
+    for arm in (Arm(method, join, "iid") for join in JOINS for method in METHODS):
+        runs = list(study.found[arm].values())
         steps = [step for step in map(int, runs[0]["losses"]) if step >= 1024]
         points = [(s, Estimate(fmean(run["losses"][str(s)] for run in runs))) for s in steps]
         lines.setdefault(f"four workers become eight at step {arm.join}", []).append(
             (arm.method, COLOURS[arm.method], "o-", points)
         )
-    heads = ["joined at", "method", "seeds", "loss before", "change, %"]
-    heads += ["gradient before", "after, old", "after, new", "final, above Local's, %"]
-    print(table(heads, rows))
-    figure("paper_doubling", lines, "local steps", "held-out loss", zero=False)
+    figure("doubling", lines, "local steps", "held-out loss", zero=False)
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

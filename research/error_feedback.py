@@ -1,7 +1,6 @@
 """What error feedback does: held-out loss of lossy formats with it and without, above fp32's.
 
-    python research/error_feedback.py measure --data FOLDER --work runs/feedback
-    python research/error_feedback.py draw     # the table as text
+    python research/error_feedback.py --data FOLDER --work runs/feedback
 
 Adam at the periods and with the bound of the preset lean, and Local Adam as a control, at one
 rate: the one that ladder_tuned found for both. The project feeds back the quantisation error of x
@@ -16,7 +15,7 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-from paired import table
+from paired import Table
 from small_runs import SEEDS, Cells, Study, periods
 
 from flower_desloc.core.compression import EncodedStream, encode_stream
@@ -91,7 +90,7 @@ def cells() -> Cells:
     yield from ((arm, seed) for seed, arm in product(MORE, usual))
 
 
-def draw() -> None:
+def table() -> Table:
     rows = []
     for arm in filter(study.done, arms()):
         exact, with_it = arm._replace(formats=FP32, feedback=BOTH), arm._replace(feedback=BOTH)
@@ -102,8 +101,8 @@ def draw() -> None:
         row += ["" if arm == other else study.above(arm, other) for other in (exact, with_it)]
         rows.append(row)
     heads = ["method", "K_x", "formats of x, u, v", "feedback", "seeds", "loss"]
-    print(table([*heads, "above fp32, %", "above feedback of both, %"], rows))
+    return Table([*heads, "above fp32, %", "above feedback of both, %"], rows)
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

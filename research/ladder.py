@@ -1,121 +1,49 @@
-"""The ladder: the gap of each method to Local by gradient noise, model size and horizon.
+"""Methods compared with Local: by gradient noise, model size, length of the run and period.
 
-    python research/ladder.py collect runs/ladder_noise ...   # finished runs into results/
-    python research/ladder.py missing research/studies/ladder_noise.yaml --seed 0 > rest.yaml
-    python research/ladder.py draw                            # research/ladder.md and ladder.png
-    python research/ladder.py compare DES-LOC                 # tables with another reference
-
-`collect` adds the finished runs of a study's folder to research/results/STUDY.json and keeps the
-runs that are already there. `missing` prints a study of the cells that have no result for a seed
-yet; --only TEXT keeps the cells whose labels contain all words of TEXT, separated by `;`, and can
-be repeated. `draw` writes the page's tables: the difference to Local with the same seed, partition,
-optimizer, size, batch and horizon, in per cent, as mean over the seeds with the 95 % t-interval.
-The last column is the smaller of two margins of the loss, 0.5 and 1 %, that is above the interval.
-Seeds from 100 on tune learning rates and are not included.
+`python research/draw.py ladder` draws research/ladder.png and the tables of the studies in
+`STUDIES`. A method is compared with the Local run of the same seed, partition, optimizer, model
+size, batch, steps and K_x; the tables have the mean over seeds and the 95 % t-interval.
 """
 
-import json
 import math
-import os
-import platform
-import re
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
-from statistics import fmean, median
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache
+from statistics import fmean
+from typing import Any, NamedTuple
 
-import typer
-import yaml
-from paired import GREY, RESEARCH, RESULTS, Estimate, commit_of, table, write_between
+from collect import FLOWERS, records
+from paired import GREY, PARTITIONS, RESEARCH, SPARE, Estimate, Run, Table, differences, spread
 
-from flower_desloc.app.config import load
 from flower_desloc.app.runs.figures import style
-from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.app.study.study_file import read_study
 
-DOCUMENT = RESEARCH / "ladder.md"
-LOCAL = "Local"
-MIN_SEEDS = 3
-CHECKS = ("ladder_check", "ladder_check_fresh", "low_frequency_check")  # other text
-TUNED = "ladder_tuned"  # every method at a rate of its own
-PAPER = "paper_baselines"  # the paper's horizons, tuned too
-LOW = "low_frequency"  # and its longer periods, tuned too
-PARTS = ("low_frequency_parts", "which_moment")  # one rate; they ask which average costs
-OWN_RATES = (TUNED, CHECKS[1], PAPER, LOW)
-COLLECTED = ("ladder_*", PAPER, f"{LOW}*", PARTS[1])  # the files of all these
-BETA_2 = {"adam": 0.95, "adamw": 0.95, "adopt": 0.9999}  # the paper's
-MARGINS = (0.5, 1.0)
-TUNING = 100
-STEPS = 512
-PERIOD = 16
-NAMES = {"adam": "Adam", "adamw": "AdamW", "adopt": "ADOPT"}
-BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
-"""Parameters and tokens of the panels by bytes."""
-LIMITS = (-2.6, 4.3)  # per cent, of the figure
-OTHER_PERIODS = {
-    "DES-LOC, half the periods": (8, 24, 48),
-    "Local, twice the period": (32, 32, 32),
-    "Local, K = 24": (24, 24, 24),
-    "u as often as x, K = 24": (24, 24, 96),
-    "u as often as x, K = 12": (12, 12, 96),
-    "K = 12/144/288": (12, 144, 288),
-    "K = 12/96, v never": (12, 96, "never"),
-    "K = 16/32, v never": (16, 32, "never"),
-    "u as often as x, K = 22, v never": (22, 22, "never"),
-}
-"""Methods at other periods than 16, with which they are compared: the first sends what Local
-sends, the second what DES-LOC sends."""
-FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
-FORMATS = {
-    ("int8", "int4", "int8"): "lean",
-    ("int8", "int8", "int8"): "8 bits",
-    ("int4", "int4", "int8"): "4 bits",
-    ("int8", "int8"): "8 bits",
-    ("int4", "int4"): "4 bits",
-}
-"""Formats of x, u and v -> their name."""
-ORDER = (
-    "DES-LOC",
-    "FAVG+OPT",
-    "early average",
-    "DES-LOC, bounded",
-    "u as often as x",
-    "u as often as x, bounded",
-    "u as often as x, lean, bounded",
-    "u as often as x, lean",
-    "u as often as x, 8 bits, bounded",
-    "u as often as x, v never, bounded",
-    "u as often as x, v never, 4 bits, bounded",
-    "u as often as x, K = 24, bounded",
-    "u as often as x, K = 12, lean, bounded",
-    "u as often as x, K = 22, v never, 4 bits, bounded",
-    "K = 16/32, v never, 4 bits, bounded",
-    "K = 12/96, v never, 4 bits, bounded",
-    "K = 12/144/288, 4 bits, bounded",
-    "v as often as u",
-    "v as often as x",
-    "v as often as x, lean",
-    "v as often as x, lean, bounded",
-    "v as often as x, u never",
-    "v as often as x, u never, 8 bits",
-    "DES-LOC, half the periods",
-    "DES-LOC, half the periods, lean",
-    "DES-LOC, lean",
-    "Local, lean",
-    "Local, twice the period",
-    "Local, K = 24, lean",
-    "u never",
-    "v never",
+LOCAL, DESLOC, FAVG = "Local", "DES-LOC", "FAVG+OPT"
+LEAN, LEAN_ADOPT = "u as often as x, lean, bounded", "u as often as x, lean"
+CHECKS = ("ladder_check", "low_frequency_check")
+"""Studies on text that no other study reads."""
+PAPER, LOW, PARTS = "paper_baselines", "low_frequency", "which_moment"
+OWN_RATES = ("ladder_tuned", "ladder_check", PAPER, LOW)
+"""Studies in which every method has a learning rate of its own."""
+STUDIES = (
+    *("ladder_batch", "ladder_batch_short", "ladder_size", "ladder_horizon"),
+    *("ladder_half_lives", "ladder_tuned", PAPER, LOW, PARTS, *CHECKS, "thin_links_longer"),
 )
-"""Methods in the order of the tables."""
+BETA_2 = {"adam": 0.95, "adamw": 0.95, "adopt": 0.9999}
+"""As in the paper."""
+STREAMS = ("params", "exp_avg", "exp_avg_sq")
+STEPS, PERIOD = 512, 16
+NAMES = {"adam": "Adam", "adamw": "AdamW", "adopt": "ADOPT"}
+MARGIN = 0.5
+"""Per cent of the loss."""
+ORDER = (LOCAL, DESLOC, "DES-LOC, bounded", LEAN, LEAN_ADOPT, FAVG, "FAVG-OPT", "DDP", "DiLoCo")
+"""Methods that come first in a table."""
+CODED = {"lean": "int8, int4, int8", "8 bits": "int8", "4 bits": "int4, v int8"}
+"""Formats of x, u and v by their name in a method's name."""
 SHOWN = {
-    "u as often as x, lean, bounded": ("lean: 16/16/96, lossy", "#117733", "o"),
-    "u as often as x, lean": ("lean: 16/16/96, lossy", "#117733", "o"),
-    "DES-LOC": ("DES-LOC: 16/48/96", "#0072B2", "s"),
-    "FAVG+OPT": ("FAVG+OPT: 16/never/never", "#D55E00", "^"),
+    LEAN: ("lean: 16/16/96, lossy", "#117733", "o"),
+    LEAN_ADOPT: ("lean: 16/16/96, lossy", "#117733", "o"),
+    DESLOC: ("DES-LOC: 16/48/96", "#0072B2", "s"),
+    FAVG: ("FAVG+OPT: 16/never/never", "#D55E00", "^"),
     "u as often as x, v never, 4 bits, bounded": ("16/16/never, 4 bits", "#CCBB44", "v"),
     "K = 12/144/288, 4 bits, bounded": ("12/144/288, 4 bits", "#AA4499", "P"),
     "Local, lean": ("Local: 16, lossy", "#999999", "D"),
@@ -124,17 +52,17 @@ SHOWN = {
     "DES-LOC, half the periods, lean": ("DES-LOC: 8/24/48, lossy", "#882255", "s"),
 }
 """Methods of the figure: their label, colour and marker. The tables have all."""
-PRESETS_SHOWN = tuple(SHOWN)[:4]
-"""Those of the panel by setting."""
-
+BY_BYTES = ((41_120, 256), (213_440, 1024), (1_082_496, 1024))
+"""Parameters and tokens of the figure's panels by bytes."""
+LIMITS = (-2.6, 4.3)  # per cent, of the figure
 FIRST_TABLE = {
-    "u as often as x, lean, bounded": "**`lean`: 16/16/96, bounded, lossy formats**",
+    LEAN: "**`lean`: 16/16/96, bounded, lossy formats**",
     "u as often as x, bounded": "16/16/96, bounded, fp32",
-    "u as often as x": "the same without the bound",
-    "DES-LOC": "DES-LOC as in the paper, 16/48/96",
+    "u as often as x": "16/16/96, fp32",
+    DESLOC: "DES-LOC as in the paper, 16/48/96",
     "u as often as x, K = 24, bounded": "24/24/96, bounded",
     "Local, twice the period": "Local, 32",
-    "FAVG+OPT": "FAVG+OPT, 16",
+    FAVG: "FAVG+OPT, 16",
     "DES-LOC, half the periods": "DES-LOC, 8/24/48",
     "DES-LOC, half the periods, lean": "8/24/48, the formats of `lean`",
     "Local, lean": "Local, 16, the formats of `lean`",
@@ -143,15 +71,12 @@ FIRST_TABLE = {
 }
 """Methods of the table in research/paper.md."""
 FIRST_COLUMNS = {
-    ("ladder_tuned", 41_120, 256): "41,120 parameters, 256 tokens, every method at its own rate",
-    ("ladder_noise", 41_120, 256): "the same, at one rate",
-    ("ladder_size", 213_440, 1024): "213,440, 1024",
-    ("ladder_size", 1_082_496, 1024): "1,082,496, 1024",
-    ("ladder_size", 4_262_144, 1024): "4,262,144, 1024",
+    ("ladder_tuned", 41_120, 256): "41,120 parameters, each method at its own rate",
+    ("ladder_batch", 41_120, 256): "the same, at one rate",
+    ("ladder_size", 213_440, 1024): "213,440",
+    ("ladder_size", 1_082_496, 1024): "1,082,496",
+    ("ladder_size", 4_262_144, 1024): "4,262,144",
 }
-
-Run = dict[str, Any]
-app = typer.Typer(help=__doc__, add_completion=False)
 
 
 class Rung(NamedTuple):
@@ -166,305 +91,186 @@ class Rung(NamedTuple):
     period: int
     beta_2: float
 
-    @property
-    def has_usual_beta(self) -> bool:
-        return self.beta_2 == BETA_2[self.optimizer]
+
+class Arm(NamedTuple):
+    """A method at its periods of x, u and v."""
+
+    method: str
+    periods: tuple[int | str, ...]
 
 
-class Row(NamedTuple):
-    """A method compared with Local: its gaps, its bytes as a share of Local's, and its periods."""
-
-    loss: Estimate
-    perplexity: Estimate
-    bytes: float
-    sync: dict[str, Any]
-    rate: str
+Seeds = dict[int, Run]
+Ladder = dict[Rung, dict[Arm, Seeds]]
 
 
-def method(config: Run) -> str:
-    """Return the method's name, derived from the periods, the formats and the bound."""
-    formats = tuple(form for form in (config["wire"] or {}).values() if form != "fp32")
-    return (
-        periods_name(config)
-        + (f", {FORMATS[formats]}" if formats else "")
-        + (", bounded" if _is_bounded(config) else "")
-    )
-
-
-def _is_bounded(config: Run) -> bool:
-    """Whether the bound can change anything: Adam's moments, averaged at different steps."""
-    is_adam = config["optimizer"]["name"] in ("adam", "adamw")
-    moments = {config["sync"].get(name, "never") for name in ("exp_avg", "exp_avg_sq")}
-    return bool(config.get("sync_bound")) and is_adam and len(moments) > 1
-
-
-def periods_name(config: Run) -> str:
-    """Return the name of a method that sends fp32."""
-    sync = config["sync"]
-    if config["strategy"] in FLOWERS:
-        return FLOWERS[config["strategy"]]
-    if config["outer"]["name"] != "none":
-        return "DiLoCo"
-    if "gradients" in sync:
-        return "DDP"
-    first, second = sync["exp_avg"], sync["exp_avg_sq"]
-    for name, periods in OTHER_PERIODS.items():
-        if sync == dict(zip(("params", "exp_avg", "exp_avg_sq"), periods, strict=True)):
-            return name
-    if config["sync_once_at"]:
-        return "early average"
-    if "reset" in (first, second):
-        return "FAVG-OPT"
-    if (first, second) == (sync["params"],) * 2:
-        return LOCAL
-    if first == sync["params"]:
-        return "u as often as x" + (", v never" if second == "never" else "")
-    if second == sync["params"]:
-        return "v as often as x" + (", u never" if first == "never" else "")
-    if first == second != "never":
-        return "v as often as u"
-    names = {(True, True): "FAVG+OPT", (True, False): "u never", (False, True): "v never"}
-    return names.get((first == "never", second == "never"), "DES-LOC")
-
-
-def read_run(folder: Path) -> Run | None:
-    """Return the record of a finished run; None if the folder holds none."""
-    try:
-        outcome = json.loads((folder / "outcome.json").read_text())
-    except OSError:
-        return None
-    config = yaml.safe_load(outcome["config"])
-    name = method(config)
-    at_other_periods = name.startswith(tuple(OTHER_PERIODS))
-    if at_other_periods and folder.parents[1].name in PARTS:
-        # Their Local has K_x of every length.
-        name, at_other_periods = LOCAL, False
-    rate = config["fedadam" if config["strategy"] == "fedadam" else "optimizer"]["lr"]
-    record: Run = {
-        "cell": slug(folder.parent.name),
-        "seed": config["run"]["seed"],
-        "optimizer": config["optimizer"]["name"],
-        "betas": config["optimizer"]["betas"],
-        "method": name,
-        "partition": config["data"]["partition"],
-        "domains": config["data"]["domains"],
-        "clients": config["simulation"]["num_clients"],
-        "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
-        "steps": config["run"]["steps"],
-        "period": PERIOD if at_other_periods else config["sync"].get("params", PERIOD),
-        "sync": config["sync"],
-        "sync_once_at": config["sync_once_at"],
-        "rate": rate,
-        "status": outcome["status"],
-        "seconds": round(outcome["seconds"], 1),
-        "date": date.fromtimestamp((folder / "outcome.json").stat().st_mtime).isoformat(),
-    }
-    if outcome["status"] != "completed":
-        return record
-    summary = json.loads((folder / "summary.json").read_text())
-    windows = list(read_lines(folder / "metrics.jsonl"))
-    central = [w["evaluation"]["central"] for w in windows if "central" in w.get("evaluation", {})]
-    parts = central[-1]["parts"]
-    trained = windows[-1]["clients"].values()
-    fairness = summary.get("fairness")
-    return record | {
-        "params": summary["stream_bytes"]["params"] // 4,
-        "loss": summary["evaluation"]["central"]["loss"]["final"],
-        "perplexity": summary["evaluation"]["central"]["perplexity"]["final"],
-        "loss_by_domain": {name: part["loss"] for name, part in parts.items()},
-        "worst_client": fairness["worst"]["loss"] if fairness else None,
-        "param_norm": fmean(client["param_norm"] for client in trained),
-        "activation_norm": max(one["overall"]["activation_norm"] for one in central[1:]),
-        "momentum_drift": momentum_drift(windows),
-        "bytes_sent_by_a_client": summary["bytes"]["measured"]["up"]["total"] // summary["clients"],
-        "versions": summary["versions"],
-    }
-
-
-def momentum_drift(windows: list[dict[str, Any]]) -> float | None:
-    """Return the median relative drift of exp_avg over its averages in the second half of a run."""
-    half = windows[-1]["step"] / 2
-    drifts = [w["drift"].get("exp_avg") for w in windows if w["step"] > half]
-    ratios = [d["spread"] / d["norm"] for d in drifts if d]
-    return median(ratios) if ratios else None
-
-
-def slug(labels: str) -> str:
-    """Return a cell's labels as in the name of its folder, with one kind of dash."""
-    return re.sub(r"[^a-z0-9.]+", "-", labels.lower().replace("+", "-plus-")).strip("-.")
-
-
-def identity(run: Run) -> str:
-    """Return a key that is equal for repetitions of the same run."""
-    keys = ("cell", "optimizer", "method", "partition", "tokens", "steps", "period", "rate", "seed")
-    return json.dumps([run[key] for key in (*keys, "domains")])
-
-
-def code_of(folder: Path) -> dict[str, str]:
-    """Return the commit of a folder of runs, and the machine."""
-    return {"commit": commit_of(folder), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-
-
-@app.command()
-def collect(folders: list[Path]) -> None:
-    """Add the finished runs of studies to the results."""
-    for folder in folders:
-        where = RESULTS / f"{folder.name}.json"
-        kept = json.loads(where.read_text()) if where.exists() else {"code": [], "runs": []}
-        found = {identity(run): run for run in kept["runs"]}
-        about = code_of(folder)
-        for place in sorted(folder.glob("[!.]*/*/")):
-            run = read_run(place)
-            if run is None or identity(run) in found:
+@cache
+def ladder() -> Ladder:
+    """Return the runs of all studies, by rung, method and seed."""
+    found: Ladder = defaultdict(lambda: defaultdict(dict))
+    for study in STUDIES:
+        for run in records(study):
+            if run["seed"] >= SPARE or run["status"] != "completed":
                 continue
-            code = {**about, "versions": run.pop("versions", None)}
-            if code not in kept["code"]:
-                kept["code"].append(code)
-            found[identity(run)] = run | {"code": kept["code"].index(code)}
-        runs = sorted(found.values(), key=identity)
-        lines = ",\n".join(f"    {json.dumps(run)}" for run in runs)
-        code_lines = ",\n".join(f"    {json.dumps(code)}" for code in kept["code"])
-        where.write_text(f'{{\n  "code": [\n{code_lines}\n  ],\n  "runs": [\n{lines}\n  ]\n}}\n')
-        print(f"{where}: {len(runs)} runs")
+            # DiLoCo's AdamW and Flower's strategies are compared with Local Adam.
+            optimizer = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
+            values = [run[key] for key in ("params", "tokens", "steps", "period")]
+            rung = Rung(study, run["partition"], optimizer, *values, run["betas"][1])
+            periods = tuple(run["sync"][stream] for stream in STREAMS if stream in run["sync"])
+            found[rung][Arm(run["method"], periods)][run["seed"]] = run
+    return found
 
 
-@app.command()
-def missing(
-    study: Path,
-    seed: Annotated[int, typer.Option()],
-    only: Annotated[list[str], typer.Option(help="words; joined by `;`")] = [],  # noqa: B006
-) -> None:
-    """Print a study of the cells without a result for ``seed``."""
-    grid = read_study(study)
-    runs = [run for run in results() if (run["study"], run["seed"]) == (grid.name, seed)]
-    done = {(run["cell"], run["rate"]) for run in runs}
-    cells: dict[str, Any] = {}
-    for cell in grid.cells:
-        name = " / ".join(cell.labels.values())
-        if only and not any(all(word in name for word in text.split(";")) for text in only):
-            continue
-        if (slug(name), load(cell.config, cell.overrides).optimizer.lr) not in done:
-            cells[name] = {"overrides": list(cell.overrides), "config": cell.config}
-    if not cells:
-        sys.exit("nothing is missing")
-    values = yaml.safe_load(study.read_text()) | {"name": grid.name, "base": []}
-    values |= {"axes": {"cell": cells}, "seeds": [seed]}
-    yaml.safe_dump(values, sys.stdout, sort_keys=False)
+def seeds_of(methods: dict[Arm, Seeds], name: str, *periods: int | str) -> Seeds:
+    """Return a method's runs by seed; none if it was not run."""
+    for arm, seeds in methods.items():
+        if arm.method == name and periods in ((), arm.periods):
+            return seeds
+    return {}
 
 
-def results() -> list[Run]:
-    """Return all collected runs, each with the name of its study."""
-    return [
-        run | {"study": path.stem, "beta_2": run["betas"][1]}
-        for path in sorted(p for name in COLLECTED for p in RESULTS.glob(f"{name}.json"))
-        for run in json.loads(path.read_text()).get("runs", [])
-    ]
+def values(seeds: Seeds, key: str = "loss") -> dict[int, float]:
+    return {seed: run[key] for seed, run in seeds.items()}
 
 
-def gaps(runs: list[Run], reference: str = LOCAL) -> dict[Rung, dict[str, Row]]:
-    """Return each method compared with the reference with the same seeds."""
-    found: dict[Rung, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
-    for run in runs:
-        if run["status"] == "completed" and run["seed"] < TUNING:
-            found[Rung(*(run[key] for key in Rung._fields))][run["method"]][run["seed"]] = run
-    rows: dict[Rung, dict[str, Row]] = {}
-    for rung in sorted(found):
-        local = found[rung].pop(reference, {})
-        for name in sorted(found[rung], key=[*ORDER, *found[rung]].index):
-            seeds = found[rung][name]
-            if both := [seed for seed in seeds if seed in local]:
-                first, theirs = seeds[both[0]], local[both[0]]
-                rows.setdefault(rung, {})[name] = Row(
-                    above(seeds, local, "loss"),
-                    above(seeds, local, "perplexity"),
-                    bytes_share(seeds, local),
-                    first["sync"],
-                    rate_text(first["rate"], theirs["rate"]),
-                )
-    return rows
-
-
-def above(ours: dict[int, Run], theirs: dict[int, Run], key: str) -> Estimate:
+def above(ours: Seeds, theirs: Seeds, key: str = "loss") -> Estimate:
     """Compare runs by seed with those of the same seeds, in per cent."""
-    return Estimate.above(*({s: run[key] for s, run in runs.items()} for runs in (ours, theirs)))
+    return Estimate.above(values(ours, key), values(theirs, key))
 
 
-def bytes_share(ours: dict[int, Run], theirs: dict[int, Run]) -> float:
+def bytes_share(ours: Seeds, theirs: Seeds) -> float:
     """Return the bytes that a client sent, as a share of those with the same seed; their mean."""
-    key = "bytes_sent_by_a_client"
-    return fmean(run[key] / theirs[seed][key] for seed, run in ours.items() if seed in theirs)
+    ours, theirs = (values(seeds, "bytes_sent_by_a_client") for seeds in (ours, theirs))
+    return fmean(sent / theirs[seed] for seed, sent in ours.items() if seed in theirs)
 
 
-def rate_text(rate: float, local: float) -> str:
-    same = math.isclose(rate, local, rel_tol=0.01)  # rates are rounded
-    return f"{rate:g}" if same else f"{rate:g}, Local {local:g}"
+# ----------------------------------------------------------------------------------------- Tables
 
 
-def text(gap: Estimate) -> str:
-    interval = f" ({gap.low:+.2f} to {gap.high:+.2f})" if math.isfinite(gap.reach) else ""
-    return f"{gap.mean:+.2f}{interval}"
+def comparison(study: str) -> Table:
+    """Return the methods of a study, each compared with Local and with DES-LOC."""
+    heads = ["data", "optimizer", "parameters", "tokens", "steps", "β₂", "method"]
+    heads += ["K_x / K_u / K_v", "formats of x, u, v", "bound", "rate", "seeds", "bytes", "loss"]
+    heads += ["above Local, %", "above DES-LOC, %", "perplexity above Local, %"]
+    heads += ["worst client's loss", "parameter norm", "activation norm"]
+    rows = []
+    for rung, methods in sorted(item for item in ladder().items() if item[0].study == study):
+        local, desloc = (seeds_of(methods, name) for name in (LOCAL, DESLOC))
+        for arm, seeds in sorted(methods.items(), key=order):
+            first, *_ = seeds.values()
+            row = [PARTITIONS[rung.partition], NAMES[first["optimizer"]], f"{rung.params:,}"]
+            row += [rung.tokens, rung.steps, rung.beta_2, *in_words(arm)]
+            row += [", ".join(sorted({f"{run['rate']:.3g}" for run in seeds.values()}))]
+            row += [len(seeds), f"{bytes_share(seeds, local):.2f}"]
+            row += [f"{fmean(values(seeds).values()):.3f}"]
+            for reference, key in ((local, "loss"), (desloc, "loss"), (local, "perplexity")):
+                known = seeds is not reference and reference
+                row += [above(seeds, reference, key).interval if known else ""]
+            for key in ("worst_client", "param_norm", "activation_norm"):
+                measured = [run.get(key) for run in seeds.values()]
+                row += ["" if None in measured else spread(measured)]
+            rows.append(row)
+    return Table(heads, rows)
 
 
-def tables(rows: dict[Rung, dict[str, Row]]) -> Iterator[str]:
-    """Yield a table for each study."""
-    heads = ["partition", "optimizer", "parameters", "tokens", "steps", "K", "method", "rate"]
-    heads += ["bytes", "seeds", "loss, %", "perplexity, %", "below"]
-    for study in dict.fromkeys(rung.study for rung in rows):
-        lines = []
-        for rung, methods in rows.items():
-            for name, row in methods.items() if rung.study == study else ():
-                below = next((f"{margin} %" for margin in MARGINS if row.loss.high < margin), "")
-                cells = [*rung[1:-1], name, row.rate, f"{row.bytes:.2f}", row.loss.seeds]
-                cells += [text(row.loss), text(row.perplexity)]
-                lines.append([str(cell).replace("by_domain", "by domain") for cell in cells])
-                lines[-1].append(below)
-        yield f"`{study}`:\n\n{table(heads, lines)}"
+def order(item: tuple[Arm, Seeds]) -> tuple[Any, ...]:
+    arm, _ = item
+    rank = ORDER.index(arm.method) if arm.method in ORDER else len(ORDER)
+    return rank, arm.method, list(map(str, arm.periods))
 
 
-def first_table(rows: dict[Rung, dict[str, Row]]) -> str:
+def in_words(arm: Arm) -> list[str]:
+    """Return a method's name, periods, formats and bound."""
+    parts = arm.method.split(", ")
+    known = (DESLOC, FAVG, "FAVG-OPT", "DDP", "DiLoCo", LOCAL, "early average", *FLOWERS.values())
+    name = "`lean`" if arm.method in (LEAN, LEAN_ADOPT) else parts[0]
+    name = name if name in known or name == "`lean`" else ""
+    formats = next((CODED[part] for part in parts if part in CODED), "")
+    return [name, " / ".join(map(str, arm.periods)), formats, "yes" * ("bounded" in parts)]
+
+
+def first_table() -> Table:
     """Return the table of paper.md: IID, Adam, K_x = 16; in brackets interval and seeds."""
     columns = []
     for study, params, tokens in FIRST_COLUMNS:
-        wanted = (study, "iid", "adam", params, tokens, STEPS, PERIOD)
-        columns.append(next((methods for rung, methods in rows.items() if rung[:-1] == wanted), {}))
-    lines = []
-    for name, label in FIRST_TABLE.items():
-        found = [methods.get(name) for methods in columns]
-        sent = next(row.bytes for row in found if row)
-        cells = [f"{text(row.loss)} {row.loss.seeds}" if row else "" for row in found]
-        lines.append([label, f"{sent:.2f}", *cells])
-    return table(["", "bytes", *FIRST_COLUMNS.values()], lines)
-
-
-def cost(runs: list[Run]) -> str:
-    """Return the least and the median milliseconds of a worker's step, by parameters and tokens."""
-    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run["status"] == "completed" and run["method"] in (LOCAL, "DES-LOC"):
-            step = run["seconds"] / run["steps"] / run["clients"]
-            found[run["params"]][run["tokens"]].append(1000 * step)
-    tokens = sorted({tokens for times in found.values() for tokens in times})
+        rung = Rung(study, "iid", "adam", params, tokens, STEPS, PERIOD, BETA_2["adam"])
+        columns.append(ladder()[rung])
     rows = []
-    for params, times in sorted(found.items()):
-        cells = [f"{min(t):.0f}, {median(t):.0f}" if (t := times[n]) else "" for n in tokens]
-        rows.append([f"{params:,}", *cells])
-    return table(["parameters", *(f"{n} tokens" for n in tokens)], rows)
+    for name, label in FIRST_TABLE.items():
+        both = [(seeds_of(methods, name), seeds_of(methods, LOCAL)) for methods in columns]
+        sent = next(bytes_share(*pair) for pair in both if pair[0])
+        cells = [
+            f"{gap.interval} {gap.seeds}" if (gap := above(*pair)).seeds else "" for pair in both
+        ]
+        rows.append([label, f"{sent:.2f}", *cells])
+    return Table(["", "bytes", *FIRST_COLUMNS.values()], rows)
 
 
-def picture(rows: dict[Rung, dict[str, Row]]) -> None:
+def lean_table() -> Table:
+    """Return the table of ladder.md: lean and DES-LOC in every setting with Adam and K_x = 16."""
+    rows = []
+    for rung, methods in sorted(ladder().items(), key=lambda item: in_figure(item[0])):
+        lean, desloc, local = (seeds_of(methods, name) for name in (LEAN, DESLOC, LOCAL))
+        if lean and rung.period == PERIOD and rung.study.startswith(("ladder", PAPER)):
+            gaps = [above(seeds, local) for seeds in (lean, desloc)]
+            rows.append([setting(rung), len(lean), *(gap.interval for gap in gaps)])
+    return Table(["setting", "seeds", "`lean`", "DES-LOC"], rows)
+
+
+def which_moment() -> Table:
+    """Return the cost of rare averages of u, of v and of both, by K_x and by v's half-life."""
+    columns = {
+        "v as often as x": "u rarely: K_u = 3 K_x",
+        "u as often as x, bounded": "v rarely: K_v = 6 K_x, bounded",
+        DESLOC: "both: K_u = 3 K_x, K_v = 6 K_x",
+    }
+    rows = []
+    key = ("partition", "params", "period", "beta_2")
+    for rung, methods in sorted(
+        (item for item in ladder().items() if item[0].study == PARTS),
+        key=lambda item: [getattr(item[0], name) for name in key],
+    ):
+        local = seeds_of(methods, LOCAL)
+        k = rung.period
+        periods = [(k, 3 * k, k), (k, k, 6 * k), (k, 3 * k, 6 * k)]
+        gaps = [
+            above(seeds_of(methods, name, *at), local)
+            for name, at in zip(columns, periods, strict=True)
+        ]
+        row = [PARTITIONS[rung.partition], f"{rung.params:,}", rung.period, rung.beta_2]
+        rows.append([*row, gaps[0].seeds, *(gap.interval for gap in gaps)])
+    return Table(["data", "parameters", "K_x", "β₂", "seeds", *columns.values()], rows)
+
+
+def tuning(study: str) -> Table:
+    """Return the loss of every learning rate that was tried on the spare seeds."""
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for run in records(study):
+        if run["seed"] >= SPARE and run["status"] == "completed":
+            key = run["cell"], run["method"], f"{run['rate']:.3g}"
+            found[key].append(run["loss"])
+    rows = [[*key, len(losses), f"{fmean(losses):.3f}"] for key, losses in sorted(found.items())]
+    return Table(["cell", "method", "rate", "seeds", "loss"], rows)
+
+
+# ---------------------------------------------------------------------------------------- Figures
+
+
+def picture() -> None:
     """Draw the presets' gaps in every setting, and all methods' gaps against their bytes."""
     made, (settings, *sent) = style.figure(1, 1 + len(BY_BYTES), 7.6, width_ratios=(1.5, 1, 1, 1))
     made.set_figwidth(14)
-    by_setting(settings, rows)
+    by_setting(settings)
     for panel, (params, tokens) in zip(sent, BY_BYTES, strict=True):
-        wanted = ("iid", "adam", params, tokens, STEPS)
-        methods = next(
-            m for rung, m in rows.items() if rung[1:6] == wanted and rung.study not in CHECKS
-        )
-        panel.axhspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+        study = "ladder_batch" if tokens == 256 else "ladder_size"
+        methods = ladder()[
+            Rung(study, "iid", "adam", params, tokens, STEPS, PERIOD, BETA_2["adam"])
+        ]
+        local = seeds_of(methods, LOCAL)
+        panel.axhspan(-MARGIN, MARGIN, color="#EDEDED", zorder=0)
         panel.axhline(0, color=GREY, lw=0.8)
-        for name in filter(methods.__contains__, SHOWN):
-            draw_point(panel, name, methods[name].bytes, methods[name].loss)
+        for name in SHOWN:
+            if seeds := seeds_of(methods, name):
+                draw_point(panel, name, bytes_share(seeds, local), above(seeds, local))
         panel.plot(1, 0, "D", color=GREY, ms=5)
         panel.annotate("Local", (1, 0), (0, 7), textcoords="offset points", ha="center", size=8)
         panel.set_xscale("log", base=2)
@@ -479,28 +285,25 @@ def picture(rows: dict[Rung, dict[str, Row]]) -> None:
     made.legend(
         named.values(), named, frameon=False, fontsize=8, loc="outside lower right", ncols=3
     )
-    made.savefig(DOCUMENT.with_suffix(".png"), dpi=130)
+    made.savefig(RESEARCH / "ladder.png", dpi=130)
 
 
-def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
-    """Draw one line for every setting, with the gaps that have ``MIN_SEEDS``."""
-    names = []
-    for rung, methods in sorted(rows.items(), key=lambda item: in_figure(item[0])):
-        shown = {
-            name: methods[name].loss
-            for name in PRESETS_SHOWN
-            if name in methods and methods[name].loss.seeds >= MIN_SEEDS
-        }
-        twice = rung.study != PAPER and rung._replace(study=PAPER) in rows
-        if not rung.has_usual_beta or rung.study in PARTS or twice or not shown:
+def by_setting(panel: Any) -> None:
+    """Draw one line for every setting."""
+    names: list[str] = []
+    shifts = dict(zip(SHOWN, (0.22, 0.22, 0, -0.22), strict=False))
+    for rung, methods in sorted(ladder().items(), key=lambda item: in_figure(item[0])):
+        usual = rung.beta_2 == BETA_2[rung.optimizer]
+        if rung.study in (PARTS, "thin_links_longer") or not usual:
             continue
-        for shift, name in zip((0.22, 0.22, 0, -0.22), PRESETS_SHOWN, strict=True):
-            if name in shown:
-                draw_point(panel, name, len(names) - shift, shown[name], flat=True)
+        for name, shift in shifts.items():
+            if seeds := seeds_of(methods, name):
+                gap = above(seeds, seeds_of(methods, LOCAL))
+                draw_point(panel, name, len(names) - shift, gap, flat=True)
         names.append(setting(rung))
     style.rows_axis(panel, names)
     panel.set_yticks(range(len(names)), names, fontsize=7.5)  # every one, however many
-    panel.axvspan(-MARGINS[0], MARGINS[0], color="#EDEDED", zorder=0)
+    panel.axvspan(-MARGIN, MARGIN, color="#EDEDED", zorder=0)
     panel.axvline(0, color=GREY, lw=0.8)
     panel.set(xlim=LIMITS, xlabel="loss above Local's with the same optimizer, %")
     style.title(panel, "By setting", "parameters, and tokens a worker and step")
@@ -509,11 +312,14 @@ def by_setting(panel: Any, rows: dict[Rung, dict[str, Row]]) -> None:
 def in_figure(rung: Rung) -> tuple[Any, ...]:
     """Return a key that sorts settings for the figure."""
     by_domain = rung.partition == "by_domain"
-    return rung.optimizer, rung.study in CHECKS, by_domain, rung.params, rung.tokens, rung.steps
+    return (
+        *(rung.optimizer, rung.study in CHECKS, by_domain, rung.params, rung.tokens, rung.steps),
+        rung.study in OWN_RATES,
+    )
 
 
 def setting(rung: Rung) -> str:
-    """Return the figure's words for a setting."""
+    """Return a setting in words; what is not said is IID, Adam, K_x = 16 and 512 steps."""
     words = [f"{rung.params:,}", f"{rung.tokens}"]
     words += ["by domain"] if rung.partition == "by_domain" else []
     words += [f"{rung.steps} steps"] if rung.steps != STEPS else []
@@ -532,24 +338,97 @@ def draw_point(panel: Any, method: str, at: float, gap: Estimate, *, flat: bool 
     panel.errorbar(*where, label=name, color=colour, fmt=marker, ms=4.5, capsize=2, lw=1.2)
 
 
-@app.command()
-def compare(reference: str) -> None:
-    """Print the tables with another method of them as the reference, for example DES-LOC."""
-    print("\n\n".join(tables(gaps(results(), reference))))
+# ----------------------------------------------------------------------------- Further comparisons
 
 
-@app.command()
-def draw() -> None:
-    """Write the page's tables between its markers, and the picture."""
-    runs = results()
-    rows = gaps(runs)
-    text = "\n\n".join(tables(rows))
-    write_between(DOCUMENT, "tables", text)
-    write_between(DOCUMENT, "cost", cost(runs))
-    write_between(DOCUMENT.with_name("paper.md"), "gaps", first_table(rows))
-    picture(rows)
-    print(text)
+def pairs() -> Table:
+    """Return the comparisons of the pages whose reference is neither Local nor DES-LOC."""
+    setting = "parameters, tokens; IID, Adam, K_x = 16 and 512 steps unless stated"
+    heads = [setting, "method", "compared with", "seeds", "loss, %"]
+    return Table(heads, [[*words, gap.seeds, gap.interval] for words, gap in _pairs()])
 
 
-if __name__ == "__main__":
-    app()
+def _rung(study: str, params: int = 41_120, tokens: int = 256, **fields: Any) -> Rung:
+    usual = Rung(study, "iid", "adam", params, tokens, STEPS, PERIOD, BETA_2["adam"])
+    return usual._replace(**fields)
+
+
+def _pairs() -> Iterator[tuple[list[str], Estimate]]:
+    small, large = _rung("ladder_batch"), _rung("ladder_size", 213_440, 1024)
+    bounded = "u as often as x, bounded"
+    for rung in (small, large):
+        for ours, theirs in (
+            (LEAN, "Local, lean"),
+            (DESLOC, "Local, twice the period"),
+            (LEAN, "Local, K = 24, lean"),
+            (LEAN, bounded),
+            (bounded, "DES-LOC, bounded"),
+            ("DES-LOC, lean", DESLOC),
+        ):
+            yield from _pair(rung, ours, theirs)
+    check = _rung("low_frequency_check", partition="by_domain", steps=1536, period=128)
+    yield from _pair(check, "v as often as x, lean", LEAN)
+    for partition, steps in (("by_domain", 1536), ("iid", 3072)):
+        paper = _rung(PAPER, partition=partition, steps=steps)
+        yield from _pair(paper, FAVG, "DES-LOC, bounded")
+        yield from _pair(paper, "DDP", "DES-LOC, bounded")
+    for params, tokens, steps in ((41_120, 256, 1536), (213_440, 1024, 768)):
+        at = {"partition": "by_domain", "steps": steps, "period": 64}
+        yield from _pair(_rung(PARTS, params, tokens, **at), DESLOC, bounded)
+    (thin,) = (rung for rung in ladder() if rung.study == "thin_links_longer")
+    yield from _pair(thin, "FedAvg (Flower)", LEAN)
+    for name in (LOCAL, "DDP"):
+        for rung in sorted(ladder()):
+            if rung.optimizer == "adopt" and rung.beta_2 == BETA_2["adopt"]:
+                adam = _as_adam(rung)
+                ours, theirs = (seeds_of(ladder().get(one, {}), name) for one in (rung, adam))
+                if ours and theirs:
+                    words = setting(rung._replace(optimizer="adam"))
+                    yield [words, f"{name}, ADOPT", f"{name}, Adam"], above(ours, theirs)
+    for rung, of, than in ((small, 1024, 256), (small, 4096, 256), (large, 4096, 1024)):
+        more = rung._replace(tokens=of)
+        yield _change("DES-LOC above Local", f"{of} tokens", f"{than}", DESLOC, more, rung)
+    by_domain = small._replace(partition="by_domain")
+    yield _change("FAVG+OPT above Local", "by domain", "IID", FAVG, by_domain, small)
+    rare = _rung(PARTS, partition="by_domain", steps=1536, period=128)
+    longer = rare._replace(beta_2=0.999)
+    yield _change("v rarely, above Local", "β₂ = 0.999", "0.95", bounded, longer, rare)
+
+
+def _as_adam(rung: Rung) -> Rung:
+    return rung._replace(optimizer="adam", beta_2=BETA_2["adam"])
+
+
+def _pair(rung: Rung, ours: str, theirs: str) -> Iterator[tuple[list[str], Estimate]]:
+    both = [seeds_of(ladder()[rung], name) for name in (ours, theirs)]
+    if all(both):
+        names = [" ".join(_named(name, rung)) for name in (ours, theirs)]
+        yield [setting(rung), *names], above(*both)
+
+
+def _named(method: str, rung: Rung) -> list[str]:
+    arm = next(arm for arm in ladder()[rung] if arm.method == method)
+    name, periods, formats, bound = in_words(arm)
+    return list(filter(None, [name, periods, formats and f"({formats})", bound and "bounded"]))
+
+
+def _change(
+    what: str, ours: str, theirs: str, method: str, one: Rung, other: Rung
+) -> tuple[list[str], Estimate]:
+    """Return by how many points a method's gap to Local changes from one setting to another."""
+    gaps = [
+        differences(values(seeds_of(ladder()[r], method)), values(seeds_of(ladder()[r], LOCAL)))
+        for r in (one, other)
+    ]
+    both = gaps[0].keys() & gaps[1].keys()
+    words = f"{what}: {setting(one)}"
+    return [words, ours, theirs], Estimate.of(gaps[0][seed] - gaps[1][seed] for seed in both)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    **{study: (lambda study=study: comparison(study)) for study in STUDIES},
+    "which_moment_by_period": which_moment,
+    "pairs": pairs,
+    "ladder_rates": lambda: tuning("ladder_rates"),
+    "thin_links_rates": lambda: tuning("thin_links_rates"),
+}

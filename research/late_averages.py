@@ -1,7 +1,6 @@
 """The held-out loss when averages arrive late (`sync_delay`), and are merged in one of three ways.
 
-    python research/late_averages.py measure --data FOLDER --work runs/late
-    python research/late_averages.py draw     # docs/images/late_averages.png, the tables as text
+    python research/late_averages.py --data FOLDER --work runs/late
 
 *Corrected* is `flower_desloc.core.late`; *overwritten* replaces every stream by its late average,
 as it came; *moments dropped* merges the parameters alone. All arms have the learning rate that was
@@ -14,13 +13,13 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
-from paired import BLUE, GREEN, LIGHT, PARTITIONS, PINK, RED, Estimate, Line, figure, table
+from paired import BLUE, GREEN, LIGHT, PARTITIONS, PINK, RED, Estimate, Line, Table, figure
 from small_runs import SEEDS, Cells, Study, periods
 from torch import Tensor
 
 from flower_desloc.core import late
-from flower_desloc.core.kinds import Kind
-from flower_desloc.core.types import Stream
+from flower_desloc.core.averaging import Stream
+from flower_desloc.core.schedule import PARAMS
 
 RATES = {256: 0.00594, 1024: 0.0119}
 """Tokens of a worker and step -> the learning rate tuned for DES-LOC-Adam (research/ladder.md)."""
@@ -30,15 +29,15 @@ LARGER_BATCH = [Arm(1024, 16, "iid", delay) for delay in (2, 4, 8, 16)]
 LONGER_PERIOD = [Arm(256, 64, "iid", delay) for delay in (8, 16, 32, 64)]
 
 
-def _overwritten(kind: Kind, now: Stream, sent: Stream, average: Stream, **_: Any) -> Stream:
-    del kind, now, sent
+def _overwritten(name: str, now: Stream, sent: Stream, average: Stream, **_: Any) -> Stream:
+    del name, now, sent
     return dict(average)
 
 
 def _params_alone(
-    kind: Kind, now: Stream, sent: Stream, average: Stream, **how: Any
+    name: str, now: Stream, sent: Stream, average: Stream, **how: Any
 ) -> Mapping[str, Tensor]:
-    return late.merged(kind, now, sent, average, **how) if kind is Kind.PARAMS else now
+    return late.merged(name, now, sent, average, **how) if name == PARAMS else now
 
 
 WAYS = {"corrected": late.merged, "overwritten": _overwritten, "moments dropped": _params_alone}
@@ -50,7 +49,7 @@ def settings(arm: Arm) -> str:
 
 
 def merging(arm: Arm) -> Any:
-    return mock.patch("flower_desloc.flower.client.merged", WAYS[arm.way])
+    return mock.patch("flower_desloc.flower.window_events.merged", WAYS[arm.way])
 
 
 study = Study("late_averages", Arm, settings, around=merging)
@@ -76,13 +75,16 @@ def line(label: str, colour: str, arms: list[Arm], way: str = "corrected") -> Li
     return label, colour, "o-", [(arm.delay / arm.period, gap(arm, way)) for arm in arms]
 
 
-def draw() -> None:
+def table() -> Table:
     rows = []
     for arm in OF_WAYS + LARGER_BATCH + LONGER_PERIOD:
         found = (gap(arm, way) for way in WAYS)
         at = arm.tokens, arm.period, PARTITIONS[arm.partition], arm.delay
         rows.append([*at, *(one if one.seeds else "" for one in found)])
-    print(table(["tokens", "K_x", "data", "delay", *WAYS], rows))
+    return Table(["tokens", "K_x", "data", "delay", *WAYS], rows)
+
+
+def picture() -> None:
     panels = {
         f"{name}, K = 16/48/96, 256 tokens": [
             line(way, colour, [arm for arm in OF_WAYS if arm.partition == partition], way)
@@ -100,4 +102,4 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

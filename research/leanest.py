@@ -1,7 +1,6 @@
-"""How few bytes: rare averages of u and v, 4-bit codes and late averages together.
+"""How few bytes: rare averages of u and v, 4-bit codes, late averages and slow momentum together.
 
-    python research/leanest.py measure --data FOLDER --work runs/leanest
-    python research/leanest.py draw     # docs/images/leanest.png, and the tables as text
+    python research/leanest.py --data FOLDER --work runs/leanest
 
 Each method's rate is tuned on a seed of its own, IID.
 """
@@ -10,8 +9,8 @@ from collections import namedtuple
 from collections.abc import Iterator
 from itertools import product
 
-from paired import BLUE, ORANGE, PARTITIONS, Estimate, figure, table
-from small_runs import SEEDS, SPARE, Cells, Study, final_loss, periods
+from paired import BLUE, ORANGE, PARTITIONS, SPARE, Estimate, Table, figure
+from small_runs import SEEDS, Cells, Study, final_loss, periods
 
 RATES = (0.006, 0.012)
 TOKENS = 256
@@ -70,19 +69,24 @@ def compared(partition: str) -> Iterator[tuple[Arm, float, Estimate]]:
             yield arm, theirs / ours, study.above(arm, arms[0])
 
 
-def draw() -> None:
-    rows, lines = [], []
-    for (partition, data), colour in zip(PARTITIONS.items(), (BLUE, ORANGE), strict=True):
-        found = list(compared(partition))
-        for arm, fewer, gap in found:
+def table() -> Table:
+    rows = []
+    for partition, data in PARTITIONS.items():
+        for arm, fewer, gap in compared(partition):
             above = "" if arm.method == LOCAL else gap
             rows.append([data, arm.method, f"{arm.lr:g}", f"{fewer:.1f}", above])
-        drawn = [one for one in found if one[0].method != LOCAL]
+    return Table(["data", "method", "rate", "fewer bytes, times", "loss above Local, %"], rows)
+
+
+def picture() -> None:
+    lines = []
+    for (partition, data), colour in zip(PARTITIONS.items(), (BLUE, ORANGE), strict=True):
+        found = compared(partition)
+        drawn = [one for one in found if one[0].method != LOCAL and "slow" not in one[0].method]
         lines.append((data, colour, "o", [(fewer, gap) for _, fewer, gap in drawn]))
-    print(table(["data", "method", "rate", "fewer bytes, times", "loss above Local, %"], rows))
     x, y = "times fewer bytes than Local Adam", "held-out loss above Local Adam, %"
     figure("leanest", {"": lines}, x, y, ticks=(2, 4, 8, 16, 32))
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

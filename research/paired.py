@@ -1,10 +1,12 @@
-"""Paired differences with 95 % t-intervals, Markdown tables and figures of lines."""
+"""Differences paired by seed, tables and figures: shared by everything in this folder."""
 
+import csv
+import io
 import math
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +16,20 @@ from scipy import stats
 from flower_desloc.app.runs.figures import style
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import Overrides, about, commit_of, table  # noqa: F401
+from common import about, commit_of  # noqa: F401
+from common import table as markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESEARCH = ROOT / "research"
 RESULTS = RESEARCH / "results"
+TABLES = RESEARCH / "tables"
 PARTITIONS = {"iid": "IID", "by_domain": "by domain"}
 BLUE, RED, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 PINK, LIGHT, GREY = "#CC79A7", "#999999", "#777777"
+SPARE = 100
+"""Seeds from here on tune learning rates; they are not in any comparison."""
+
+Run = dict[str, Any]
 
 
 class Estimate(NamedTuple):
@@ -42,8 +50,7 @@ class Estimate(NamedTuple):
     @classmethod
     def above(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Estimate":
         """Compare values by seed with those of the same seeds, in per cent."""
-        both = sorted(ours.keys() & theirs.keys())
-        return cls.of(100 * (ours[seed] / theirs[seed] - 1) for seed in both)
+        return cls.of(differences(ours, theirs).values())
 
     @property
     def low(self) -> float:
@@ -53,27 +60,75 @@ class Estimate(NamedTuple):
     def high(self) -> float:
         return self.mean + self.reach
 
+    @property
+    def interval(self) -> str:
+        """The mean, and its interval in brackets."""
+        reach = f" ({self.low:+.2f} to {self.high:+.2f})" if math.isfinite(self.reach) else ""
+        return f"{self.mean:+.2f}{reach}"
+
     def __str__(self) -> str:
         return f"{self.mean:+.2f} ± {self.reach:.2f}"
 
 
-def published(name: str) -> Path:
-    """Return the path of a page or figure: in this folder, or else in docs/."""
-    inside = [RESEARCH / name, *(ROOT / "docs").rglob(name)]
-    return next(path for path in inside if path.exists())
+def differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
+    """Return by how many per cent values exceed those of the same seeds."""
+    both = sorted(ours.keys() & theirs.keys())
+    return {seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in both}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean and the standard deviation."""
+    mean = f"{statistics.fmean(values):.4g}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.2g}"
+
+
+# ----------------------------------------------------------------------------------------- Tables
+
+
+class Table(NamedTuple):
+    """A table of a page, or of research/tables."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    @property
+    def markdown(self) -> str:
+        return markdown(self.heads, self.rows)
+
+    @property
+    def csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.heads, *self.rows])
+        return text.getvalue()
+
+
+Draw = Callable[[], Table]
+
+
+def between(page: Path, marker: str) -> tuple[str, str, str]:
+    """Return what is before, between and after the two markers of a page."""
+    pattern = rf"(.*<!-- {marker} -->\n)(.*?)\n?(<!-- /{marker} -->.*)"
+    found = re.fullmatch(pattern, page.read_text(), flags=re.S)
+    assert found, f"{page}: no markers of {marker}"
+    return found[1], found[2], found[3]
 
 
 def write_between(page: Path, marker: str, text: str) -> None:
     """Replace what is between the two markers of a page."""
-    before, after = re.split(
-        rf"(?<=<!-- {marker} -->\n)(?:.*\n)?(?=<!-- /{marker} -->)", page.read_text(), flags=re.S
-    )
+    before, _, after = between(page, marker)
     page.write_text(f"{before}{text}\n{after}")
 
+
+# ---------------------------------------------------------------------------------------- Figures
 
 Line = tuple[str, str, str, Iterable[tuple[float, Estimate]]]
 """A label, a colour, matplotlib's format and the points."""
 Ticks = Sequence[float] | Mapping[float, str]
+
+
+def published(name: str) -> Path:
+    """Return the path of a figure."""
+    return RESEARCH / name
 
 
 def draw_lines(
@@ -104,7 +159,7 @@ def label(panel: Axes, title: str, x: str, ticks: Ticks = ()) -> None:
 def figure(
     name: str, panels: Mapping[str, Iterable[Line]], x: str, y: str, zero: bool = True, **axes: Any
 ) -> None:  # fmt: skip
-    """Draw docs/NAME.png: panels of lines side by side, by title."""
+    """Draw research/NAME.png: panels of lines side by side, by title."""
     made, places = style.figure(1, len(panels), 3.6, sharey=True)
     for panel, (title, lines) in zip(places, panels.items(), strict=True):
         if zero:

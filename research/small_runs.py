@@ -1,8 +1,7 @@
 """Studies of small runs, compared in pairs: a language model on four domains of text.
 
-For docs/explanation/beyond.md: 41,120 parameters, four clients, the final loss on held-out text
-in nats a byte. A study declares its arms and their settings. A run that is in its file of results
-is not repeated.
+41,120 parameters, four clients in one process, the final loss on held-out text in nats a byte. A
+study declares its arms and their settings. A run that is in its file of results is not repeated.
 """
 
 import json
@@ -17,15 +16,15 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from paired import RESULTS, Estimate, about
+from paired import RESULTS, SPARE, Estimate, Run, about
 
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.policy import FederationError
 
 CLIENTS, STEPS = 4, 512
-SEEDS, SPARE = (0, 1, 2), 100
-"""Of the comparisons, which may have more below 100, and of the tuning."""
+SEEDS = (0, 1, 2)
+"""Of the comparisons, which may have more below ``SPARE``."""
 COMMON = (
     "run.eval_every=0", "run.checkpoint_every=0",
     "model.hidden_size=32", "model.intermediate_size=128", "model.num_hidden_layers=2",
@@ -33,7 +32,6 @@ COMMON = (
     "data.max_bytes=4000000", "data.seq_len=32", "evaluation.sequences=512",
     "evaluation.federated=false",
 )  # fmt: skip
-Run = dict[str, Any]
 Arm = Any
 """A cell of a study: a named tuple with the field ``partition``."""
 Cells = Iterable[tuple[Arm, int]]
@@ -138,17 +136,15 @@ class Study:
         run = [arm for arm in arms if SPARE in self.found[arm]]
         return min(run, key=lambda a: (math.isnan(self.tuning(a)), self.tuning(a)), default=None)
 
-    def main(self, doc: str, cells: Callable[[], Cells], draw: Callable[[], None]) -> None:
+    def main(self, doc: str, cells: Callable[[], Cells]) -> None:
         """Run the command line; ``cells`` yields what is measured, in order."""
-        app = typer.Typer(help=doc, add_completion=False)
         texts = typer.Option(help="folder with a text file for each of wiki, python, math, french")
 
-        @app.command(help="Make the runs that have no result yet.")
         def measure(data: Annotated[Path, texts], work: Path = Path("runs/small")) -> None:
             self.measure(cells(), data.resolve(), work)
 
-        app.command("draw", help="Print the tables and draw the figure.")(draw)
-        app()
+        measure.__doc__ = doc
+        typer.run(measure)
 
 
 def _number(value: float | None) -> float:

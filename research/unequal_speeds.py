@@ -1,7 +1,6 @@
 """Four sites of which two are as fast, one half and one a quarter as fast: lock-step or not.
 
-    python research/unequal_speeds.py measure --data FOLDER --work runs/speeds
-    python research/unequal_speeds.py draw     # docs/images/unequal_speeds.png, the tables as text
+    python research/unequal_speeds.py --data FOLDER --work runs/speeds
 
 Seconds are computed, not measured: a step takes 1, 1, 2 and 4 s on the four sites, messages take
 none. By domain the slowest site alone has French. Every run has its own learning-rate schedule to
@@ -12,8 +11,8 @@ from collections import namedtuple
 from itertools import product
 
 import numpy as np
-from paired import BLUE, PARTITIONS, RED, Estimate, figure, table
-from small_runs import SEEDS, Cells, Run, Study, final_loss
+from paired import BLUE, PARTITIONS, RED, Estimate, Run, Table, figure
+from small_runs import SEEDS, Cells, Study, final_loss
 
 PACES = (1, 1, 2, 4)
 STEPS = {1.0: (256, 512), 0.25: (256, 512, 768, 1024)}
@@ -55,7 +54,7 @@ def cells() -> Cells:
         yield from ((arm, seed) for arm in arms(*setting))
 
 
-def draw() -> None:
+def table() -> Table:
     rows = []
     for preset, partition, least in product(PRESETS, sorted(PARTITIONS), STEPS):
         lock_step = arms(preset, partition, 1.0)[-1]
@@ -66,7 +65,12 @@ def draw() -> None:
                 row += [f"{study.mean(arm, what):.3f}", study.above(arm, lock_step, what)]
             rows.append(row)
     heads = ["preset", "data", "sites", "steps", "seconds", "loss", "above lock-step of 512, %"]
-    print(table([*heads, "slowest site's loss", "above, %"], rows))
+    return Table([*heads, "slowest site's loss", "above, %"], rows)
+
+
+def sooner() -> Table:
+    """Return in how many seconds each reaches the loss of lock-step's 512 steps."""
+    rows = []
     for preset, partition in product(PRESETS, PARTITIONS):
         lock, own = (arms(preset, partition, least) for least in STEPS)
         if not all(map(study.done, lock + own)):
@@ -77,10 +81,13 @@ def draw() -> None:
         needs = float("nan")
         if target >= min(losses):
             needs = float(np.interp(-target, [-loss for loss in losses], ends))
-        print(
-            f"{preset}, {PARTITIONS[partition]}: loss {target:.3f} in {took:.0f} s, at the sites' "
-            f"own pace in {needs:.0f} s, {took / needs:.2f} times as fast"
-        )
+        seconds = [f"{took:.0f}", f"{needs:.0f}", f"{took / needs:.2f}"]
+        rows.append([preset, PARTITIONS[partition], f"{target:.3f}", *seconds])
+    heads = ["preset", "data", "loss", "lock-step, s", "own pace, s", "times as fast"]
+    return Table(heads, rows)
+
+
+def picture() -> None:
     panels = {}
     for partition, data in PARTITIONS.items():
         panels[data] = []
@@ -94,4 +101,4 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    study.main(__doc__, cells, draw)
+    study.main(__doc__, cells)

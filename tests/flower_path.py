@@ -134,7 +134,8 @@ class Run:
             )
             return workers[m]
 
-        self.grid = Grid(client_app(build), num_clients, folder)
+        self.app = client_app(build)
+        self.grid = Grid(self.app, num_clients, folder)
         self.watch = Watch(self._after)
         module = problem.module()
         local = case.make(module.parameters())
@@ -183,11 +184,11 @@ class Run:
 
     def _state(self, m: int) -> State:
         common = self.strategy.state
-        held = self.files(m).held()
-        assert held is not None
-        state = self.files(m).read(held.streams)
+        kept = self.files(m).last()
+        assert kept is not None
+        state = dict(kept.streams)
         for stream, version in common.versions.items():
-            if version != held.versions[stream]:
+            if version != kept.versions[stream]:
                 state[stream] = common.average(stream)
         return state
 

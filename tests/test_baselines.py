@@ -115,7 +115,7 @@ def test_data_parallel_clients_get_the_same_parameters_send_a_gradient_and_keep_
         assert first.content.array_records.keys() == {PARAMS}
         for other in others:
             assert_same(*(from_record(m.content.array_records[PARAMS]) for m in (first, other)))
-    assert all(run.files(m).held() is None for m in range(3))
+    assert all(run.files(m).last() is None for m in range(3))
     size = size_of(run.problem)
     for record in run.watch.records[1:]:
         assert record.traffic.up == {GRADIENTS: 3 * size}

@@ -1,6 +1,6 @@
 """A worker: its model, optimizer and data, and the local steps it takes between two sync events."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import (
+    prime,
     put,
     set_step,
     sparse_gradient,
@@ -43,9 +44,9 @@ class StepMetrics:
     ``grad_norms`` are before clipping, ``learning_rates`` of the first parameter group.
     """
 
-    losses: list[float]
-    grad_norms: list[float]
-    learning_rates: list[float]
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
 
     def __add__(self, later: "StepMetrics") -> "StepMetrics":
         return StepMetrics(
@@ -53,6 +54,78 @@ class StepMetrics:
             self.grad_norms + later.grad_norms,
             self.learning_rates + later.learning_rates,
         )
+
+
+class LocalSteps:
+    """The loop over the local steps ``start + 1 .. stop`` of the federation.
+
+    Iterating yields the number of completed steps, from ``start``. The body of the loop computes
+    the gradients of the next batch and calls ``optimizer.step()``; it may ``record`` what it
+    measures. Around the body the optimizer has the federation's step count, also for parameters
+    without a gradient, and gradients are None at the start of each step.
+
+    Parameters
+    ----------
+    module : nn.Module
+        What is trained.
+    optimizer : Optimizer
+        Its optimizer, primed.
+    start, stop : int
+        Completed steps before the first and after the last.
+    origin : int (default: 0)
+        The step at which the optimizer's states were last reset; it counts from there.
+
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, start: int, stop: int, origin: int = 0
+    ) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._start, self._stop, self._origin = start, stop, origin
+        self._losses: list[Tensor | float] = []
+        self._grad_norms: list[Tensor | float] = []
+        self._rates: list[float] = []
+
+    def __iter__(self) -> Iterator[int]:
+        set_step(self._optimizer, self._start - self._origin)
+        self._module.train()
+        self._module.zero_grad(set_to_none=True)  # of parameters that are not trained too
+        params, groups = trained_by(self._optimizer), self._optimizer.param_groups
+        for step in range(self._start, self._stop):
+            for p in params:
+                p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
+            yield step
+            self._rates.append(float(groups[0]["lr"]))
+            if any(p.grad is None for p in params):  # the optimizer has not counted their step
+                set_step(self._optimizer, step + 1 - self._origin)
+        self._module.zero_grad(set_to_none=True)
+
+    def record(self, loss: Tensor | float, grad_norm: Tensor | float | None = None) -> None:
+        """Keep the loss of the step, and the norm of its gradient before clipping."""
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        if grad_norm is not None:
+            self._grad_norms.append(grad_norm)
+
+    def metrics(self) -> StepMetrics:
+        """Return what was measured; reading it waits for the device."""
+        return StepMetrics(_numbers(self._losses), _numbers(self._grad_norms), self._rates)
+
+
+def _numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return numbers, with one transfer from the device where all are tensors."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if tensors and len(tensors) == len(values):
+        numbers: list[float] = torch.stack(tensors).tolist()
+        return numbers
+    return [float(value) for value in values]
+
+
+def own_loop(step: int) -> Tensor:
+    """Take the place of ``Worker.loss_at`` where a client trains in a loop of its own."""
+    raise ValueError(
+        f"the loss of step {step} is needed, but the Worker has no loss_at: its client trains in "
+        "a loop of its own"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +141,9 @@ class Worker:
     optimizer: Optimizer
     """Of the module's parameters; the client writes the federation's states into it. It neither
     trains nor clips parameters that it does not hold."""
-    loss_at: Callable[[int], Tensor]
+    loss_at: Callable[[int], Tensor] = own_loop
     """The loss of the batch after so many completed steps, from 0; a pure function of the step, so
-    that a window can be repeated."""
+    that a window can be repeated. Clients with a training loop of their own need none."""
     num_examples: int
     """The weight of this client's evaluation, and of its streams under weighting by examples."""
     lr_schedule: LRSchedule = field(default_factory=constant)
@@ -94,33 +167,21 @@ class Worker:
         ``origin`` is the step at which the optimizer's states were last reset; it counts from
         there.
         """
-        set_step(self.optimizer, start - origin)
-        self.module.train()
-        self.module.zero_grad(set_to_none=True)  # of parameters that are not trained too
         params, groups = trained_by(self.optimizer), self.optimizer.param_groups
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        losses, grad_norms, rates = [], [], []
-        for step in range(start, stop):
-            for p in params:
-                p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
+        steps = LocalSteps(self.module, self.optimizer, start, stop, origin)
+        for step in steps:
             loss = self.loss_at(step)
             loss.backward()
             if step == start:
                 self._require_dense()
-            grad_norms.append(clip(params, self.clipping))
-            losses.append(loss.detach())
+            steps.record(loss, clip(params, self.clipping))
             factor = self.lr_schedule(step)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor
-            rates.append(float(groups[0]["lr"]))
-            without_gradient = any(p.grad is None for p in params)
             self.optimizer.step()
-            if without_gradient:  # the optimizer has not counted the step for these
-                set_step(self.optimizer, step + 1 - origin)
-        self.module.zero_grad(set_to_none=True)
-        # Read once per window: a read in the loop would synchronise device and host.
-        return StepMetrics(torch.stack(losses).tolist(), torch.stack(grad_norms).tolist(), rates)
+        return steps.metrics()
 
     def gradient(self, step: int) -> tuple[dict[str, Tensor], StepMetrics]:
         """Return the gradient after ``step`` completed steps, by parameter name.
@@ -157,10 +218,15 @@ class Worker:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise sparse_gradient(key)
 
+    def stream_names(self) -> tuple[str, ...]:
+        """Return the names of its streams, after priming the optimizer if it was not."""
+        if not self.optimizer.state:
+            prime(self.optimizer)
+        return stream_names(self.module, self.optimizer)
+
     def model_streams(self) -> list[str]:
         """Return the streams that a model is made of: params, and buffers if it has any."""
-        names = stream_names(self.module, self.optimizer)
-        return [name for name in names if name in (PARAMS, BUFFERS)]
+        return [name for name in self.stream_names() if name in (PARAMS, BUFFERS)]
 
     def like(self, names: Iterable[str]) -> dict[str, Stream]:
         """Return tensors of the shapes and types that the named streams have."""

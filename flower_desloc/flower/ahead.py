@@ -25,7 +25,7 @@ class FirstSteps:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Done:
     """What steps that were taken early have measured."""
 
     steps: StepMetrics
@@ -33,7 +33,7 @@ class Taken:
 
 
 class StepsAhead:
-    """The steps that this process may take, or has taken, before its next message.
+    """The steps that a client's process may take, or has taken, before its next message.
 
     Once taken, they are in the worker's module and optimizer and nowhere else: call ``claim``
     before writing into these.
@@ -42,31 +42,31 @@ class StepsAhead:
     def __init__(self) -> None:
         self._which: FirstSteps | None = None
         self._worker: Worker | None = None
-        self._taken: Taken | None = None
+        self._done: Done | None = None
 
     def allow(self, which: FirstSteps, worker: Worker) -> None:
         """Let ``take`` take these steps with ``worker``, which is at their start now."""
-        self._which, self._worker, self._taken = which, worker, None
+        self._which, self._worker, self._done = which, worker, None
 
     def take(self) -> None:
         """Take the steps that are allowed, if any."""
-        if self._which is None or self._worker is None or self._taken is not None:
+        if self._which is None or self._worker is None or self._done is not None:
             return
         began = time.perf_counter()
         steps = self._worker.steps(self._which.start, self._which.stop, 0)
-        self._taken = Taken(steps, time.perf_counter() - began)
+        self._done = Done(steps, time.perf_counter() - began)
 
-    def claim(self, which: FirstSteps, worker: Worker) -> Taken | None:
+    def claim(self, which: FirstSteps, worker: Worker) -> Done | None:
         """Return what these steps measured if they are taken in ``worker``; forget any others."""
         here = self._worker is not None and self._worker.module is worker.module
-        taken = self._taken if here and which == self._which else None
-        self._which = self._worker = self._taken = None
-        return taken
+        done = self._done if here and which == self._which else None
+        self._which = self._worker = self._done = None
+        return done
 
     @contextmanager
     def kept(self, worker: Worker) -> Iterator[None]:
         """Undo what is done to the model inside this context, if steps were taken."""
-        if self._taken is None:
+        if self._done is None:
             yield
             return
         before = {
@@ -77,7 +77,3 @@ class StepsAhead:
             yield
         finally:
             worker.put(before)
-
-
-STEPS_AHEAD = StepsAhead()
-"""Those of this process, which answers one message at a time."""

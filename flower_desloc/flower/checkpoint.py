@@ -65,7 +65,7 @@ class Checkpoint:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
         try:
-            about = tensor_file.about(path)
+            about = tensor_file.metadata(path)
             if about is None or about.keys() != _ABOUT:
                 raise CheckpointError(
                     f"{path} is not a complete checkpoint; take the one before it"

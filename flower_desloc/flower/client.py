@@ -1,42 +1,32 @@
-"""The client: restore its state, receive streams, run one window, reply, save its state.
+"""The client: one window, from the request to the reply, and the Flower app around it.
 
-An app gives ``client_app`` a function that builds a ``Worker``.
+``open_window`` is what happens in a window, from top to bottom. The local steps in its middle are
+those of ``Worker.loss_at`` (``client_app``), or a training loop of the user's own
+(``DesLocClient.window``).
 """
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from logging import INFO, WARNING
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from flower_desloc.core.averaging import distance
-from flower_desloc.core.kinds import kind_of
-from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.core.states import kinds_of, needs_seed, state_decays
-from flower_desloc.core.streams import (
-    BUFFERS,
-    check_finite,
-    check_trainable,
-    prime,
-    starts_at_zero,
-    stream_names,
-    zeros_like,
-)
-from flower_desloc.core.types import Stream
+from flower_desloc.core.states import seed_states
+from flower_desloc.core.streams import check_finite, check_trainable
+from flower_desloc.core.types import Streams
 from flower_desloc.core.unequal import weight
-from flower_desloc.core.worker import StepMetrics, Worker
-from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, Taken
-from flower_desloc.flower.client_state import Held, StateFiles, average_of, client_name, state_files
-from flower_desloc.flower.coding import decoded, encoded, kept_for_coding
+from flower_desloc.core.worker import LocalSteps, StepMetrics, Worker, own_loop
+from flower_desloc.flower.ahead import FirstSteps, StepsAhead
+from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
+from flower_desloc.flower.coding import encoded
 from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
-from flower_desloc.flower.fingerprint import PACKAGE, differing, fingerprint
-from flower_desloc.flower.internals import log
+from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
@@ -51,207 +41,239 @@ from flower_desloc.flower.messages import (
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.observer import DATA_VERSION
-from flower_desloc.flower.replies import WindowReply
-from flower_desloc.flower.tensor_file import DamagedFileError
-from flower_desloc.optim.bounds import bounded, suits_newcomers
+from flower_desloc.flower.replies import Metrics, WindowReply
+from flower_desloc.flower.window_events import Event, stream_decays, window_events
+from flower_desloc.flower.window_start import (
+    new_if_damaged,
+    params_to_use,
+    save_received,
+    window_start,
+)
 
-T = TypeVar("T")
-
-Metrics = dict[str, int | float | list[int] | list[float]]
+Build = Callable[[Settings, Context], Worker]
 
 _LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
+"""The client lacks a stream that it was not sent; the server then sends everything."""
 
 
-def client_app(build: Callable[[Settings, Context], Worker]) -> ClientApp:
-    """Return a ClientApp whose clients are what ``build`` returns.
+class ClientWindow:
+    """The local steps of one client in one window.
 
-    ``build`` is called for every message, with the ``train_config`` given to ``DesLoc.start``
-    (single values: strings, numbers, booleans) and Flower's context. All that outlives the message
-    is in the client's state file: in ``~/.flwr/desloc``, or ``state-dir`` of the node's config.
+    A loop over it takes them one at a time: it yields the number of steps that the federation has
+    completed, and its body computes the gradients of a batch and calls ``optimizer.step()`` once.
     """
-    app = ClientApp(mods=[divergence_as_error, _exits_are_errors])
 
-    @app.query(HELLO.partition(".")[2])
-    def hello(message: Message, context: Context) -> Message:
-        request = WindowRequest.from_content(message.content)
-        _require_same_code(request, client_name(context))
-        worker = build(request.config, context)
-        check_trainable(worker.module, worker.optimizer)
-        files = state_files(context, request.run_key)
-        files.go_back(request.attempts)
-        held = files.held_at(request.start)
-        about = ConfigRecord(
-            {
-                **worker.about,
-                "client": client_name(context),
-                "num-examples": worker.num_examples,
-                **({DATA_VERSION: worker.data_version()} if worker.data_version else {}),
-                "bundles": True,
-                **ModelNames.of(worker).to_config(),
-                "held-streams": list(held.versions) if held else [],
-                "held-versions": list(held.versions.values()) if held else [],
-            }
-        )
-        return Message(RecordDict({ABOUT: about}), reply_to=message)
+    reply: Message
+    """The reply to the server, once the window is closed (``DesLocClient.window``)."""
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        request = WindowRequest.from_content(message.content)
-        worker = build(request.config, context)
-        message.content.clear()  # free the request's tensors before the reply, which is as large
-        reply = train_window(worker, request, state_files(context, request.run_key))
-        bundles = request.bundles
-        del request
-        return Message(reply.to_content(bundles=bundles), reply_to=message)
+    def __init__(self, worker: Worker, request: WindowRequest) -> None:
+        self.worker = worker
+        self.answer = _LOST
+        self.origin = max((request.versions[name] for name in request.resets), default=0)
+        """The step at which the optimizer's states were last reset."""
+        self.step = self.stop = request.start
+        """The steps that are completed, and those at the end."""
+        self.events: list[Event] = []
+        self.measured = StepMetrics()
+        self._local_steps: LocalSteps | None = None  # of the user's own loop, as are all below
+        self._hooks: list[RemovableHandle] = []
+        self._calls = 0  # of optimizer.step()
 
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        request = WindowRequest.from_content(message.content)
-        worker = build(request.config, context)
-        reply = evaluate_average(worker, request, state_files(context, request.run_key))
-        return Message(reply.to_content(), reply_to=message)
+    def __iter__(self) -> Iterator[int]:
+        module, optimizer = self.worker.module, self.worker.optimizer
+        self._hooks.append(optimizer.register_step_post_hook(self._count))
+        total = 0
+        for start, stop in self._parts():
+            self._local_steps = LocalSteps(module, optimizer, start, stop, self.origin)
+            for step in self._local_steps:
+                self._calls = 0
+                yield step
+                if self._calls > 1:
+                    raise RuntimeError(
+                        f"step {step} called optimizer.step() {self._calls} times; accumulate the "
+                        "gradients of several batches instead, or count each as a step"
+                    )
+                total += self._calls
+            self.measured += self._local_steps.metrics()
+        if self.measured.learning_rates and not total:
+            raise RuntimeError("no step called optimizer.step() of the Worker's optimizer")
 
-    @app.query(ARE_YOU_THERE.partition(".")[2])
-    def there(message: Message, context: Context) -> Message:  # noqa: ARG001
-        return Message(RecordDict(), reply_to=message)
+    def record(self, loss: Tensor | float, grad_norm: Tensor | float | None = None) -> None:
+        """Report the loss of this step, and the norm of its gradient, to the server."""
+        assert self._local_steps is not None, "outside of the loop over the window"
+        self._local_steps.record(loss, grad_norm)
 
-    @app.query(GOODBYE.partition(".")[2])
-    def goodbye(message: Message, context: Context) -> Message:
-        state_files(context, WindowRequest.from_content(message.content).run_key).delete()
-        return Message(RecordDict(), reply_to=message)
+    def train(self) -> None:
+        """Take the local steps of the worker's ``loss_at``."""
+        for start, stop in self._parts():
+            self.measured += self.worker.steps(start, stop, self.origin)
 
-    return app
+    def seed(self, names: Collection[str], step: int, then: Callable[[], None]) -> None:
+        """Let the optimizer seed the named states with the gradient of the next step."""
+        if self.worker.loss_at is not own_loop:
+            self.worker.seed(names, step)
+            then()
+            return
+
+        def before_the_first_step(*_: object) -> None:
+            hook.remove()
+            seed_states(self.worker.optimizer, names)
+            then()
+
+        hook = self.worker.optimizer.register_step_pre_hook(before_the_first_step)
+        self._hooks.append(hook)
+
+    def close(self) -> None:
+        """Leave no hook in the optimizer, which may be used again, and free the events' tensors."""
+        for hook in self._hooks:
+            hook.remove()
+        self.events = []
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """Yield the steps from one event to the next, and carry out the events between them."""
+        for step, act in self.events:
+            if step > self.step:
+                yield self.step, step
+                self.step = step
+            act()
+        if self.stop > self.step:
+            yield self.step, self.stop
+            self.step = self.stop
+
+    def _count(self, *_: object) -> None:
+        self._calls += 1
 
 
-def _exits_are_errors(
-    message: Message, context: Context, call: Callable[[Message, Context], Message]
-) -> Message:
-    with exits_as_errors():
-        return call(message, context)
+@contextmanager
+def open_window(
+    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead
+) -> Iterator[ClientWindow]:
+    """Open a window, in which all its local steps are to be taken; its answer has the due streams.
 
-
-def train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
-    """Run the local steps of one window and return exactly the due streams.
-
-    The state is saved before the reply is returned. A client that is asked for a window again
-    repeats it from the state it had before. A client that lacks a stream that was not sent says
-    so, and the server sends it. A client whose state file is damaged starts as a new one.
-
-    Where gradients are due, the gradient of the next batch is returned, and nothing is saved.
+    The state is saved before there is an answer. A client that is asked for a window again repeats
+    it from the state it had before. One that lacks a stream that was not sent says so, and takes no
+    step. One whose state file is damaged starts as a new one.
     """
-    window = _gradients if request.due == {GRADIENTS} else _train_window
-    return _new_if_damaged(files, lambda: window(worker, request, files))
-
-
-def _train_window(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
     began = time.perf_counter()
-    mine = ClientStreams(worker, request, files, files.held_at(request.start))
-    begin, late = mine.at_start(), mine.late_averages()
-    if begin is None or late is None:
-        return _LOST
-    merge_at = request.start + (request.before_merge if late else 0)
-    first = FirstSteps(files.folder, request.start, merge_at)
-    ahead = STEPS_AHEAD.claim(first, worker)
-    origin = mine.origin
-    if ahead is None:
-        _begin(worker, request, begin, mine, averaged=mine.received.keys() - late.keys())
-        ahead = Taken(_steps(worker, request.start, merge_at, origin), 0.0)
-    if late:
-        merged_now = _merged(worker, begin, late, merge_at - request.start)
-        after = {**worker.take(request.versions), **merged_now}
-        within = bounded(worker.optimizer, after, late) if request.bound else {}
-        worker.put({**merged_now, **within})
-    last = request.start + request.steps if request.steps else request.stop
-    steps = ahead.steps + _steps(worker, merge_at, last, origin)
-    taken = mine.taken(last - request.start)
+    window = ClientWindow(worker, request)
+    # Load the client's state and receive what was sent.
+    start = new_if_damaged(files, lambda: window_start(worker, request, files))
+    if start is None:
+        yield window
+        return
+    window.stop = request.start + request.steps if request.steps else request.stop
+    window.events = list(window_events(worker, request, start, window.seed))
+    merge_at = request.start + (request.before_merge if start.late_averages else 0)
+    done = ahead.claim(FirstSteps(files.folder, request.start, merge_at), worker)
+    if done is None:
+        worker.put(start.streams)
+    else:  # the worker is there already
+        window.step, window.measured = merge_at, done.steps
+        window.events = [(step, act) for step, act in window.events if step >= merge_at]
+
+    # The local steps.
+    try:
+        yield window
+    finally:
+        window.close()
+    if window.step < window.stop:
+        raise RuntimeError(f"the loop over a window ended before its last step, {window.stop}")
+
+    # Count and check.
+    steps = window.stop - request.start
+    counts = {name: steps + before for name, before in start.steps_since_average.items()}
     streams = worker.take(request.versions)
-    metrics = {
-        **_trained(worker, steps, begin[PARAMS], streams[PARAMS]),
-        "start-step": request.start,
-        "stop-step": request.stop,
-        "steps": last - request.start,
-        "seconds": time.perf_counter() - began + ahead.seconds,
+    metrics: dict[str, int | float | list[int] | list[float]] = {
+        **_measured(worker, request, window.measured),
+        "learning-rates": window.measured.learning_rates,
+        "update-norm": distance(streams[PARAMS], start.streams[PARAMS]),
+        "param-norm": distance(streams[PARAMS]),
+        "steps": steps,
     }
+    metrics["seconds"] = time.perf_counter() - began + (done.seconds if done else 0.0)
     if request.steps:
-        metrics["weights"] = _weights(worker, request, taken)
-    if mine.held is None:
-        metrics[STATE_NEW] = 1  # it may have had a state, and with it work that was never averaged
-    # Before the state is saved: a stream that is never due would stay non-finite for ever.
+        metrics["weights"] = _weights(worker, request, counts)
+    if not start.had_state:
+        metrics[STATE_NEW] = 1  # it may have had one, and with it work that was never averaged
 
     def again(step: int) -> StepMetrics:
-        worker.put(begin)
-        return worker.steps(step, step + 1, origin)
+        worker.put(start.streams)
+        return worker.steps(step, step + 1, window.origin)
 
-    why = partial(cause, optimizer=worker.optimizer, start=request.start, steps=steps, again=again)
-    _require_finite(streams, why)
-    due: Mapping[str, Stream] = {name: streams[name] for name in request.due}
-    coding: Mapping[str, Stream] = {}
+    # Before the state is saved: a stream that is never due would stay non-finite for ever.
+    retry = None if worker.loss_at is own_loop else again
+    _require_finite(worker, request, streams, window.measured, retry)
+
+    # Encode what is due, and save the rest.
+    due: Streams = {name: streams[name] for name in request.due}
+    residuals = start.residuals
     if request.formats:
-        due, coding = encoded(request, mine.for_coding(), streams)
-    late_next = [name for name in streams if name in request.due and request.ahead]
-    kept = {n: stream for n, stream in streams.items() if n in late_next or n not in request.due}
-    mine.save(request.stop, request.versions, taken, kept, coding, late=late_next, arrived={})
-    if request.ahead:
-        next_steps = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
-        STEPS_AHEAD.allow(next_steps, worker)
-    return WindowReply(metrics=metrics, streams=due)
+        due, residuals = encoded(request, streams, start.references, residuals)
+    late = list(request.due) if request.ahead else []
+    kept = {n: stream for n, stream in streams.items() if n in late or n not in request.due}
+    files.write(
+        ClientState(
+            step=request.stop,
+            versions=request.versions,
+            steps_since_average=counts,
+            streams=kept,
+            late=late,
+            references=start.references,
+            residuals=residuals,
+            attempt=request.attempt,
+            checkpoint=request.checkpoint,
+        )
+    )
+    if request.ahead and worker.loss_at is not own_loop:
+        following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
+        ahead.allow(following, worker)
+    window.answer = WindowReply(metrics=metrics, streams=due)
 
 
-def _gradients(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
+def train_window(
+    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
+) -> WindowReply:
+    """Take the local steps of one window and return exactly the due streams."""
+    with open_window(worker, request, files, ahead or StepsAhead()) as window:
+        window.train()
+    return window.answer
+
+
+def window_gradient(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
+    """Return the gradient of the next batch, for data parallelism; nothing is saved."""
     began = time.perf_counter()
-    held = None if PARAMS in request.streams else files.held()  # a file read in every step, else
-    params = ClientStreams(worker, request, files, held).here([PARAMS]).get(PARAMS)
+    params = new_if_damaged(files, lambda: params_to_use(worker, request, files))
     if params is None:
         return _LOST
     worker.put({PARAMS: params})
-    grads, steps = worker.gradient(request.start)
-
-    def again(step: int) -> StepMetrics:
-        return worker.gradient(step)[1]
-
-    why = partial(cause, optimizer=worker.optimizer, start=request.start, steps=steps, again=again)
-    _require_finite({GRADIENTS: grads}, why)
-    metrics: Metrics = {
-        "num-examples": worker.num_examples,
-        "train-loss": steps.losses[0],
-        "start-step": request.start,
-        "stop-step": request.stop,
-        "losses": steps.losses,
-        "grad-norms": steps.grad_norms,
+    grads, measured = worker.gradient(request.start)
+    streams = {GRADIENTS: grads}
+    _require_finite(worker, request, streams, measured, lambda step: worker.gradient(step)[1])
+    metrics = {
+        **_measured(worker, request, measured),
         "param-norm": distance(params),
         "seconds": time.perf_counter() - began,
     }
-    return WindowReply(metrics=metrics, streams={GRADIENTS: grads})
+    return WindowReply(metrics=metrics, streams=streams)
 
 
-def evaluate_average(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
-    """Evaluate the parameters that were sent on the client's held-out data.
+def evaluate_average(
+    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
+) -> WindowReply:
+    """Evaluate the parameters that were sent on the client's held-out data, if it has any.
 
     They are saved, so that the next window does not send them again. A client that was sent a
     difference to parameters it does not hold says so, and the server sends them whole.
     """
-    streams = _new_if_damaged(files, lambda: _saved(worker, request, files))
+    streams = new_if_damaged(files, lambda: save_received(worker, request, files))
     if streams.keys() != request.streams.keys():
         return _LOST
-    with STEPS_AHEAD.kept(worker):
-        if worker.evaluate is not None:
-            worker.put(streams)
-        return evaluated(worker, request.start)
-
-
-def _saved(worker: Worker, request: WindowRequest, files: StateFiles) -> Mapping[str, Stream]:
-    """Return the streams that were sent and could be decoded, after saving those that are new."""
-    mine = ClientStreams(worker, request, files, files.held())
-    mine.save_received()
-    return mine.received
-
-
-def evaluated(worker: Worker, step: int) -> WindowReply:
-    """Evaluate the model as it is after ``step`` steps on the client's held-out data, if any."""
-    window = {"start-step": step, "stop-step": step}
+    window = {"start-step": request.start, "stop-step": request.start}
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0, **window})
-    totals = worker.evaluate()
+    with (ahead or StepsAhead()).kept(worker):
+        worker.put(streams)
+        totals = worker.evaluate()
     return WindowReply(
         metrics={
             "num-examples": worker.num_examples,
@@ -262,279 +284,167 @@ def evaluated(worker: Worker, step: int) -> WindowReply:
     )
 
 
-class ClientStreams:
-    """The streams that a client kept or was sent, for one request.
-
-    Parameters
-    ----------
-    worker : Worker
-        Its optimizer is primed if it was not.
-    request : WindowRequest
-        Names the window and the version of every stream at its start.
-    files : StateFiles
-        The client's files in this run.
-    held : Held or None
-        What is in the last of them; None: nothing.
-
-    """
-
-    def __init__(
-        self, worker: Worker, request: WindowRequest, files: StateFiles, held: Held | None
-    ) -> None:
-        if not worker.optimizer.state:
-            prime(worker.optimizer)
-        self.held = held
-        self._worker, self._request, self._files = worker, request, files
-        self._names = stream_names(worker.module, worker.optimizer)
-        self.received: Mapping[str, Stream] = request.streams
-        """The streams that were sent and that the client could decode."""
-        self.origin = max((request.versions[name] for name in request.resets), default=0)
-        """The step at which the optimizer's states were last reset."""
-        states = {name for name in self._names if starts_at_zero(name)}
-        self.is_new = held is None or not held.versions.keys() >= states
-        """Whether the client has taken no step yet, or has lost what it had; an evaluation before
-        its first window leaves only the model's streams."""
-        self.never_averaged: list[str] = []
-        """Set by ``at_start``: the streams that are zero because there is no average of them."""
-        if request.formats:
-            lossy = [n for n in request.streams if n in request.formats and n in self._names]
-            self.received = decoded(request, held, files, worker.like(lossy))
-        self._late: list[str] = []
-        if held is not None and held.step == request.start:
-            # Otherwise the client has missed windows, and starts from their averages.
-            self._late = [n for n in held.late if request.versions.get(n) == request.start]
-
-    def at_start(self) -> dict[str, Stream] | None:
-        """Return every stream at the start of the window; None if one was neither kept nor sent.
-
-        A stream kept in the right version is used as it is, with the local steps taken since: they
-        are averaged at the stream's next sync.
-
-        Raises ``ValueError`` if the server averages other streams than the optimizer has.
-        """
-        request = self._request
-        if set(self._names) != set(request.versions):
-            raise ValueError(
-                f"the server averages the streams {sorted(request.versions)}, but this client, "
-                f"with {type(self._worker.optimizer).__name__}, has {sorted(self._names)}"
-            )
-        streams = self.here(self._names)
-        for name in self._names:
-            if name in streams:
-                continue
-            if name not in request.resets and not (
-                request.versions[name] == 0 and starts_at_zero(name)
-            ):
-                return None
-            streams[name] = zeros_like(self._worker.like([name])[name])
-            if name not in request.resets:
-                self.never_averaged.append(name)
-        return streams
-
-    def here(self, names: Collection[str]) -> dict[str, Stream]:
-        """Return those of the named streams that the client kept or was sent."""
-        received = {name: self.received[name] for name in names if name in self.received}
-        return received | self._kept(names)
-
-    def late_averages(self) -> dict[str, Stream] | None:
-        """Return the averages to merge during the window; None if one was neither kept nor sent.
-
-        They are those of streams that this client sent at the start of the window and goes on from.
-        """
-        sent = {name: self.received[name] for name in self._late if name in self.received}
-        averages = self._arrived() | sent
-        return averages if averages.keys() == set(self._late) else None
-
-    def taken(self, steps: int) -> dict[str, int]:
-        """Return by stream the local steps since its last average, ``steps`` in this window."""
-        before = self.held.taken if self.held else {}
-        return {
-            name: steps + (before.get(name, 0) if self._is_current(name) else 0)
-            for name in self._request.versions
-        }
-
-    def for_coding(self) -> dict[str, Stream]:
-        """Return what ``flower_desloc.flower.coding`` keeps for the next window."""
-        if not self._request.formats:
-            return {}
-        return kept_for_coding(self._request, self.held, self._files, self.received)
-
-    def save(
-        self,
-        step: int,
-        versions: Mapping[str, int],
-        taken: Mapping[str, int],
-        streams: Mapping[str, Stream],
-        coding: Mapping[str, Stream],
-        late: Sequence[str],
-        arrived: Mapping[str, Stream],
-    ) -> None:
-        """Write the client's state after ``step``; the arguments are those of ``Held``."""
-        held = Held(
-            step=step,
-            versions=versions,
-            taken=taken,
-            streams=list(streams),
-            late=list(late),
-            arrived=list(arrived),
-            coding=list(coding),
-            attempt=self._request.attempt,
-            checkpoint=self._request.checkpoint,
-        )
-        averages = {average_of(name): stream for name, stream in arrived.items()}
-        self._files.write(held, {**streams, **averages, **coding})
-
-    def save_received(self) -> None:
-        """Add the averages that were sent to the client's state, if any is new to it."""
-        held, request = self.held, self._request
-        newer = {n: stream for n, stream in self.received.items() if not self._is_current(n)}
-        if not newer:
-            return
-        coding = self.for_coding()
-        # safetensors refuses a tensor that is also in ``coding``.
-        copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
-        arrived = self._arrived()
-        arrived |= {name: copies.pop(name) for name in self._late if name in copies}
-        self.save(
-            request.start,
-            {**(held.versions if held else {}), **{n: request.versions[n] for n in newer}},
-            {**(held.taken if held else {}), **dict.fromkeys(newer, 0)},
-            {**self._kept(held.streams if held else ()), **copies},
-            coding,
-            late=self._late,
-            arrived=arrived,
-        )
-
-    def _is_current(self, name: str) -> bool:
-        """Return whether the client kept the version of a stream that the window begins with."""
-        held, version = self.held, self._request.versions.get(name)
-        return held is not None and name in held.streams and held.versions[name] == version
-
-    def _kept(self, names: Iterable[str]) -> dict[str, Stream]:
-        """Return those of the named streams that the state file has as they are at the start."""
-        here = [name for name in names if name in self._late or self._is_current(name)]
-        arrived = self.held.arrived if self.held else ()
-        # If an average was saved and the client has missed windows, it starts from the average.
-        places = {n: average_of(n) if n in arrived and n not in self._late else n for n in here}
-        read = self._files.read(places.values())
-        return {name: read[place] for name, place in places.items()}
-
-    def _arrived(self) -> dict[str, Stream]:
-        """Return the averages in the state file that are to be merged during the window."""
-        names = [name for name in self._late if self.held and name in self.held.arrived]
-        read = self._files.read(map(average_of, names))
-        return {name: read[average_of(name)] for name in names}
-
-
-def _merged(
-    worker: Worker, sent: Mapping[str, Stream], averages: Mapping[str, Stream], steps: int
-) -> dict[str, Stream]:
-    """Return the streams with averages of what was ``sent`` so many local steps before."""
-    decays, kinds = _decays(worker, averages), kinds_of(worker.optimizer)
+def _measured(worker: Worker, request: WindowRequest, steps: StepMetrics) -> Metrics:
     return {
-        name: merged(
-            kind_of(name, kinds), now, sent[name], averages[name], decay=decays[name], steps=steps
-        )
-        for name, now in worker.take(averages).items()
+        "num-examples": worker.num_examples,
+        "train-loss": sum(steps.losses) / len(steps.losses) if steps.losses else math.nan,
+        "losses": steps.losses,
+        "grad-norms": steps.grad_norms,
+        "start-step": request.start,
+        "stop-step": request.stop,
     }
 
 
-def _weights(worker: Worker, request: WindowRequest, taken: Mapping[str, int]) -> list[float]:
+def _weights(worker: Worker, request: WindowRequest, counts: dict[str, int]) -> list[float]:
     """Return the weight of this client in each average that is due, in the order of the names."""
     due = sorted(request.due)
-    decays = _decays(worker, due)
+    decays = stream_decays(worker, due)
     return [
-        weight(decays[name], taken[name], request.stop - request.versions[name]) for name in due
+        weight(decays[name], counts[name], request.stop - request.versions[name]) for name in due
     ]
 
 
-def _decays(worker: Worker, names: Iterable[str]) -> dict[str, float]:
-    """Return what a step multiplies each stream by; 0 for buffers, which layers replace."""
-    states = [name for name in names if name not in (PARAMS, BUFFERS)]
-    return {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
-
-
-def _begin(
+def _require_finite(
     worker: Worker,
     request: WindowRequest,
-    streams: Mapping[str, Stream],
-    mine: "ClientStreams",
-    averaged: Collection[str],
-) -> None:
-    """Write the streams at the start of a window into the worker, ``averaged`` by the server.
-
-    A client without a state of its own that starts at a later step gets a second moment of its
-    own where that was never averaged, and a first moment that fits it, whatever the run's
-    settings. Where this optimizer's moments are not known, all its states are then zero.
-    """
-    late_start = request.start > mine.origin
-    is_new = mine.is_new and late_start
-    if is_new and mine.never_averaged and not suits_newcomers(worker.optimizer):
-        zeros = {name: zeros_like(s) for name, s in streams.items() if starts_at_zero(name)}
-        streams = {**streams, **zeros}
-        log(
-            INFO,
-            "%s was never averaged, so this client starts with states of zero",
-            ", ".join(mine.never_averaged),
-        )
-    worker.put(streams)
-    if late_start and (names := needs_seed(worker.optimizer, streams)):
-        worker.seed(names, request.start)
-        streams = {**streams, **worker.take(names)}
-    if request.bound or is_new:
-        worker.put(bounded(worker.optimizer, streams, averaged))
-
-
-def _trained(worker: Worker, steps: StepMetrics, before: Stream, after: Stream) -> Metrics:
-    """Return the metrics of local steps that led from the parameters ``before`` to ``after``."""
-    return {
-        "num-examples": worker.num_examples,
-        "train-loss": sum(steps.losses) / len(steps.losses),
-        "losses": steps.losses,
-        "grad-norms": steps.grad_norms,
-        "learning-rates": steps.learning_rates,
-        "update-norm": distance(after, before),
-        "param-norm": distance(after),
-    }
-
-
-def _require_finite(
-    streams: Mapping[str, Stream], why: Callable[[ValueError], FloatingPointError]
+    streams: Streams,
+    steps: StepMetrics,
+    again: Callable[[int], StepMetrics] | None,
 ) -> None:
     """Raise ``FloatingPointError``, with the cause, if a stream has NaN or infinity."""
     try:
         for name, stream in streams.items():
             check_finite(name, stream)
     except ValueError as error:
-        raise why(error) from error
+        raise cause(error, worker.optimizer, request.start, steps, again) from error
 
 
-def _steps(worker: Worker, start: int, stop: int, origin: int) -> StepMetrics:
-    return worker.steps(start, stop, origin) if stop > start else StepMetrics([], [], [])
+class DesLocClient(ClientApp):
+    """A Flower ClientApp that answers everything but a request to train.
 
+    ``client_app`` answers these too. Otherwise register a function for them, with a training loop
+    of your own::
 
-def _new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
-    """Return ``use()``; if the state file is damaged, delete it and try again."""
-    try:
-        return use()
-    except DamagedFileError as error:
-        log(WARNING, "%s; this client starts as a new one", error)
-        files.delete()
-        return use()
+        client = DesLocClient(build)
 
+        @client.train()
+        def train(message, context):
+            with client.window(message, context) as window:
+                for step in window:
+                    ...  # the gradients of a batch, and optimizer.step()
+            return window.reply
 
-def _require_same_code(request: WindowRequest, client: str) -> None:
-    code = dict(request.code)
-    if code.pop(PACKAGE, "") != fingerprint():
-        raise RuntimeError(
-            f"{client} runs other code ({Path(__file__).parents[1]}) than the server: another "
-            "version of flower-desloc is installed here, or the SuperLink or SuperNode was started "
-            "in a folder that holds a copy of the app; install the server's version, and start it "
-            "in an empty folder"
+    Parameters
+    ----------
+    build : Callable
+        Returns a client's ``Worker``. It is called for every message, with the ``train_config``
+        given to ``DesLoc.start`` (single values: strings, numbers, booleans) and Flower's context.
+        All that outlives the message is in the client's state file: in ``~/.flwr/desloc``, or
+        ``state-dir`` of the node's config.
+
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(mods=[divergence_as_error, _exits_are_errors])
+        self._build = build
+        self._ahead = StepsAhead()
+        self.evaluate()(self._evaluate)
+        for name, answer in (
+            (HELLO, self._hello),
+            (ARE_YOU_THERE, self._is_there),
+            (GOODBYE, self._goodbye),
+        ):
+            self.query(name.partition(".")[2])(answer)
+
+    @contextmanager
+    def window(self, message: Message, context: Context) -> Iterator[ClientWindow]:
+        """Open the window that a message asks for; after it, ``window.reply`` is the reply.
+
+        A loop over the window takes its local steps. Raises ``ValueError`` for the averaged
+        gradients of ``DataParallel``, which need ``Worker.loss_at``.
+        """
+        request, worker, files = self._receive(message, context)
+        if request.due == {GRADIENTS}:
+            raise ValueError("to average gradients, give the Worker a loss_at, and use client_app")
+        bundles = request.bundles
+        opened = open_window(worker, request, files, self._ahead)
+        del request  # free its tensors before the reply, which is as large
+        with opened as window:
+            yield window
+        window.reply = Message(window.answer.to_content(bundles=bundles), reply_to=message)
+
+    def take_steps_ahead(self) -> None:
+        """Take the steps of the next window that may be taken while the last reply travels.
+
+        For a process that outlives its messages, after each reply (``sync_delay``).
+        """
+        self._ahead.take()
+
+    def _receive(
+        self, message: Message, context: Context
+    ) -> tuple[WindowRequest, Worker, StateFiles]:
+        request = WindowRequest.from_content(message.content)
+        worker = self._build(request.config, context)
+        message.content.clear()  # only the request references its tensors now
+        return request, worker, state_files(context, request.run_key)
+
+    def _train(self, message: Message, context: Context) -> Message:
+        """Answer by the worker's ``loss_at``: with the due streams, or with a gradient."""
+        request, worker, files = self._receive(message, context)
+        bundles = request.bundles
+        if request.due == {GRADIENTS}:
+            answer = window_gradient(worker, request, files)
+        else:
+            answer = train_window(worker, request, files, self._ahead)
+        del request
+        return Message(answer.to_content(bundles=bundles), reply_to=message)
+
+    def _evaluate(self, message: Message, context: Context) -> Message:
+        request, worker, files = self._receive(message, context)
+        answer = evaluate_average(worker, request, files, self._ahead)
+        return Message(answer.to_content(), reply_to=message)
+
+    def _hello(self, message: Message, context: Context) -> Message:
+        request = WindowRequest.from_content(message.content)
+        require_same_code(request.code, client_name(context))
+        worker = self._build(request.config, context)
+        check_trainable(worker.module, worker.optimizer)
+        files = state_files(context, request.run_key)
+        files.go_back(request.attempts)
+        state = files.at(request.start)
+        about = ConfigRecord(
+            {
+                **worker.about,
+                "client": client_name(context),
+                "num-examples": worker.num_examples,
+                **({DATA_VERSION: worker.data_version()} if worker.data_version else {}),
+                "bundles": True,
+                **ModelNames.of(worker).to_config(),
+                "held-streams": list(state.versions) if state else [],
+                "held-versions": list(state.versions.values()) if state else [],
+            }
         )
-    if files := differing(code):
-        more = f", and {len(files) - 3} more" if len(files) > 3 else ""
-        raise RuntimeError(
-            f"{client} runs other code than the server: it has another version, or none, of "
-            f"{', '.join(map(str, files[:3]))}{more}; copy the server's version there"
-        )
+        return Message(RecordDict({ABOUT: about}), reply_to=message)
+
+    @staticmethod
+    def _is_there(message: Message, context: Context) -> Message:  # noqa: ARG004
+        return Message(RecordDict(), reply_to=message)
+
+    @staticmethod
+    def _goodbye(message: Message, context: Context) -> Message:
+        state_files(context, WindowRequest.from_content(message.content).run_key).delete()
+        return Message(RecordDict(), reply_to=message)
+
+
+def client_app(build: Build) -> DesLocClient:
+    """Return a ClientApp whose clients are what ``build`` returns, and train by its ``loss_at``."""
+    client = DesLocClient(build)
+    client.train()(client._train)
+    return client
+
+
+def _exits_are_errors(
+    message: Message, context: Context, call: Callable[[Message, Context], Message]
+) -> Message:
+    with exits_as_errors():
+        return call(message, context)

@@ -21,14 +21,15 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from flwr.app import Context
 from torch import Tensor
 
-from flower_desloc.core.types import Stream
+from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
 from flower_desloc.flower.checkpoint import KEEP
@@ -43,33 +44,65 @@ STATE_SHARED = "DESLOC_STATE_SHARED"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """The metadata of a state file."""
+class ClientState:
+    """What a client keeps between two windows."""
 
     step: int
     """The run's step when this was written, after a window or an evaluation."""
     versions: Mapping[str, int]
     """Of every stream, the step of the average from which it started its local steps."""
-    taken: Mapping[str, int] = field(default_factory=dict)
+    steps_since_average: Mapping[str, int] = field(default_factory=dict)
     """Of every stream, the local steps taken since then: fewer than the federation's where the
     client is slow."""
-    streams: Sequence[str]
-    """Streams in the file; the others were sent to the server."""
+    streams: Streams
+    """The client's own streams, without those that it sent and whose averages it will be sent."""
     late: Sequence[str] = ()
     """Those of ``streams`` that were sent as well, and whose averages come late."""
-    arrived: Sequence[str] = ()
-    """Those of ``late`` whose averages are in the file too, as ``average.NAME``."""
-    coding: Sequence[str] = ()
-    """Streams of compression in the file (``flower_desloc.flower.coding``)."""
+    late_averages: Streams = field(default_factory=dict)
+    """Averages of ``late`` that have arrived already, with an evaluation."""
+    references: Streams = field(default_factory=dict)
+    """The parameters that all clients have and that compressed ones are a difference to."""
+    residuals: Streams = field(default_factory=dict)
+    """The quantisation error of each compressed stream that has a sign."""
     attempt: str = ""
     """The start of the server (``WindowRequest.attempt``) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
 
+    def has(self, name: str, version: int | None) -> bool:
+        """Return whether it has a stream in that version, with the local steps taken since."""
+        return name in self.streams and self.versions[name] == version
 
-def average_of(name: str) -> str:
-    """Return the name in a state file of a stream's average that has arrived."""
-    return f"average.{name}"
+
+_PREFIXES: Final = {
+    "streams": "",
+    "late_averages": "average.",
+    "references": "reference.",
+    "residuals": "residual.",
+}
+"""Fields of ``ClientState`` that hold streams, and what precedes a stream's name in the file."""
+
+
+class _StoredStreams(Mapping[str, Stream]):
+    """Streams in a state file; each is read, and its checksum verified, when it is used."""
+
+    def __init__(self, path: Path, prefix: str, names: Sequence[str]) -> None:
+        self._path, self._prefix, self._names = path, prefix, names
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        if name not in self._names:
+            raise KeyError(name)
+        full = f"{self._prefix}{name}"
+        return tensor_file.read(self._path, [full])[full]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class StateFiles:
@@ -78,38 +111,42 @@ class StateFiles:
     def __init__(self, folder: Path, run_key: str, client: str) -> None:
         self.folder = folder / run_key / client
 
-    def held(self) -> Held | None:
-        """Return what the client holds; None for a missing or torn file."""
-        files = self._files()
-        return _held(files[-1]) if files else None
+    def last(self) -> ClientState | None:
+        """Return the last state; None for a missing or torn file.
 
-    def held_at(self, step: int) -> Held | None:
-        """Return what the client holds for a window that begins after ``step``.
+        Its streams are read when they are used, which raises ``DamagedFileError`` when they are
+        not what was written.
+        """
+        files = self._files()
+        return _read(files[-1]) if files else None
+
+    def at(self, step: int) -> ClientState | None:
+        """Return the state for a window that begins after ``step``.
 
         Later states are deleted: the client is asked for these windows again.
         """
         for path in reversed(self._files()):
             if _step(path) > step:
                 path.unlink()
-        return self.held()
+        return self.last()
 
-    def read(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """Return tensors by the names in ``Held.streams``, ``Held.coding``, and averages.
-
-        Raises ``DamagedFileError`` when they are not what was written.
-        """
-        wanted = list(names)
-        return tensor_file.read(self._files()[-1], wanted) if wanted else {}
-
-    def write(self, held: Held, streams: Mapping[str, Stream]) -> None:
-        """Write the state after ``held.step``; states that are no longer needed are deleted.
+    def write(self, state: ClientState) -> None:
+        """Write the state after ``state.step``; states that are no longer needed are deleted.
 
         Raises ``OSError`` naming the folder when it cannot be written; the last state is kept.
         """
+        fields = dict(vars(state))
+        groups: dict[str, Streams] = {group: fields.pop(group) for group in _PREFIXES}
+        names = {group: list(streams) for group, streams in groups.items()}
+        tensors = {
+            f"{_PREFIXES[group]}{name}": stream
+            for group, streams in groups.items()
+            for name, stream in streams.items()
+        }
         try:
-            self._delete_unneeded(held.checkpoint)  # first, to free the disk space
-            with atomic_write(self._file(held.step), sync=False) as temporary:
-                tensor_file.write(temporary, asdict(held), streams)
+            self._delete_unneeded(state.checkpoint)  # first, to free the disk space
+            with atomic_write(self._file(state.step), sync=False) as temporary:
+                tensor_file.write(temporary, fields | names, tensors)
         except OSError as error:
             raise OSError(
                 f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
@@ -124,17 +161,15 @@ class StateFiles:
         to the step from which the next one resumed. A client without such a state is new, and so
         is one whose last file is torn.
         """
-        self._rename_former()
         resumed = [*attempts.values(), sys.maxsize]
         ends = dict(zip(attempts, resumed[1:], strict=True))
         files = self._files()
-        if files and _held(files[-1]) is None:
+        if files and _read(files[-1]) is None:
             self.delete()
             return
         for path in files:
-            held = _held(path)
-            # Checkpoints of older versions do not name the attempts before theirs: the end of "".
-            if held is None or _step(path) > ends.get(held.attempt, ends.get("", -1)):
+            state = _read(path)
+            if state is None or _step(path) > ends.get(state.attempt, -1):
                 path.unlink()
 
     def delete(self) -> None:
@@ -156,7 +191,7 @@ class StateFiles:
     def _delete_unneeded(self, checkpoint: int) -> None:
         """Delete all but the last state and those at the last checkpoints of the server."""
         files = self._files()
-        known = {held.checkpoint for held in map(_held, files) if held} | {checkpoint}
+        known = {state.checkpoint for state in map(_read, files) if state} | {checkpoint}
         keep = set(files[-1:])
         for step in sorted(known)[-KEEP:]:
             keep |= set([path for path in files if _step(path) <= step][-1:])
@@ -170,29 +205,21 @@ class StateFiles:
         for path in self.folder.glob("*.partial"):
             path.unlink()
 
-    def _rename_former(self) -> None:
-        """Rename the files of the layout before this one."""
-        parent, name = self.folder.parent, self.folder.name
-        last = [parent / f"{name}.before", parent / f"{name}.safetensors"]
-        for path in [*(parent / f"{name}.checkpoint").glob("*"), *last]:
-            if held := _held(path):
-                self.folder.mkdir(exist_ok=True)
-                path.replace(self._file(held.step))
-        with contextlib.suppress(OSError):  # there was none
-            (parent / f"{name}.checkpoint").rmdir()
-
 
 def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def _held(path: Path) -> Held | None:
-    about = tensor_file.about(path) or {}
-    if (coding := about.pop("beside", None)) is not None:  # a file of an earlier version
-        about["coding"] = coding
+def _read(path: Path) -> ClientState | None:
+    """Return the state in a file; None for a torn or foreign one."""
+    fields = tensor_file.metadata(path)
+    if fields is None:
+        return None
     try:
-        return Held(**about)
-    except TypeError:  # no such file, or a foreign one
+        for group, prefix in _PREFIXES.items():
+            fields[group] = _StoredStreams(path, prefix, fields[group])
+        return ClientState(**fields)
+    except (KeyError, TypeError):
         return None
 
 

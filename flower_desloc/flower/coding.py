@@ -1,27 +1,28 @@
-"""A client's side of compressed streams: what it decodes, encodes, and keeps for the next window.
+"""A client's side of compressed streams: what it decodes and encodes.
 
-The state file then also holds ``reference.params``, the parameters that all clients have and that
-differences are taken to, and ``residual.NAME``, the quantisation error of a stream with a sign.
+Between windows it keeps ``ClientState.references``, the parameters that all clients have and that
+differences are taken to, and ``ClientState.residuals``, the quantisation errors.
 """
 
 from collections.abc import Mapping
 
 from flower_desloc.core.compression import decode_stream, encode_stream
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.types import Stream
-from flower_desloc.flower.client_state import Held, StateFiles
+from flower_desloc.core.types import Stream, Streams
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client_state import ClientState
 from flower_desloc.flower.messages import WindowRequest
 
-_REFERENCE, _RESIDUAL = "reference.", "residual."
 
+def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -> Streams:
+    """Return the streams that were sent.
 
-def decoded(
-    request: WindowRequest, held: Held | None, files: StateFiles, like: Mapping[str, Stream]
-) -> dict[str, Stream]:
-    """Return the streams that were sent; ``like`` gives the shapes and types of compressed ones.
-
-    A difference to parameters that this client does not hold is left out.
+    A difference to parameters that this client does not have is left out.
     """
+    if not request.formats:
+        return request.streams
+    known = worker.stream_names()
+    templates = worker.like([n for n in request.streams if n in request.formats and n in known])
     streams: dict[str, Stream] = {}
     for name, stream in request.streams.items():
         if name not in request.formats or (name == PARAMS and name not in request.differences):
@@ -29,25 +30,34 @@ def decoded(
             continue
         reference = None
         if name in request.differences:
-            kept = f"{_REFERENCE}{name}"
-            if held is None or kept not in held.coding or held.versions.get(name) != request.former:
+            if state is None or state.versions.get(name) != request.former:
                 continue
-            reference = files.read([kept])[kept]
+            if (reference := state.references.get(name)) is None:
+                continue
         format_ = request.formats[name]
         streams[name] = decode_stream(
-            name, stream, format_, like[name], kind=request.kinds[name], reference=reference
+            name, stream, format_, templates[name], kind=request.kinds[name], reference=reference
         )
     return streams
 
 
-def encoded(
-    request: WindowRequest, kept: Mapping[str, Stream], streams: Mapping[str, Stream]
-) -> tuple[dict[str, Stream], dict[str, Stream]]:
-    """Return the due streams as they are sent, and what to keep for the next window.
+def references(
+    request: WindowRequest, state: ClientState | None, received: Streams
+) -> dict[str, Stream]:
+    """Return the parameters that differences are taken to, from now on; none without a format."""
+    if PARAMS not in request.formats:
+        return {}
+    if PARAMS in received:
+        return {PARAMS: received[PARAMS]}
+    return dict(state.references) if state else {}
 
-    ``kept`` is what ``kept_for_coding`` returned.
-    """
-    due, kept = {}, dict(kept)
+
+def encoded(
+    request: WindowRequest, streams: Streams, references: Streams, residuals: Mapping[str, Stream]
+) -> tuple[dict[str, Stream], dict[str, Stream]]:
+    """Return the due streams as they are sent, and the residuals to keep."""
+    due: dict[str, Stream] = {}
+    kept: dict[str, Stream] = {**residuals}
     for name in request.due:
         if name not in request.formats:
             due[name] = streams[name]
@@ -56,21 +66,10 @@ def encoded(
             request.kinds[name],
             streams[name],
             request.formats[name],
-            reference=kept.get(f"{_REFERENCE}{name}"),
-            residual=kept.get(f"{_RESIDUAL}{name}"),
+            reference=references.get(name),
+            residual=residuals.get(name),
         )
         due[name] = sent.coded
         if sent.residual:
-            kept[f"{_RESIDUAL}{name}"] = sent.residual
+            kept[name] = sent.residual
     return due, kept
-
-
-def kept_for_coding(
-    request: WindowRequest, held: Held | None, files: StateFiles, received: Mapping[str, Stream]
-) -> dict[str, Stream]:
-    """Return the references and residuals to keep, once ``received`` has been decoded."""
-    new: dict[str, Stream] = {}
-    if PARAMS in request.formats and PARAMS in received:
-        new[f"{_REFERENCE}{PARAMS}"] = received[PARAMS]
-    old = [name for name in held.coding if name not in new] if held else []
-    return {**files.read(old), **new}

@@ -14,15 +14,15 @@ def cause(
     optimizer: Optimizer,
     start: int,
     steps: StepMetrics,
-    again: Callable[[int], StepMetrics],
+    again: Callable[[int], StepMetrics] | None,
 ) -> FloatingPointError:
     """Return the error of a window after which a stream has NaN or infinity, as ``error`` states.
 
     ``steps`` were taken from the step ``start``. ``again`` takes a step by itself from where these
-    started: a batch whose loss or gradient is not finite there either is the cause. Otherwise the
-    training has diverged, and the error is a ``DivergedError``.
+    started: a batch whose loss or gradient is not finite there either is the cause. Otherwise, and
+    without ``again``, the training has diverged, and the error is a ``DivergedError``.
     """
-    if (step := _bad_batch(start, steps, again)) is not None:
+    if again and (step := _bad_batch(start, steps, again)) is not None:
         return FloatingPointError(
             f"the loss or the gradient of step {step + 1} is NaN or infinite, also with the "
             "parameters at the start of the window; look for NaN and infinity in the data of that "

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from flower_desloc.core.types import Stream
+from flower_desloc.core.types import Streams
 
-_ABOUT, _CHECKSUMS = "desloc", "xxh3"  # keys of the file's metadata
+_METADATA, _CHECKSUMS = "desloc", "xxh3"  # keys of the file's metadata
 _SEPARATOR = "/"  # joins stream and tensor; no stream name contains it
 _DAMAGED = (SafetensorError, KeyError, TypeError, ValueError)
 
@@ -22,18 +22,17 @@ class DamagedFileError(ValueError):
     """A file holds other values than were written."""
 
 
-def about(path: Path) -> dict[str, Any] | None:
-    """Return the ``about`` that ``write`` was given; None for a missing or damaged file.
+def metadata(path: Path) -> dict[str, Any] | None:
+    """Return the metadata that ``write`` was given; None for a missing or damaged file.
 
     A torn file is found here, as it is shorter than its header says; damaged tensors are found by
     ``read``. Raises ``OSError`` when an intact file may be there but cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        text, checksums = metadata[_ABOUT], _checksums(metadata)
-        intact = checksums is None or checksums[_ABOUT] == _text_checksum(text)
-        return dict(json.loads(text)) if intact else None
+            header = file.metadata()
+        text, checksums = header[_METADATA], json.loads(header[_CHECKSUMS])
+        return dict(json.loads(text)) if checksums[_METADATA] == _text_checksum(text) else None
     except (FileNotFoundError, *_DAMAGED):
         return None
 
@@ -48,14 +47,14 @@ def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str
     result: dict[str, dict[str, Tensor]] = {name: {} for name in wanted or ()}
     try:
         with safe_open(path, framework="pt") as file:
-            checksums = _checksums(file.metadata())
-            if checksums is not None and {_ABOUT, *file.keys()} != checksums.keys():
+            checksums = json.loads(file.metadata()[_CHECKSUMS])
+            if {_METADATA, *file.keys()} != checksums.keys():
                 raise DamagedFileError(f"{path} does not hold the tensors that were written")
             for full in file.keys():  # noqa: SIM118 - not a mapping
                 name, _, key = full.partition(_SEPARATOR)
                 if wanted is None or name in wanted:
                     tensor = file.get_tensor(full)
-                    if checksums is not None and checksums.get(full) != _checksum(full, tensor):
+                    if checksums[full] != _checksum(full, tensor):
                         raise DamagedFileError(f"{full} in {path} is not what was written")
                     result.setdefault(name, {})[key] = tensor
     except DamagedFileError:
@@ -65,8 +64,8 @@ def read(path: Path, streams: Iterable[str] | None = None) -> dict[str, dict[str
     return result
 
 
-def write(path: Path, about: Mapping[str, Any], streams: Mapping[str, Stream]) -> None:
-    """Write ``streams`` and ``about``, which JSON can hold, to ``path``.
+def write(path: Path, metadata: Mapping[str, Any], streams: Streams) -> None:
+    """Write ``streams`` and ``metadata``, which JSON can hold, to ``path``.
 
     Raises ``OSError`` when the file cannot be written.
     """
@@ -75,18 +74,13 @@ def write(path: Path, about: Mapping[str, Any], streams: Mapping[str, Stream]) -
         for name, stream in streams.items()
         for key, tensor in stream.items()
     }
-    text = json.dumps(about)
+    text = json.dumps(metadata)
     checksums = {full: _checksum(full, tensor) for full, tensor in tensors.items()}
-    checksums[_ABOUT] = _text_checksum(text)
+    checksums[_METADATA] = _text_checksum(text)
     try:
-        save_file(tensors, path, {_ABOUT: text, _CHECKSUMS: json.dumps(checksums)})
+        save_file(tensors, path, {_METADATA: text, _CHECKSUMS: json.dumps(checksums)})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-
-
-def _checksums(metadata: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the checksums; None for an older file, which has others that are not verified."""
-    return json.loads(metadata[_CHECKSUMS]) if _CHECKSUMS in metadata else None
 
 
 def _text_checksum(text: str) -> str:

@@ -3,7 +3,6 @@
     python research/thin_links measure [--cells FILE] [--results DIR] [--rate 10] [--seed 0] ...
     python research/thin_links calibrate               # the links only
     python research/thin_links collect                 # finished runs into one file of results/
-    python research/thin_links draw                    # the tables of research/thin-links.md
     python research/thin_links --clean                 # what a killed run left behind
 
 A SuperLink and SuperNodes, with TLS and keys, each in a network namespace of its own. Every rate's
@@ -37,7 +36,7 @@ from network import (
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from report import draw, results_file
+from report import results_file
 
 from flower_desloc.app.cli.terminal import exit_on_signals
 from flower_desloc.app.config import load
@@ -54,7 +53,7 @@ Cells = dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = ("measure", "calibrate", "collect", "draw")
+    commands = ("measure", "calibrate", "collect")
     parser.add_argument("what", choices=commands, nargs="?", default="measure")
     parser.add_argument("--cells", type=Path, default=HERE / "cells.yaml")
     parser.add_argument("--results", type=Path, default=Path("runs/thin_links"))
@@ -74,9 +73,6 @@ def main() -> int:
         kept = results_file(args.cells.stem)
         kept.write_text(json.dumps({"cells": cells, "files": runs}, indent=1) + "\n")
         print(f"{len(runs)} files into {kept}")
-        return 0
-    if args.what == "draw":
-        draw(args.cells.stem)
         return 0
     wanted = list(product(args.seed or cells["seeds"], args.method or cells["methods"]))
     args.results.mkdir(parents=True, exist_ok=True)

@@ -9,14 +9,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from network import HEADERS
-from paired import RESULTS, published, table, write_between
+from paired import RESEARCH, RESULTS, Draw, Table
 
 from flower_desloc.app.config import load
 from flower_desloc.app.plan.from_config import planned_run
 from flower_desloc.app.plan.wall_clock import MBIT, Link, Topology
 
+CELLS = ("cells", "late", "leanest")
+"""Those with losses; the runs of `IDLE` have next to no payload."""
 IDLE = "idle"
-DOCUMENT = published("thin-links.md")
 COLOUR = {"DES-LOC": "#0072B2", "lean": "#56B4E9"}
 
 Run = dict[str, Any]
@@ -90,7 +91,7 @@ def planned(run: Run, link: Link, window_seconds: float = 0.0) -> float:
     options: Run = {"step_seconds": run["step_seconds"], "flops": 1.0, "mfu": 1.0}
     config = load(run["preset"], run["overrides"])
     if "gradients" in config.sync:  # a plan compares with data parallelism by itself
-        config.sync = {"params": 1, "exp_avg": "never", "exp_avg_sq": "never"}
+        config = replace(config, sync={"params": 1, "exp_avg": "never", "exp_avg_sq": "never"})
     plan = replace(planned_run(config, link, **options), window_seconds=window_seconds)
     late = plan.late_waiting() if plan.delay else plan.waiting(plan.desloc, Topology.STAR)
     return plan.compute + late
@@ -134,13 +135,14 @@ def machine(run: Run) -> str | None:
     return name
 
 
-def times(runs: list[Run], targets: list[float], least: dict[str | None, float]) -> str:
+def times(runs: list[Run], targets: list[float], least: dict[str | None, float]) -> Table:
     """Return the table of times; ``least`` is from ``least_by_machine``.
 
     A cell is the mean over seeds, with the lowest and the highest.
     """
     heads = ["Mbit/s", "method", "seeds", *(f"s to {target:g}" for target in targets)]
-    heads += ["last loss", "tokens/s", "computing", "s a step", "plan", "error", "with W", "error"]
+    heads += ["last loss", "tokens/s", "computing, %", "s a step", "slowest client's own, s"]
+    heads += ["plan", "error, %", "W", "plan with W", "error, %"]
     rows = []
     for (rate, method), seeds in by_cell(runs).items():
         paces = [seconds / steps for seconds, steps in map(steady, seeds)]
@@ -154,65 +156,62 @@ def times(runs: list[Run], targets: list[float], least: dict[str | None, float])
         cells = [f"{rate:g}", method, str(len(seeds))]
         cells += [spread([time_to(run, target) for run in seeds], ".0f") for target in targets]
         cells += [spread([end["loss"] for end in ends], ".3f"), spread(tokens, ".0f")]
-        cells += [spread([100 * share for share in computing], ".0f") + " %", spread(paces, ".3f")]
-        for plans in (
-            [planned(run, stated_link(run)) for run in seeds],
-            [planned(run, measured_link(run), least[machine(run)]) for run in seeds],
+        cells += [spread([100 * share for share in computing], ".0f"), spread(paces, ".3f")]
+        cells += [spread(list(map(pace, seeds)), ".3f")]
+        windows = spread([least[machine(run)] for run in seeds], ".2f")
+        for words, plans in (
+            ([], [planned(run, stated_link(run)) for run in seeds]),
+            ([windows], [planned(run, measured_link(run), least[machine(run)]) for run in seeds]),
         ):
             errors = [100 * (plan / pace - 1) for plan, pace in zip(plans, paces, strict=True)]
-            cells += [spread(plans, ".3f"), spread(errors, "+.0f") + " %"]
+            cells += [*words, spread(plans, ".3f"), spread(errors, "+.0f")]
         rows.append(cells)
-    return table(heads, rows)
+    return Table(heads, rows)
 
 
-def volumes(runs: list[Run]) -> str:
-    """Return the table of bytes on the server's interface and in the ledger: means over seeds."""
-    heads = ["Mbit/s", "method"]
-    for way in ("up", "down"):
-        heads += [f"ledger {way}, MB", "interface, MB", "of it headers", "rest to ledger"]
-    rows = []
-    for (rate, method), seeds in by_cell(runs).items():
-        cells = [f"{rate:g}", method]
-        for way in ("up", "down"):
-            found = [traffic(run, way) for run in seeds]
-            headers = [100 * wire["headers"] / wire["interface"] for wire in found]
-            rest = [
-                100 * ((wire["interface"] - wire["headers"]) / wire["ledger"] - 1) for wire in found
-            ]
-            cells += [
-                f"{fmean(wire[what] for wire in found) / 1e6:.2f}"
-                for what in ("ledger", "interface")
-            ]
-            cells += [f"{fmean(headers):.1f} %", spread(rest, "+.1f") + " %"]
-        rows.append(cells)
-    return table(heads, rows)
+def volumes() -> Table:
+    """Return the bytes on the server's interface and in the ledger: means over seeds.
 
-
-def framing(runs: list[Run], idle: list[Run]) -> str:
-    """Return in words how far the interface is from ledger, headers and what small messages take.
-
-    ``idle`` are runs with next to no payload (``idle.yaml``); "" if a method has none.
+    The last column of a direction is what is left of the interface without ledger, headers and
+    what small messages take, which the runs of ``idle.yaml`` measure.
     """
-    empty = {run["method"]: run for run in idle}
-    if not empty.keys() >= {run["method"] for run in runs}:
-        return ""
-    words = []
+    heads = ["cells", "Mbit/s", "method"]
     for way in ("up", "down"):
-        small = {method: rest(run, way) for method, run in empty.items()}
-        low, high = (f"{extreme(small.values()) / 1000:.0f}" for extreme in (min, max))
-        more = []
-        for run in runs:
-            windows = len(run["windows"]) - 1
-            excess = (rest(run, way) - small[run["method"]]) * windows
-            more.append(100 * excess / traffic(run, way)["interface"])
-        words.append(
-            f"{low} to {high} kB {way}, and {min(more):+.1f} to {max(more):+.1f} % of the "
-            "interface's bytes are in addition to it"
-        )
-    return (
-        "The rest of a window with next to no payload (`idle.yaml`) is, by method, "
-        f"{'; '.join(words)}."
-    )
+        heads += [f"ledger {way}, MB", "interface, MB", "of it headers, %", "rest to ledger, %"]
+        heads += ["rest of a window, kB", "without small messages, % of the interface"]
+    empty = {run["method"]: run for run in runs_of(IDLE)}
+    rows = []
+    for name in (*CELLS, IDLE):
+        for (rate, method), seeds in by_cell(runs_of(name)).items():
+            cells = [name, f"{rate:g}", method]
+            for way in ("up", "down"):
+                found = [traffic(run, way) for run in seeds]
+                headers = [100 * wire["headers"] / wire["interface"] for wire in found]
+                more = [
+                    100 * ((wire["interface"] - wire["headers"]) / wire["ledger"] - 1)
+                    for wire in found
+                ]
+                cells += [
+                    f"{fmean(wire[what] for wire in found) / 1e6:.2f}"
+                    for what in ("ledger", "interface")
+                ]
+                cells += [f"{fmean(headers):.1f}", spread(more, "+.1f")]
+                cells += [f"{fmean(rest(run, way) for run in seeds) / 1000:.0f}"]
+                known = name == "cells" and method in empty
+                cells += [spread(unexplained(seeds, empty[method], way), "+.1f") if known else ""]
+            rows.append(cells)
+    return Table(heads, rows)
+
+
+def unexplained(runs: list[Run], idle: Run, way: str) -> list[float]:
+    """Return what is left of the interface's bytes without those of ``idle``, in per cent."""
+    return [
+        100
+        * (rest(run, way) - rest(idle, way))
+        * (len(run["windows"]) - 1)
+        / traffic(run, way)["interface"]
+        for run in runs
+    ]
 
 
 def rest(run: Run, way: str) -> float:
@@ -238,17 +237,52 @@ def spread(values: list[float | None], how: str) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def calibrations(found: list[Run]) -> str:
-    heads = ["Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down", "delay by"]
-    rows = [
-        [f"{f['rate_mbit']:g}", *(f"{v:.1f}" for v in f["calibration"].values()), f["delay"]]
-        for f in sorted(found, key=lambda f: f["rate_mbit"])
-    ]
-    return table(heads, rows)
+def calibrations() -> Table:
+    heads = ["cells", "Mbit/s", "round trip, ms", "one site up", "down", "all sites up", "down"]
+    rows = []
+    for name in (*CELLS, IDLE):
+        _, _, links = read_results(name)
+        for link in sorted(links, key=lambda link: link["rate_mbit"]):
+            found = (f"{value:.1f}" for value in link["calibration"].values())
+            rows.append([name, f"{link['rate_mbit']:g}", *found, link["delay"]])
+    return Table([*heads, "delay by"], rows)
 
 
-def picture(runs: list[Run], target: float) -> Figure:
+def runs_of(name: str) -> list[Run]:
+    """Return the runs of ``NAME.yaml`` in the order of its methods."""
+    cells, runs, _ = read_results(name)
+    order = list(cells["methods"])
+    return sorted(runs, key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
+
+
+def times_of(name: str) -> Table:
+    """Return the table of times of ``NAME.yaml``."""
+    cells, *_ = read_results(name)
+    runs = runs_of(name)
+    return times(runs, cells["targets"], least_by_machine(runs, cells.get("window_seconds_from")))
+
+
+def summary() -> Table:
+    """Return the table of the page: seconds to the last target, by method and link."""
+    cells, *_ = read_results("cells")
+    found, target = by_cell(runs_of("cells")), cells["targets"][-1]
+    rates = sorted({rate for rate, _ in found})
+    local = {run["seed"]: run["windows"][-1]["loss"] for run in found[rates[0], "Local Adam"]}
+    rows = []
+    for method in cells["methods"]:
+        row = [method]
+        timed = ([time_to(run, target) for run in found.get((rate, method), [])] for rate in rates)
+        row += [spread(seconds or [None], ".0f") for seconds in timed]
+        ends = {run["seed"]: run["windows"][-1]["loss"] for run in found[rates[0], method]}
+        gaps = [100 * (ends[seed] / local[seed] - 1) for seed in ends]
+        rows.append([*row, "" if method in ("Local Adam", "DDP") else spread(gaps, "+.1f")])
+    heads = [f"s to {target:g} at {rate:g} Mbit/s" for rate in rates]
+    return Table(["method", *heads, "last loss above Local Adam, %"], rows)
+
+
+def picture(name: str) -> None:
     """Draw the seconds until a loss by link and method: the mean over seeds, and every seed."""
+    runs, (_, target) = runs_of(name), read_results(name)[0]["targets"]
     rates = sorted({run["rate_mbit"] for run in runs})
     made = Figure(figsize=(7.2, 2.4), layout="constrained")
     panels = made.subplots(1, len(rates), squeeze=False)[0]
@@ -272,36 +306,7 @@ def picture(runs: list[Run], target: float) -> Figure:
         panel.tick_params(axis="x", labelsize=8)
         panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
-    return made
-
-
-def draw(name: str) -> None:
-    """Write the tables of ``NAME.yaml`` between its markers in the document, and the picture."""
-    cells, runs, links = read_results(name)
-    order = list(cells["methods"])
-    runs.sort(key=lambda r: (r["rate_mbit"], order.index(r["method"]), r["seed"]))
-    parts = [calibrations(links)]
-    if not cells["targets"]:
-        parts.append(volumes(runs))
-    elif runs:
-        _, idle, _ = read_results(IDLE)
-        fitted = cells.get("window_seconds_from")
-        least = least_by_machine(runs, fitted)
-        words = dict.fromkeys(f"{seconds:.2f}" for seconds in least.values())
-        parts += [
-            times(runs, cells["targets"], least),
-            f"W = {' and '.join(words)} s, the mean "
-            f"seconds of a window besides its steps, by machine: {fitted or 'all methods'} on the "
-            "fastest links. The slowest client's own time was at most "
-            f"{max(map(pace, runs)):.3f} s a step, mean of a run.",
-            volumes(runs),
-            framing(runs, idle),
-        ]
-        suffix = "" if name == "cells" else f"-{name}"
-        picture(runs, cells["targets"][-1]).savefig(published(f"thin-links{suffix}.png"), dpi=130)
-    text = "\n\n".join(filter(None, parts))
-    write_between(DOCUMENT, name, text)
-    print(text)
+    made.savefig(RESEARCH / "thin-links.png", dpi=130)
 
 
 def pace(run: Run) -> float:
@@ -310,3 +315,12 @@ def pace(run: Run) -> float:
     return fmean(
         w["seconds"]["clients"] / (w["step"] - before["step"]) for before, w in pairwise(windows)
     )
+
+
+TABLES: dict[str, Draw] = {
+    "thin_links": lambda: times_of("cells"),
+    "thin_links_late": lambda: times_of("late"),
+    "thin_links_leanest": lambda: times_of("leanest"),
+    "thin_links_bytes": volumes,
+    "thin_links_calibration": calibrations,
+}

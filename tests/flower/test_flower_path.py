@@ -217,7 +217,7 @@ def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):
     failing(run, client=2, start=2, times=9)
     with pytest.raises(FederationError, match=r"min_clients=3.*repeats=1.*client-2"):
         run.start()
-    assert run.files(0).held().step == 4  # the others' work is on their disks
+    assert run.files(0).last().step == 4  # the others' work is on their disks
 
 
 def two_nodes_of_one_name(run: Run) -> None:
@@ -248,7 +248,7 @@ def test_a_federation_that_cannot_begin_says_what_to_change(change, words, tmp_p
 
 
 def test_a_client_of_other_code_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("flower_desloc.flower.client.fingerprint", lambda: "other")
+    monkeypatch.setattr("flower_desloc.flower.fingerprint.fingerprint", lambda: "other")
     with pytest.raises(FederationError, match="runs other code"):
         quadratic(tmp_path).start()
 

@@ -104,6 +104,6 @@ def test_a_stream_beyond_four_gigabytes_of_a_file_is_read(tmp_path):
         file.write(len(text).to_bytes(8, "little") + text)
         file.seek(more, 1)  # a hole: no disk
         file.write(data[begin:])
-    assert tensor_file.about(path) == {"step": 3}
+    assert tensor_file.metadata(path) == {"step": 3}
     read = tensor_file.read(path, ["tail"])["tail"]
     assert all(torch.equal(read[key], tail[key]) for key in tail)

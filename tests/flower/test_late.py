@@ -21,7 +21,7 @@ from flower_desloc.core.kinds import Kind
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import PARAMS, RESET, Period
 from flower_desloc.core.states import state_decays
-from flower_desloc.flower.ahead import STEPS_AHEAD, FirstSteps, StepsAhead
+from flower_desloc.flower.ahead import FirstSteps, StepsAhead
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT
 
@@ -50,7 +50,7 @@ def test_steps_taken_while_the_streams_travel_change_no_bit(name, tmp_path):
 
     def take_steps(_: Any, reply: Any) -> Any:
         before = len(steps)
-        STEPS_AHEAD.take()
+        ahead.app.take_steps_ahead()
         taken.append(len(steps) > before)
         return reply
 

@@ -1,19 +1,16 @@
 """Laws of the client's state file: it survives the end of the process at any moment."""
 
 import errno
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.client_state import Held, StateFiles
+from flower_desloc.flower.client_state import ClientState, StateFiles
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 
@@ -25,28 +22,25 @@ CALLS = [(Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir")]
 """The calls that change a folder; a process can be killed between any two of them."""
 
 
-def window(
-    step: int, checkpoint: int = -1, attempt: str = "A"
-) -> tuple[Held, dict[str, dict[str, torch.Tensor]]]:
-    held = Held(
+def window(step: int, checkpoint: int = -1, attempt: str = "A") -> ClientState:
+    return ClientState(
         step=step,
         versions={"params": 0, "exp_avg": 0},
-        streams=["exp_avg"],
+        streams={"exp_avg": {"w": torch.full((100,), float(step))}},
         attempt=attempt,
         checkpoint=checkpoint,
     )
-    return held, {"exp_avg": {"w": torch.full((100,), float(step))}}
 
 
 def value(files: StateFiles) -> float:
-    return float(files.read(["exp_avg"])["exp_avg"]["w"].unique())
+    return float(files.last().streams["exp_avg"]["w"].unique())
 
 
 def five_windows(folder: Path) -> StateFiles:
     """Five windows, with checkpoints of the server after the second and each that follows."""
     files = StateFiles(folder, "run", "client-0")
     for step in range(1, 6):
-        files.write(*window(step, checkpoint=step - 1 if step > 2 else -1))
+        files.write(window(step, checkpoint=step - 1 if step > 2 else -1))
     return files
 
 
@@ -56,12 +50,12 @@ def test_of_a_long_run_only_the_states_somebody_can_ask_for_are_left(tmp_path):
     checkpoints = [*range(3, 100, 7), *range(100, 300, 40)]
     for step in range(1, 300):
         past = [-1, *(at for at in checkpoints if at < step)]
-        files.write(*window(step, checkpoint=past[-1]))
+        files.write(window(step, checkpoint=past[-1]))
         kept = {path.name: path for path in files.folder.iterdir()}
         wanted = {step, max(step - 1, 1), *(at for at in past[-2:] if at > 0)}
         assert kept.keys() == {f"step-{at:08d}.safetensors" for at in wanted}
     files.go_back({"A": -1, "B": checkpoints[-2]})
-    assert files.held().step == value(files) == checkpoints[-2]
+    assert files.last().step == value(files) == checkpoints[-2]
 
 
 @pytest.mark.parametrize("killed", [None, 0, 1, 2, 3, 4])
@@ -72,7 +66,7 @@ def test_a_client_that_was_deleted_is_new(killed, tmp_path, monkeypatch):
         if killed is not None:
             _kill_at(killed, patch)
         files.delete()
-    assert files.held() is None or files.held().step == 5
+    assert files.last() is None or files.last().step == 5
     assert killed is not None or not list(tmp_path.iterdir())
 
 
@@ -82,15 +76,9 @@ def test_a_state_is_kept_as_far_as_the_servers_history_contains_it(tmp_path):
     for attempt, last in (("A", 5), ("B", 8), ("C", 20), ("D", -1)):
         for step in range(1, 12):
             files = StateFiles(tmp_path / f"{attempt}{step}", "run", "client-0")
-            files.write(*window(step, attempt=attempt))
+            files.write(window(step, attempt=attempt))
             files.go_back(history)
-            assert (files.held() is not None) == (step <= last)
-    # Checkpoints of older versions do not name the attempts before theirs.
-    for step in (8, 9):
-        files = StateFiles(tmp_path / f"former{step}", "run", "client-0")
-        files.write(*window(step, attempt="unknown"))
-        files.go_back({"": -1, "E": 8})
-        assert (files.held() is not None) == (step <= 8)
+            assert (files.last() is not None) == (step <= last)
 
 
 def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
@@ -99,21 +87,22 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(tmp_path,
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    last = files.last()
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "safe_open", fail)
-        for call in (files.held, lambda: files.read(["exp_avg"])):
+        for call in (files.last, lambda: last.streams["exp_avg"]):
             with pytest.raises(OSError, match="Input/output error"):
                 call()
-    assert files.held().step == value(files) == 5
+    assert files.last().step == value(files) == 5
 
 
 def test_a_torn_last_file_makes_the_client_new(tmp_path):
     files = five_windows(tmp_path)
     last = max(files.folder.iterdir())
     last.write_bytes(last.read_bytes()[:-1])
-    assert files.held() is None
+    assert files.last() is None
     files.go_back({"A": -1})
-    assert files.held() is None
+    assert files.last() is None
 
 
 def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(tmp_path, monkeypatch):
@@ -130,21 +119,21 @@ def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(tmp_path
         with monkeypatch.context() as patch:
             _kill_at(moment, patch)
             try:
-                files.write(*window(6, checkpoint=5))
+                files.write(window(6, checkpoint=5))
             except Killed:
                 ended += 1
             else:
                 break
-        assert files.held().step == value(files)
+        assert files.last().step == value(files)
         assert value(files) in (5, 6)
-        assert files.held_at(5).step == value(files) == 5
+        assert files.at(5).step == value(files) == 5
         for step in (6, 7, 8):
-            files.write(*window(step, checkpoint=step - 1))
-            assert files.held().step == value(files) == step
+            files.write(window(step, checkpoint=step - 1))
+            assert files.last().step == value(files) == step
             assert len(list(files.folder.iterdir())) <= 4
-        assert files.held_at(7).step == value(files) == 7
+        assert files.at(7).step == value(files) == 7
     assert ended >= 2
-    assert begun.held().step == 5
+    assert begun.last().step == 5
 
 
 def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
@@ -164,36 +153,12 @@ def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, fatal(getattr(owner, name)))
 
 
-def test_the_former_name_of_what_compression_keeps_is_read(tmp_path):
-    files = five_windows(tmp_path)
-    last = max(files.folder.iterdir())
-    about, streams = tensor_file.about(last), tensor_file.read(last)
-    assert about.pop("coding") == []
-    tensor_file.write(last, {**about, "beside": ["residual.params"]}, streams)
-    assert files.held() == Held(**about, coding=["residual.params"])
-
-
-def test_the_files_of_the_former_layout_are_taken_over(tmp_path):
-    """CLIENT.safetensors, CLIENT.before and CLIENT.checkpoint/, with the former checksums."""
-    former = {"client-0.checkpoint/step-2": 1, "client-0.before": 2, "client-0.safetensors": 3}
-    for name, step in former.items():
-        path = tmp_path / "run" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = asdict(window(step, checkpoint=1)[0]) | {"attempt": "the same"}
-        metadata = {"desloc": json.dumps(about), "checksums": json.dumps({"exp_avg": 1})}
-        save_file({"exp_avg/w": torch.full((4,), float(step))}, path, metadata)
-    files = StateFiles(tmp_path, "run", "client-0")
-    files.go_back({"the same": -1})
-    for step in (3, 2, 1):
-        assert files.held_at(step).step == value(files) == step
-
-
 def test_a_flipped_bit_is_detected(tmp_path):
     files = StateFiles(tmp_path, "run", "client-0")
-    files.write(*window(3))
+    files.write(window(3))
     (path,) = files.folder.iterdir()
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with suppress(DamagedFileError):
-            assert files.held() is None or value(files) == 3
+            assert files.last() is None or value(files) == 3

@@ -54,7 +54,7 @@ def _can_resume(run: RunFolder, key: str) -> bool:
     if completed(run):
         return False
     try:
-        found = [tensor_file.about(file) for file in Checkpoints(run.checkpoints).all()]
+        found = [tensor_file.metadata(file) for file in Checkpoints(run.checkpoints).all()]
     except OSError:  # it cannot be read now
         return True
     return key in [about["run_key"] for about in found if about]

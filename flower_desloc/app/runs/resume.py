@@ -69,7 +69,7 @@ def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] |
                 f"the run in {folder.path} is complete; run.init_from would begin another from it"
             )
         with suppress(OSError):  # reading the whole file reports it
-            about = tensor_file.about(file) or {}
+            about = tensor_file.metadata(file) or {}
             if "settings" in about:
                 _require_same(config, about["settings"], file)
     except CheckpointError as error:

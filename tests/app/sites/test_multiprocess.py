@@ -30,11 +30,11 @@ from torch import nn
 from client_app.client import build_worker
 from flower_desloc.app.config import Config, dump
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
-from flower_desloc.app.sites.multiprocess.ranks import RankError, Ranks
+from flower_desloc.app.sites.multiprocess.ranks import RankError, RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Site
 from flower_desloc.app.tasks.compute import share_rows
-from flower_desloc.flower.ahead import STEPS_AHEAD
+from flower_desloc.flower.ahead import StepsAhead
 from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.messages import WindowRequest
@@ -141,7 +141,7 @@ class Client:
         self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
         model = Rows(self.config).build_model()
         self.averages = {"params": {k: p.detach() for k, p in model.named_parameters()}}
-        self.delay = 0
+        self.delay, self.ahead = 0, StepsAhead()
 
     def window(self, start: int, stop: int, due: set[str]):
         worker = build_worker({"settings": dump(self.config)}, self.context)
@@ -155,7 +155,7 @@ class Client:
             versions=self.versions,
             streams=self.averages,
         )
-        reply = train_window(worker, request, self.file)
+        reply = train_window(worker, request, self.file, self.ahead)
         # With a delay something must differ from what this client has sent.
         scale = 1.01 if self.delay else 1.0
         self.averages = {n: {k: scale * t for k, t in reply.streams[n].items()} for n in due}
@@ -165,7 +165,7 @@ class Client:
     def evaluate(self):
         worker = build_worker({"settings": dump(self.config)}, self.context)
         request = WindowRequest(run_key="run", versions=self.versions, streams=self.averages)
-        return evaluate_average(worker, request, self.file).metrics
+        return evaluate_average(worker, request, self.file, self.ahead).metrics
 
 
 def settings(folder: Path, task: str = "Rows", **optimizer: object) -> Config:
@@ -187,9 +187,9 @@ def settings(folder: Path, task: str = "Rows", **optimizer: object) -> Config:
 
 @pytest.fixture(scope="module", autouse=True)
 def _end_ranks() -> Iterator[None]:
+    build_worker.launcher = RankLauncher()
     yield
-    if Ranks.current is not None:
-        Ranks.current.end()
+    build_worker.launcher.end()
     assert not dist.is_initialized()
 
 
@@ -199,9 +199,10 @@ def assert_same_client(one: Client, other: Client, windows) -> None:
         assert_close(a.streams, b.streams)
         for name in ("losses", "grad-norms"):
             assert b.metrics[name] == pytest.approx(a.metrics[name], rel=TOLERANCE)
-        held = one.file.held()
-        assert held is not None
-        assert_close(one.file.read(held.streams), other.file.read(held.streams))
+        kept, others = one.file.last(), other.file.last()
+        assert kept is not None
+        assert others is not None
+        assert_close(dict(kept.streams), dict(others.streams))
     assert other.evaluate()["loss"] == pytest.approx(one.evaluate()["loss"], rel=TOLERANCE)
 
 
@@ -212,8 +213,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def assert_fails(client: Client, window, order: str, message: str) -> None:
     """Let rank 1 obey ``order`` in a window: all ranks end, and the state file stays as it was."""
     before = contents(client.file.folder)
-    assert Ranks.current is not None
-    other = Ranks.current.processes[1]
+    other = build_worker.launcher.ranks.processes[1]
     (Path(client.config.task_options["folder"]) / "order").write_text(order)
     with pytest.raises(RankError, match=f"rank 1 of this client's 2 processes {message}"):
         client.window(*window)
@@ -261,14 +261,14 @@ def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_
         got = two.window(*window)
         assert_close(reply.streams, got.streams)
         assert got.metrics["losses"] == pytest.approx(reply.metrics["losses"], rel=TOLERANCE)
-        STEPS_AHEAD.take()
+        two.ahead.take()
     assert taken == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]  # none of them twice
 
 
 def test_a_rank_that_fails_before_it_joins_is_reported():
     parallelism, cpu = Parallelism(2, "ddp"), torch.device("cpu")
     with pytest.raises(RankError, match=r"rank 1 .* failed: ModuleNotFoundError: .*no_such_module"):
-        Ranks("no_such_module:build", "", parallelism, cpu)
+        build_worker.launcher.get("no_such_module:build", "", parallelism, cpu)
 
 
 ALONE = """
@@ -276,10 +276,9 @@ import os, sys, torch
 from pathlib import Path
 sys.path[:0] = sys.argv[1].split(os.pathsep)
 import test_multiprocess
-from flower_desloc.app.sites.multiprocess.ranks import Ranks
 client = test_multiprocess.Client(Path(sys.argv[2]), processes=2)
 client.window(0, 1, {"params"})
-print(Ranks.current.processes[1].pid, flush=True)
+print(test_multiprocess.build_worker.launcher.ranks.processes[1].pid, flush=True)
 (Path(sys.argv[2]) / "order").write_text("sleep")
 client.window(1, 2, {"params"})
 """

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The processes of one client; this process is rank 0, and has at most one instance.
+    """The processes of one client; this process is rank 0, and has one living instance at most.
 
     ``reference`` names, as ``module:function``, what builds each process's ``RankWorker`` from
     a device, a ``Parallelism`` and ``argument``. With the device ``cuda``, rank i has
@@ -45,21 +45,15 @@ class Ranks:
     Raises ``RankError`` when a process ends before it has joined.
     """
 
-    current: Optional["Ranks"] = None
-
     def __init__(
         self, reference: str, argument: str, parallelism: Parallelism, device: torch.device
     ) -> None:
         if str(device) != device.type:
             raise ValueError(f"device={device}: for several processes give the type only, 'cuda'")
-        if Ranks.current is not None:
-            Ranks.current.end()
-        Ranks.current = self
         self.parallelism = parallelism
-        self._built_from = (reference, argument, parallelism, device)
         self._calls = 0
         self._lock = threading.Lock()
-        self._alive = True
+        self._alive, self._ended = True, False
         self._dead: tuple[int, int] | None = None  # rank and exit code of the first that died
         self._death = threading.Event()
         listener = socket.create_server((LOOPBACK, 0))
@@ -87,17 +81,11 @@ class Ranks:
             self.worker: RankWorker = resolve_name(reference)(own_device, parallelism, argument)
             dist.barrier()
 
-    @classmethod
-    def of(
-        cls, reference: str, argument: str, parallelism: Parallelism, device: torch.device
-    ) -> "Ranks":
-        """Return the current instance if it is alive and built from the same, else a new one."""
-        ranks, built_from = cls.current, (reference, argument, parallelism, device)
-        if ranks is not None and ranks._built_from == built_from:
-            with ranks._lock:
-                if ranks._alive:
-                    return ranks
-        return cls(*built_from)
+    @property
+    def alive(self) -> bool:
+        """Whether no process has ended."""
+        with self._lock:
+            return self._alive
 
     def call(self, method: str, *arguments: Any, **rank_0: Any) -> Any:
         """Call a ``RankWorker`` method on all ranks; return what it returns on rank 0.
@@ -119,10 +107,9 @@ class Ranks:
         for process in self.processes.values():
             process.kill()
             process.wait()
-        if Ranks.current is self:
-            Ranks.current = None
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if not self._ended and dist.is_initialized():
+            dist.destroy_process_group()
+        self._ended = True
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
@@ -170,3 +157,35 @@ class Ranks:
         store = open_store(self.parallelism.processes, self._port)
         for other_rank in self.processes:
             store.set(f"ready/{other_rank}", "")
+
+
+class RankLauncher:
+    """Starts a client's ranks when it needs them, and keeps them for its next messages.
+
+    A process has one process group, so it needs one launcher: that of its ClientApp.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+        """Those that were started last."""
+        self._built_from: tuple[str, str, Parallelism, torch.device] | None = None
+
+    def get(
+        self, reference: str, argument: str, parallelism: Parallelism, device: torch.device
+    ) -> Ranks:
+        """Return ranks that ``Ranks`` builds from these: the last if they are alive, or new ones.
+
+        The last are ended before new ones are started.
+        """
+        built_from = (reference, argument, parallelism, device)
+        if self.ranks is not None and self.ranks.alive and self._built_from == built_from:
+            return self.ranks
+        self.end()
+        self.ranks, self._built_from = Ranks(*built_from), built_from
+        return self.ranks
+
+    def end(self) -> None:
+        """End the ranks, if there are any."""
+        if self.ranks is not None:
+            self.ranks.end()
+        self.ranks = None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flwr.app import Message
 
@@ -60,10 +60,12 @@ class Trainer:
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
         self.client = pid
         on_exit(pid, lambda: self.end() if self.client == pid else None)
+        app: Any = None
         reply: Message | None = None
         raised = None
         try:
-            reply = resolve_name(self.reference)(message, context)
+            app = resolve_name(self.reference)
+            reply = app(message, context)
         except Exception as error:
             raised = _described(error)
         self.client = 0
@@ -72,8 +74,8 @@ class Trainer:
         except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
             reply = None
             send(connection, None, context, _described(error), release=True)
-        if ahead := sys.modules.get("flower_desloc.flower.ahead"):  # the app may be any
-            ahead.STEPS_AHEAD.take()
+        if take_steps_ahead := getattr(app, "take_steps_ahead", None):  # the app may be any
+            take_steps_ahead()
         # After an error the process itself may be broken, as after an error of CUDA.
         return reply is not None and message.metadata.message_type != _GOODBYE
 

@@ -1,0 +1,186 @@
+"""What a client begins a window with: the streams that it kept and those that it was sent."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from logging import WARNING
+from typing import TypeVar
+
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.streams import starts_at_zero, zeros_like
+from flower_desloc.core.types import Stream, Streams
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client_state import ClientState, StateFiles
+from flower_desloc.flower.coding import decoded, references
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.tensor_file import DamagedFileError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowStart:
+    """A client at the start of a window."""
+
+    streams: Streams
+    """Every stream of its optimizer."""
+    averaged: Collection[str]
+    """Those of ``streams`` that the client was sent."""
+    is_new: bool
+    """Whether the client has taken no step yet, or has lost what it had."""
+    had_state: bool
+    """Whether there was a state file; a client that was only evaluated is new and has one."""
+    never_averaged: Collection[str]
+    """Those of ``streams`` that are zero because there is no average of them."""
+    late_averages: Streams
+    """Averages of streams that this client sent at the start of the window and goes on from."""
+    steps_since_average: Mapping[str, int]
+    """Of every stream, the local steps that the client has taken since its average."""
+    references: Streams
+    residuals: Streams
+    """What compression keeps (``flower_desloc.flower.coding``)."""
+
+
+def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowStart | None:
+    """Load the client's state and receive what was sent; None if a stream is neither here nor sent.
+
+    A stream kept in the right version is used as it is, with the local steps taken since: they are
+    averaged at the stream's next sync.
+
+    Raises ``ValueError`` if the server averages other streams than the optimizer has.
+    """
+    state = files.at(request.start)
+    names = worker.stream_names()
+    if set(names) != set(request.versions):
+        raise ValueError(
+            f"the server averages the streams {sorted(request.versions)}, but this client, "
+            f"with {type(worker.optimizer).__name__}, has {sorted(names)}"
+        )
+    received = decoded(request, state, worker) if request.formats else request.streams
+    late = _late(request, state)
+    streams: dict[str, Stream] = {}
+    never_averaged: list[str] = []
+    for name in names:
+        if (own := _own(name, request, state, late)) is not None:
+            streams[name] = own
+        elif name in received:
+            streams[name] = received[name]
+        elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
+            streams[name] = zeros_like(worker.like([name])[name])
+            never_averaged += [] if name in request.resets else [name]
+        else:
+            return None
+    averages = _arrived(late, state, received)
+    if averages.keys() != set(late):
+        return None
+    states = {name for name in names if starts_at_zero(name)}
+    counts = state.steps_since_average if state else {}
+    return WindowStart(
+        streams=streams,
+        averaged=received.keys() - averages.keys(),
+        is_new=state is None or not state.versions.keys() >= states,
+        had_state=state is not None,
+        never_averaged=never_averaged,
+        late_averages=averages,
+        steps_since_average={
+            name: counts.get(name, 0) if state and state.has(name, version) else 0
+            for name, version in request.versions.items()
+        },
+        references=references(request, state, received),
+        residuals=dict(state.residuals) if state and request.formats else {},
+    )
+
+
+def params_to_use(worker: Worker, request: WindowRequest, files: StateFiles) -> Stream | None:
+    """Return the parameters that were sent, or else those that the client kept; None: neither."""
+    # The file is read only where it is needed: under data parallelism that would be in every step.
+    state = None if PARAMS in request.streams else files.last()
+    own = _own(PARAMS, request, state, late=())
+    return decoded(request, state, worker).get(PARAMS) if own is None else own
+
+
+def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> Streams:
+    """Add the averages that were sent to the client's state, if any is new to it; return them.
+
+    A difference to parameters that the client does not have is not among them.
+    """
+    state = files.last()
+    received = decoded(request, state, worker)
+    newer = {
+        name: stream
+        for name, stream in received.items()
+        if not (state and state.has(name, request.versions[name]))
+    }
+    if not newer:
+        return received
+    before = state or ClientState(step=request.start, versions={}, streams={})
+    late = _late(request, state)
+    kept = {name: _own(name, request, state, late) for name in before.streams}
+    # safetensors refuses a tensor that is also among the references.
+    copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
+    averages = _arrived(late, state, copies)
+    files.write(
+        replace(
+            before,
+            step=request.start,
+            versions={**before.versions, **{name: request.versions[name] for name in newer}},
+            steps_since_average={**before.steps_since_average, **dict.fromkeys(newer, 0)},
+            streams={
+                **{name: stream for name, stream in kept.items() if stream is not None},
+                **{name: stream for name, stream in copies.items() if name not in averages},
+            },
+            late=late,
+            late_averages=averages,
+            references=references(request, state, received),
+            residuals=before.residuals if request.formats else {},
+            attempt=request.attempt,
+            checkpoint=request.checkpoint,
+        )
+    )
+    return received
+
+
+def new_if_damaged(files: StateFiles, use: Callable[[], T]) -> T:
+    """Return ``use()``; if the state file is damaged, delete it and try again."""
+    try:
+        return use()
+    except DamagedFileError as error:
+        log(WARNING, "%s; this client starts as a new one", error)
+        files.delete()
+        return use()
+
+
+def _late(request: WindowRequest, state: ClientState | None) -> list[str]:
+    """Return the streams whose averages the client merges during the window.
+
+    It sent them at the start of the window and goes on from what it sent. A client that has missed
+    windows starts from their averages instead.
+    """
+    if state is None or state.step != request.start:
+        return []
+    return [name for name in state.late if request.versions.get(name) == request.start]
+
+
+def _own(
+    name: str, request: WindowRequest, state: ClientState | None, late: Collection[str]
+) -> Stream | None:
+    """Return a stream that the client kept and that is its own at the start of the window."""
+    if state is None:
+        return None
+    if name in late:
+        return state.streams[name]
+    if not state.has(name, request.versions.get(name)):
+        return None
+    return state.late_averages.get(name) or state.streams[name]
+
+
+def _arrived(
+    late: Collection[str], state: ClientState | None, received: Streams
+) -> dict[str, Stream]:
+    """Return the averages of the streams in ``late`` that were sent, now or with an evaluation."""
+    before = state.late_averages if state else {}
+    return {
+        name: received[name] if name in received else before[name]
+        for name in late
+        if name in received or name in before
+    }

@@ -1,0 +1,216 @@
+"""Tables of the paper's items (research/paper.md), of formats and of the tuned baseline."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from collect import MOMENTS, records, slug
+from paired import RESULTS, SPARE, Draw, Estimate, Table, spread
+
+from flower_desloc.app.plan.wall_clock import (
+    MBIT,
+    Link,
+    Topology,
+    communication_seconds,
+    compute_seconds,
+)
+from flower_desloc.core.traffic import MethodRates
+
+WIRE = {
+    "fp32": "fp32, fp32, fp32: loss",
+    "bf16": "bf16, bf16, bf16: % above it",
+    "int8": "int8, int8, int8",
+    "int8, u int4": "**int8, int4, int8**, those of `lean`",
+    "int4, moments int8": "int4, int8, int8",
+    "int4, v int8": "int4, int4, int8",
+}
+BETAS = {
+    "ADOPT": ("0.9 0.9999", "0.95 0.9999", "0.99 0.9999", "0.995 0.9999"),
+    "Adam": ("0.9 0.95", "0.95 0.95", "0.95 0.99", "0.99 0.99"),
+}
+SPLITS = {
+    "Local": ("1 and 1", "1"),
+    "3 and 6": ("3 and 6", "1/2"),
+    "6 and 3": ("6 and 3", "1/2"),
+    "4 and 4": ("4 and 4", "1/2"),
+    "never": ("never (FAVG+OPT)", "1/3"),
+}
+"""Labels of the study: K_u and K_v as multiples of K_x, and the bytes."""
+NOTEBOOK: dict[str, Any] = {
+    "num_params": 1.3e9,
+    "tokens": 2e6,
+    "workers": 4,
+    "flops": 312e12,
+    "mfu": 0.5,
+}
+"""Inputs of the authors' notebook (research/paper.md), and its latency and bytes of a value."""
+LATENCY, VALUE_BYTES = 0.01, 2
+GBIT = (0.1, 1, 10, 100, 1000)
+
+
+def cells(study: str) -> dict[str, dict[int, float]]:
+    """Return the losses of a study's cells by seed."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for run in records(study):
+        if run["seed"] < SPARE:
+            found[run["cell"]][run["seed"]] = run["loss"]
+    return found
+
+
+def cell(*labels: str) -> str:
+    """Return the name of a cell with these labels."""
+    return slug("_".join(labels))
+
+
+def rates() -> Table:
+    """Return the rates of change of the moments, by optimizer and betas (RQ1)."""
+    found = {run["cell"]: run["rates_of_change"] for run in records("rates_of_change")}
+    rows = []
+    for name, betas in ((name, betas) for name, all_betas in BETAS.items() for betas in all_betas):
+        first, second = (found[cell(f"{name} {betas}")][moment] for moment in MOMENTS)
+        beta_1, beta_2 = map(float, betas.split())
+        predicted = math.log(beta_1) / math.log(beta_2)
+        row = [f"{name} {beta_1}, {beta_2}", f"{first:.2f}", f"{second:.2g}"]
+        rows.append([*row, f"{first / second:.3g}", f"{predicted:.4g}"])
+    heads = ["optimizer, β₁, β₂", "exp_avg", "exp_avg_sq", "first over second"]
+    return Table([*heads, "ratio of the half-lives"], rows)
+
+
+def periods() -> Table:
+    """Return the cost of each stream's period while the others stay at K_b (RQ2)."""
+    found = cells("sync_periods")
+    columns = [(optimizer, base) for optimizer in ("ADOPT", "Adam") for base in ("16", "64")]
+    rows = []
+    for position, name in enumerate(("params", "first moment", "second moment")):
+        for period in ("16", "64", "256"):
+            row = [f"{name} at {period}"]
+            for optimizer, base in columns:
+                varied = [base] * 3
+                varied[position] = period
+                reference = found[cell(optimizer, " ".join([base] * 3))]
+                ours = found[cell(optimizer, " ".join(varied))]
+                row.append("0" if ours is reference else Estimate.above(ours, reference).interval)
+            rows.append(row)
+    heads = [f"{optimizer}, K_b = {base}" for optimizer, base in columns]
+    return Table(["what varies", *heads], rows)
+
+
+def splits() -> Table:
+    """Return the comparison of three splits of one budget."""
+    found = cells("budget_splits")
+    rows = []
+    for name, (words, share) in SPLITS.items():
+        row = [words]
+        for optimizer in ("ADOPT", "Adam"):
+            for base in ("16", "64"):
+                ours, local = (found[cell(optimizer, f"{n}, K={base}")] for n in (name, "Local"))
+                more = "" if ours is local else f", {Estimate.above(ours, local).interval}"
+                row.append(f"{fmean(ours.values()):.3f}{more}")
+        rows.append([*row, share])
+    heads = [f"{optimizer}, K_x = {base}" for optimizer in ("ADOPT", "Adam") for base in (16, 64)]
+    return Table(["K_u, K_v", *heads, "bytes"], rows)
+
+
+def coins() -> Table:
+    """Return the losses of SGDM with coins and with periods."""
+    found = cells("coins")
+    seeds = sorted(found["periods"])
+    rows: list[list[object]] = []
+    for name in ("periods", "coins"):
+        losses = [found[name][seed] for seed in seeds]
+        rows.append([name, *(f"{loss:.3f}" for loss in losses), spread(losses)])
+    more = Estimate.above(found["coins"], found["periods"]).interval
+    rows.append(["coins above periods, %", *[""] * len(seeds), more])
+    return Table(["", *(f"seed {seed}" for seed in seeds), "mean"], rows)
+
+
+def spike() -> Table:
+    """Return the windows of the run that spiked whose loss is above the last window's by 0.8."""
+    windows = json.loads((RESULTS / "spike.json").read_text())["windows"]
+    rows = []
+    for two_ago, before, now in zip(windows, windows[1:], windows[2:], strict=False):
+        if now["train_loss"] - before["train_loss"] >= 0.8:
+            row = [now["step"], f"{before['train_loss']:.3f}", f"{now['train_loss']:.3f}"]
+            rows.append([*row, ", ".join(before["streams"]), ", ".join(two_ago["streams"])])
+    heads = ["last step of the window", "train loss before", "train loss"]
+    return Table([*heads, "averaged before the window", "and one window earlier"], rows)
+
+
+def formats() -> Table:
+    """Return the cost of lossy formats, compared with fp32 in the same partition."""
+    found = cells("wire")
+    sent = {run["cell"]: run["bytes_sent_by_a_client"] for run in records("wire")}
+    partitions = ("IID", "by domain")
+    rows = []
+    for name, words in WIRE.items():
+        both = [cell(name, partition) for partition in partitions]
+        fp32 = [cell("fp32", partition) for partition in partitions]
+        row = [words, f"1/{sent[fp32[0]] / sent[both[0]]:.2f}", len(found[both[0]])]
+        for ours, reference in zip(both, fp32, strict=True):
+            loss = f"{fmean(found[ours].values()):.3f}"
+            gap = Estimate.above(found[ours], found[reference]).interval
+            row.append(loss if ours == reference else gap)
+        rows.append(row)
+    return Table(["formats of x, u, v", "bytes", "seeds", *partitions], rows)
+
+
+def baseline() -> Table:
+    """Return the loss of Local AdamW by betas and decay, each at its best rate."""
+    found = json.loads((RESULTS / "fair_rates.json").read_text())["cells"]
+    place = next(
+        one["scores"] for one in found if (one["betas"], one["decay"]) == ("0.9 0.95", "0.1")
+    )
+    rows = []
+    for one in sorted(found, key=lambda one: one["mean"]):
+        gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(place)))
+        row = [one["betas"].replace(" ", ", "), one["decay"], one["warm-up"], f"{one['tuned']:.2g}"]
+        row += [one["seeds"], f"{one['mean']:.3f}"]
+        rows.append([*row, "" if one["scores"] == place else gap.interval])
+    heads = ["β₁, β₂", "weight decay", "warm-up", "rate", "seeds", "loss"]
+    return Table([*heads, "above 0.9, 0.95 with decay 0.1, %"], rows)
+
+
+def clock() -> Table:
+    """Return the share of time computing on a ring, with the inputs of the authors' notebook.
+
+    The last row has the notebook's slips: parameters, tokens and FLOP/s are each ten times as large
+    as named, and the axis shows ten times the bandwidth that was used.
+    """
+    streams = {
+        "DDP": (1.0,),
+        "Local Adam": (1 / 256,) * 3,
+        "DES-LOC": (1 / 256, 1 / 768, 1 / 1536),
+        "FedAvg": (1 / 256,),
+    }
+    rows = [[name, *_shares(often)] for name, often in streams.items()]
+    rows.append(["DDP, as the notebook draws it", *_shares(streams["DDP"], slip=10)])
+    return Table(["share of time computing, ring", *(f"{gbit} Gbit/s" for gbit in GBIT)], rows)
+
+
+def _shares(often: Sequence[float], slip: float = 1) -> list[str]:
+    compute = slip * compute_seconds(**NOTEBOOK)
+    size = slip * NOTEBOOK["num_params"] * VALUE_BYTES
+    rates = MethodRates(
+        name="", num_bytes=size * sum(often), exchanges=sum(often), windows=often[0]
+    )
+    shares = []
+    for gbit in GBIT:
+        link = Link(bandwidth=1000 * gbit / slip * MBIT, latency=LATENCY)
+        waits = communication_seconds(rates, NOTEBOOK["workers"], link, Topology.RING)
+        shares.append(f"{100 * compute / (compute + waits):.3g}%")
+    return shares
+
+
+TABLES: dict[str, Draw] = {
+    "rates_of_change": rates,
+    "sync_periods": periods,
+    "budget_splits": splits,
+    "coins": coins,
+    "spike": spike,
+    "wire": formats,
+    "fair_rates": baseline,
+    "wall_clock": clock,
+}

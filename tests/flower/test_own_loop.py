@@ -1,0 +1,108 @@
+"""A training loop of one's own ends as a worker's ``loss_at`` does, with every kind of window."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import OPTIMIZERS, assert_same, falling
+from flower_path import Run
+from flwr.app import Context, Message
+
+from flower_desloc import DesLocClient, FederationError, OuterOptimizer, Policy, SyncSchedule
+from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.worker import own_loop
+
+
+def in_own_loop(run: Run, calls: int = 1, record: bool = True, leave_at: float = math.inf) -> Run:
+    """Let the clients of a run train in a loop that a user would write."""
+
+    def build(config: Any, context: Context) -> Any:
+        return replace(run.app._build(config, context), loss_at=own_loop)
+
+    client = DesLocClient(build)
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        m = int(context.node_config["partition-id"])
+        with client.window(message, context) as window:
+            module, optimizer = window.worker.module, window.worker.optimizer
+            for step in window:
+                if step >= leave_at:
+                    break
+                for group in optimizer.param_groups:
+                    group["lr"] = run.case.lr * falling(step)
+                optimizer.zero_grad()
+                loss = run.problem.loss(module, m, step)
+                loss.backward()
+                for _ in range(calls):
+                    optimizer.step()
+                if record:
+                    window.record(loss)
+        return window.reply
+
+    run.grid.client_app = client
+    return run
+
+
+LOSSY = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
+
+
+@pytest.mark.parametrize("name", ["adam", "adopt", "sgdm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sync_delay": 2},
+        {"present": lambda m, t: m < 2 or t >= 4, "sync_bound": True},
+        {"policy": Policy(min_steps=0.3, step_seconds={"client-0": 1.0, "client-1": 4.0})},
+        {"formats": LOSSY},
+    ],
+    ids=["plain", "late", "joiner", "unequal", "lossy"],
+)
+def test_both_forms_of_a_client_end_equal(name, options, tmp_path):
+    schedule = SyncSchedule(OPTIMIZERS[name].periods(3, 4, 6))
+    if "formats" in options:
+        options = {"formats": {s: f for s, f in LOSSY.items() if s in schedule.periods}}
+
+    def run(folder: str) -> Run:
+        return Run(name, schedule, tmp_path / folder, lr_schedule=falling, **options)
+
+    first, second = run("loss_at"), in_own_loop(run("loop"))
+    assert_same(second.start(), first.start())
+    for one, other in zip(first.watch.records, second.watch.records, strict=True):
+        assert (one.traffic.up, one.traffic.down) == (other.traffic.up, other.traffic.down)
+        for client in one.clients:
+            a, b = one.clients[client], other.clients[client]
+            assert (a.losses, a.learning_rates) == (b.losses, b.learning_rates)
+
+
+def small(folder: Path) -> Run:
+    return Run("adam", (3,), folder, num_clients=2, num_steps=6)
+
+
+def test_a_loss_need_not_be_recorded(tmp_path):
+    run = in_own_loop(small(tmp_path), record=False)
+    assert_same(run.start(), in_own_loop(small(tmp_path / "other")).start())
+    assert all(math.isnan(c.train_loss) for w in run.watch.records for c in w.clients.values())
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ({"calls": 0}, r"no step called optimizer.step\(\) of the Worker's optimizer"),
+        ({"calls": 2}, r"step 0 called optimizer.step\(\) 2 times"),
+        ({"leave_at": 2}, "the loop over a window ended before its last step, 3"),
+    ],
+)
+def test_a_loop_that_does_not_take_each_step_once_is_an_error(loop, words, tmp_path):
+    with pytest.raises(FederationError, match=words):
+        in_own_loop(small(tmp_path), **loop).start()
+
+
+def test_averaged_gradients_need_a_loss(tmp_path):
+    outer = OuterOptimizer(OPTIMIZERS["adam"].make)
+    run = Run("adam", SyncSchedule({"gradients": 1}), tmp_path, outer=outer)
+    with pytest.raises(FederationError, match="give the Worker a loss_at"):
+        in_own_loop(run).start()

@@ -1,0 +1,59 @@
+"""The algorithm on one page is the federated path: both end with the same streams."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from federation import OPTIMIZERS, Quadratic, Regression, assert_close, falling
+from flower_path import Run
+from import_graph import imported_names
+from scripts import ROOT
+
+from flower_desloc import take
+from flower_desloc.algorithm import des_loc
+
+M, T = 3, 12
+
+
+@pytest.mark.parametrize(
+    ("periods", "problem"),
+    [
+        ((4,), Quadratic()),
+        ((2, 4, 6), Regression()),
+        ((3, 5, 7), Quadratic()),
+        ((math.inf, 5, 3), Quadratic()),
+        ((4, math.inf, math.inf), Regression()),
+    ],
+)
+@pytest.mark.parametrize("name", ["adam", "adopt", "sgdm"])
+def test_the_federated_path_ends_with_the_streams_of_the_one_page(name, periods, problem, tmp_path):
+    case = OPTIMIZERS[name]
+    models = [problem.module() for _ in range(M)]
+    workers = [(model, case.make(model.parameters())) for model in models]
+    by_stream = case.periods(*periods)
+    sent = des_loc(workers, problem.loss, by_stream, T, eta=lambda t: case.lr * falling(t))
+
+    federated = ["never" if math.isinf(K) else K for K in periods]
+    run = Run(
+        name,
+        federated,
+        tmp_path,
+        problem=problem,
+        num_clients=M,
+        num_steps=T,
+        lr_schedule=falling,
+    )
+    assert_close(run.start(), [take(*worker, by_stream) for worker in workers])
+    assert M * sent == sum(sum(record.traffic.up.values()) for record in run.watch.records)
+
+
+def test_the_page_needs_pytorch_alone_and_runs():
+    path = ROOT / "flower_desloc" / "algorithm.py"
+    assert {name.partition(".")[0] for name in imported_names(path)} <= {
+        *("collections", "math", "torch"),
+    }
+    code = [sys.executable, "-m", "flower_desloc.algorithm"]
+    lines = subprocess.run(code, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert "DES-LOC" in lines
+    assert len(lines.splitlines()) == 4
