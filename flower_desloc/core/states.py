@@ -66,18 +66,21 @@ ADAM: Final = (
 )
 """The states of Adam in all its forms."""
 
-AMSGRAD: Final = (*ADAM, State("max_exp_avg_sq", Kind.MAXIMUM))
 
-
-def _undecayed_square(p: Tensor, _: Group) -> Tensor:
+def _square(p: Tensor, _: Group) -> Tensor:
     assert p.grad is not None
     return p.grad.square()
 
 
+# Before PyTorch 2.7 the groups of AdamW do not say that its weight decay is decoupled.
+ADAMW: Final = (ADAM[0], replace(ADAM[1], seed=_square))
+
+_MAXIMUM: Final = State("max_exp_avg_sq", Kind.MAXIMUM)
+AMSGRAD: Final = (*ADAM, _MAXIMUM)
+
 _PYTORCH: Final[Mapping[type[Optimizer], tuple[State, ...]]] = {
     Adam: AMSGRAD,  # which it is with amsgrad=True
-    # Before PyTorch 2.7 its groups do not say that the decay is decoupled.
-    AdamW: (AMSGRAD[0], replace(AMSGRAD[1], seed=_undecayed_square), AMSGRAD[2]),
+    AdamW: (*ADAMW, _MAXIMUM),
     RAdam: ADAM,
 }
 

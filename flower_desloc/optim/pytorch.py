@@ -34,7 +34,7 @@ ADAMW: Final = Description(
     name="adamw",
     make=_fused(AdamW),
     settings=_SETTINGS,
-    states=states.ADAM,
+    states=states.ADAMW,
     weight_decay="decoupled",
     rate_of="adam",
 )
