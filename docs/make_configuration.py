@@ -27,8 +27,7 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides. Later ones
-win:
+A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3

@@ -19,7 +19,7 @@ class Run:
     """The run: its name, seed, length and checkpoints."""
 
     name: str = "desloc"
-    """Name of the run and of its folder."""
+    """Name of the run, and of its folder."""
     seed: int = bounded(0, 0, 2**32 - 1)
     """Seed of the initial weights, the partition and order of the data, and the coins."""
     steps: int = bounded(192, 1)
