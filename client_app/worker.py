@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,27 +107,13 @@ def task_of(settings: str) -> Task:
 @lru_cache(maxsize=1024)  # of hundreds of simulated clients, each has a part of one data set
 def _data(settings: str, site: Site) -> ClientData:
     task = task_of(settings)
-    if site.data_path is None:
-        return task.client_data(site)
-    watched = _WatchedSite(**vars(site))
-    vars(watched)["was_read"] = False  # by the task
-    data = task.client_data(watched)
-    if not vars(watched)["was_read"]:
+    if site.data_path is not None and not getattr(task, "reads_data_path", False):
         raise ValueError(
-            f"data-path={site.data_path}: client_data of task={config_of(settings).task} did not "
-            "read site.data_path, and would train on other data; let it read that path, or leave "
-            "data-path out of the node config"
+            f"data-path={site.data_path}: task={config_of(settings).task} does not state that it "
+            "reads site.data_path, and may train on other data; let client_data read that path, "
+            "and set reads_data_path = True in its class, or leave data-path out of the node config"
         )
-    return data
-
-
-class _WatchedSite(Site):
-    """A site that notes whether its ``data_path`` is read."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "data_path":
-            vars(self)["was_read"] = True
-        return super().__getattribute__(name)
+    return task.client_data(site)
 
 
 @lru_cache(maxsize=1)

@@ -49,7 +49,7 @@ number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` cle
 
 What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
 `num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,
-which turns [warm clients](../how-to/warm.md) off.
+which turns [warm clients](../how-to/deployment.md#warm-clients) off.
 
 """
 

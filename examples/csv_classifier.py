@@ -20,6 +20,8 @@ WORDS = 1024  # numbers that words are mapped to
 class CSVClassifier:
     """The task: predict which of ``task_options.labels`` a text has, from its words."""
 
+    reads_data_path = True
+
     def __init__(self, config):
         self.config, self.labels = config, list(config.task_options["labels"])
 

@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run | None:
         "method": name,
         "partition": config["data"]["partition"],
         "domains": config["data"]["domains"],
-        "clients": config["federation"]["num_clients"],
+        "clients": config["simulation"]["num_clients"],
         "tokens": config["data"]["batch_size"] * config["data"]["seq_len"],
         "steps": config["run"]["steps"],
         "period": PERIOD if at_other_periods else config["sync"].get("params", PERIOD),

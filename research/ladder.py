@@ -19,10 +19,10 @@ from flower_desloc.app.runs.figures import style
 
 LOCAL, DESLOC, FAVG = "Local", "DES-LOC", "FAVG+OPT"
 LEAN, LEAN_ADOPT = "u as often as x, lean, bounded", "u as often as x, lean"
-CHECKS = ("ladder_check", "low_frequency_check")
-"""Studies on text that no other study reads."""
+CHECKS = ("ladder_check", "ladder_check_fresh", "low_frequency_check")
+"""Studies on text that the others do not read."""
 PAPER, LOW, PARTS = "paper_baselines", "low_frequency", "which_moment"
-OWN_RATES = ("ladder_tuned", "ladder_check", PAPER, LOW)
+OWN_RATES = ("ladder_tuned", CHECKS[1], PAPER, LOW)
 """Studies in which every method has a learning rate of its own."""
 STUDIES = (
     *("ladder_batch", "ladder_batch_short", "ladder_size", "ladder_horizon"),

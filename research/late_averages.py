@@ -18,8 +18,8 @@ from small_runs import SEEDS, Cells, Study, periods
 from torch import Tensor
 
 from flower_desloc.core import late
-from flower_desloc.core.averaging import Stream
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.kinds import Kind
+from flower_desloc.core.types import Stream
 
 RATES = {256: 0.00594, 1024: 0.0119}
 """Tokens of a worker and step -> the learning rate tuned for DES-LOC-Adam (research/ladder.md)."""
@@ -29,15 +29,15 @@ LARGER_BATCH = [Arm(1024, 16, "iid", delay) for delay in (2, 4, 8, 16)]
 LONGER_PERIOD = [Arm(256, 64, "iid", delay) for delay in (8, 16, 32, 64)]
 
 
-def _overwritten(name: str, now: Stream, sent: Stream, average: Stream, **_: Any) -> Stream:
-    del name, now, sent
+def _overwritten(kind: Kind, now: Stream, sent: Stream, average: Stream, **_: Any) -> Stream:
+    del kind, now, sent
     return dict(average)
 
 
 def _params_alone(
-    name: str, now: Stream, sent: Stream, average: Stream, **how: Any
+    kind: Kind, now: Stream, sent: Stream, average: Stream, **how: Any
 ) -> Mapping[str, Tensor]:
-    return late.merged(name, now, sent, average, **how) if name == PARAMS else now
+    return late.merged(kind, now, sent, average, **how) if kind is Kind.PARAMS else now
 
 
 WAYS = {"corrected": late.merged, "overwritten": _overwritten, "moments dropped": _params_alone}

@@ -1,4 +1,4 @@
-"""How few bytes: rare averages of u and v, 4-bit codes, late averages and slow momentum together.
+"""How few bytes: rare averages of u and v, 4-bit codes and late averages together.
 
     python research/leanest.py --data FOLDER --work runs/leanest
 
@@ -82,7 +82,7 @@ def picture() -> None:
     lines = []
     for (partition, data), colour in zip(PARTITIONS.items(), (BLUE, ORANGE), strict=True):
         found = compared(partition)
-        drawn = [one for one in found if one[0].method != LOCAL and "slow" not in one[0].method]
+        drawn = [one for one in found if one[0].method != LOCAL]
         lines.append((data, colour, "o", [(fewer, gap) for _, fewer, gap in drawn]))
     x, y = "times fewer bytes than Local Adam", "held-out loss above Local Adam, %"
     figure("leanest", {"": lines}, x, y, ticks=(2, 4, 8, 16, 32))

@@ -20,7 +20,7 @@ from paired import RESULTS, SPARE, Estimate, Run, about
 
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.flower.policy import FederationError
+from flower_desloc.flower.failures import DivergedError
 
 CLIENTS, STEPS = 4, 512
 SEEDS = (0, 1, 2)
@@ -54,9 +54,7 @@ def run(preset: str, overrides: str, folder: Path, clients: int) -> Run:
     arguments = {"config": preset, "overrides": overrides, "output-dir": str(folder)}
     try:
         run_in_process(arguments, clients)
-    except FederationError as error:
-        if "diverged" not in str(error):
-            raise
+    except DivergedError:
         return {}
     (path,) = folder.glob("*/summary.json")
     summary: Run = json.loads(path.read_text())

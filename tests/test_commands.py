@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from command import accepted
+from command import accepted, refused
 
 from flower_desloc.app.config import load
 from flower_desloc.app.plan import dry_run
@@ -32,10 +32,9 @@ NOT_HERE = {
         *(".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/python -m pytest"),
     ),
     "run by test_gpu_script.py": ("benchmarks/gpu.sh",),
-    "counts lines in the repository's history, which a copy may lack": ("lines() {",),
     "needs a network": ("git clone",),
     "run below, in their order": ("openssl", "ssh-keygen"),
-    "of the shell": ("export", "cd", "T="),
+    "of the shell": ("export", "cd", "mkdir", "cat", "T="),
     "run by test_simulation.py, test_cluster.py and test_deployment.py": ("flwr",),
     "run by test_deployment.py": ("flower-superlink", "desloc supernode", "desloc federate"),
     "run by test_warm.py and test_deployment.py": ("flower-supernode",),
@@ -59,8 +58,7 @@ def commands() -> list[tuple[str, str]]:
         text = page.read_text()
         tables = IN_A_TABLE.findall(text) if page.name == "README.md" else []
         for block in [*BLOCK.findall(text), *tables]:
-            function = "() {\n" in block  # of the shell: the block is one command
-            for line in [block] if function else block.replace("\\\n", " ").splitlines():
+            for line in block.replace("\\\n", " ").splitlines():
                 if command := line.partition(" # ")[0].strip():
                     found.append((page.relative_to(ROOT).as_posix(), " ".join(command.split())))
     return [each for each in dict.fromkeys(found) if not each[1].startswith("#")]
@@ -99,6 +97,9 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
         assert (ROOT / rest[0]).exists() or (ROOT / "studies" / f"{rest[0]}.yaml").exists()
         load("quickstart", [word for word in rest[1:] if "=" in word])
         return
+    if not rest:
+        assert "quickstart" in refused(what)  # it lists the presets
+        return
     if rest[0].endswith(".yaml"):
         monkeypatch.chdir(ROOT / "examples")
     if "--output-dir" not in rest:
@@ -112,7 +113,9 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
 def test_the_pages_certificates_and_keys_are_made_and_accepted(tmp_path):
     tools = ("openssl", "ssh-keygen")
     lines = [
-        c for page, c in commands() if page == "docs/how-to/deployment.md" and c.startswith(tools)
+        c
+        for page, c in commands()
+        if page == "docs/tutorials/three-sites.md" and c.startswith(tools)
     ]
     check = "openssl verify -x509_strict -CAfile ca.crt -verify_hostname fed.example.org server.pem"
     for line in [*lines, check]:

@@ -27,12 +27,11 @@ _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1024  # bytes; NumPy's own are shorter, and parsed headers are cached
 _ALIGNMENT = 16  # bytes; NumPy aligns the values to 64
+_BFLOAT16 = np.dtype("V2")
 _DTYPES = {  # in this machine's byte order
     np.dtype(name): getattr(torch, name)
     for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
-}
-_BFLOAT16 = np.dtype("V2")
-_DTYPES[_BFLOAT16] = torch.bfloat16
+} | {_BFLOAT16: torch.bfloat16}
 
 with warnings.catch_warnings():
     # PyTorch warns once about read-only memory, which from_array() gives it.

@@ -137,7 +137,7 @@ def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
     federation.start()
     assert federation.watch.plan is not None
     sizes, wire = federation.watch.plan.stream_bytes, federation.watch.plan.wire_bytes
-    assert wire == wire_bytes(federation.strategy.state.templates, ALL_CODED)
+    assert wire == wire_bytes(federation.strategy.state.templates, ALL_CODED, {})
     assert all(wire[name] < sizes[name] / 3 for name in ALL_CODED)
     due: list[str] = []
     for record in federation.watch.records[1:]:

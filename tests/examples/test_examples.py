@@ -475,7 +475,7 @@ def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_pat
     """Otherwise the client would train on other data without an error."""
     settings = dump(load("cnn.yaml"))
     with pytest.raises(
-        ValueError, match=r"^data-path=.*: client_data of task=cnn:CNN did not read"
+        ValueError, match=r"^data-path=.*: task=cnn:CNN does not state that it reads site.data_path"
     ):
         build_single_worker(settings, "", {"data-path": str(tmp_path)})
     assert build_single_worker(settings, "", {"partition-id": 0, "num-partitions": 2})

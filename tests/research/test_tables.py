@@ -72,7 +72,7 @@ def a_run(folder, seed, loss):
         "outer": {"name": "none"},
         "optimizer": {"name": "adam", "lr": 0.0084, "betas": [0.95, 0.95]},
         "data": {"partition": "iid", "domains": ["a"], "batch_size": 8, "seq_len": 32},
-        "federation": {"num_clients": 2},
+        "simulation": {"num_clients": 2},
         "run": {"seed": seed, "steps": 32},
     }
     folder.mkdir(parents=True)

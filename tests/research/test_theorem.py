@@ -1,12 +1,15 @@
 """research/theorem.py: its steps are the core's, its constants those of its problems."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import reference
 import torch
 from federation import Federation
+from hypothesis import given
+from hypothesis import strategies as st
 from scripts import load_script
 from sklearn.linear_model import LogisticRegression
 from torch import nn
@@ -155,3 +158,49 @@ def test_the_papers_psi_allows_a_rate_at_which_workers_diverge_here():
     papers = theorem.step_size_bound(0.0, theorem.BETA, dissimilarity=B)
     ours = theorem.step_size_bound(coins.psi, theorem.BETA, dissimilarity=B)
     assert ours < theorem.largest_stable_rate(team, coins) < papers
+
+
+@pytest.mark.parametrize("p_x", [0.9, 0.25, 1 / 16])
+@pytest.mark.parametrize("p_u", [0.0, 1 / 48, 0.5])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.95])
+def test_psi_bounds_the_two_recursions_of_its_proof(p_x, p_u, beta):
+    """Lemma 2: the workers' spread for a unit spread of gradients, at the best s.
+
+    x takes its step along u before u is averaged; Algorithm 5 averages u first.
+    """
+
+    def spread(s, *, u_first=False):
+        u = x = 0.0
+        for _ in range(4000):
+            own = beta * u + (1 - beta)
+            u = (1 - p_u) * own
+            x = (1 - p_x) * ((1 + s) * x + (1 + 1 / s) * (u if u_first else own))
+        return x
+
+    best = 1 / math.sqrt(1 - p_x) - 1
+    least = spread(best)
+    assert all(spread(best * factor) >= least for factor in (0.9, 1.1))
+    # The proof ends with (1 + sqrt(1 - p_x))^2 <= 4; that much it gives away and no more.
+    exact = theorem.psi(p_x, p_u, beta) * (1 + math.sqrt(1 - p_x)) ** 2 / 4
+    assert least == pytest.approx(exact, rel=1e-6)
+    assert least <= theorem.psi(p_x, p_u, beta)
+    # The paper's psi, with its factor 1 - p_u, is that of its own order.
+    assert spread(best, u_first=True) == pytest.approx((1 - p_u) * exact, rel=1e-6)
+
+
+@given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 0.99), st.floats(0.1, 9), st.floats(1, 9))
+def test_the_step_size_satisfies_the_three_conditions_of_the_proof(p_x, p_u, beta, L, B):
+    value = theorem.psi(p_x, p_u, beta)
+    eta = theorem.step_size_bound(value, beta, smoothness=L, dissimilarity=B)
+    assert 12 * eta**2 * L**2 * (B**2 - 1) * value <= 0.5
+    assert eta * L + 2 * eta**2 * beta**2 * L**2 / (1 - beta) ** 2 <= 0.5
+    assert 12 * eta**2 * L**2 * value <= 0.5
+    assert eta > 0
+
+
+def test_the_step_size_at_the_extreme_probabilities():
+    assert theorem.psi(1, 0, 0.9) == 0  # "recovers standard mini-batch SGDM"
+    assert theorem.step_size_bound(0.0, 0.9, smoothness=2) == pytest.approx(0.1 / 8)
+    assert theorem.psi(0.5, 1, 0.9) == pytest.approx(8 * 0.1)  # 0 in the paper
+    assert theorem.psi(0, 1, 0.9) == math.inf  # the last gradient of a worker is in its step
+    assert theorem.step_size_bound(math.inf, 0.9) == 0

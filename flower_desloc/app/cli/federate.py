@@ -34,7 +34,7 @@ def federate(
         list[Path] | None,
         typer.Option(
             help="A node's private data, in place of a partition of data.source; once per node. "
-            "A task of your own that does not read site.data_path is refused.",
+            "A task of your own that does not state reads_data_path is refused.",
             exists=True,
         ),
     ] = None,

@@ -82,7 +82,11 @@ class HasDigest(Protocol):
 
 
 class Task(Protocol):
-    """A model, its data and its loss."""
+    """A model, its data and its loss.
+
+    A class whose ``client_data`` reads ``site.data_path`` states ``reads_data_path = True``. No
+    other can be trained on a site's private data.
+    """
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed.
@@ -94,7 +98,7 @@ class Task(Protocol):
     def client_data(self, site: Site) -> ClientData:
         """Return the data of one client; if ``site.data_path`` is set, what is there.
 
-        Where that is set and not read, the client is refused. Raises ``ValueError`` if the data
+        Raises ``ValueError`` if the data
         would be empty; the message names the setting to change.
         """
 

@@ -2,10 +2,8 @@
 
 Flower starts a fresh process for every message to a SuperNode. That process imports PyTorch and the
 model's library, builds the model and loads the data before it can train: in every window, more time
-than everything else a window costs (``benchmarks/deployment_overhead.py``, figures in
-``docs/how-to/warm.md``).
-Lazy imports or a mapped state file would not help, because every window needs
-the model.
+than everything else a window costs (``benchmarks/deployment_overhead.py``). Lazy imports or a
+mapped state file would not help, because every window needs the model.
 
 So the first message starts a trainer, a process that keeps all this, and Flower's fresh processes
 forward their messages to it. They import neither PyTorch nor the app; nor may anything in this

@@ -32,6 +32,8 @@ class CausalLM:
     Raises ``ValueError`` if there is no tokenizer of the configured name.
     """
 
+    reads_data_path = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.data.tokenizer)

@@ -34,6 +34,8 @@ class ImageClassification:
     shape of the images, so every site reads it, also one with private images.
     """
 
+    reads_data_path = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._loss = TrainingLoss(_cross_entropy, config)
