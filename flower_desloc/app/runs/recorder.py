@@ -96,7 +96,7 @@ class RunRecorder(Observer):
             weights_sha256=weights_sha256,
         ) | {"versions": versions(), "resumed": list(read_lines(self._folder.resumes))}
         record = RunRecord(self._folder.path, yaml_mapping(dump(self._config)), lines, summary)
-        if status == "completed":
+        if self._folder.final.is_dir():
             with _optional("final/README.md"):
                 from flower_desloc.app.runs.card import card
 
