@@ -54,6 +54,7 @@ PURE = {
     "math",
     "random",
     "statistics",
+    "types",
     "typing",
 }
 
