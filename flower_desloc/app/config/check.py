@@ -60,12 +60,14 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         problems, _data, _options, _unused, _model, _run, _outer, _lr_schedule, _sync, _wire,
-        _strategy,
+        _excluded, _strategy,
     )  # fmt: skip
-    found = chain.from_iterable(each(config) for each in of_all)
-    excluded = chain.from_iterable(exclusion.problems(config) for exclusion in _EXCLUSIONS)
-    for problem in chain(found, excluded):
+    for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
+
+
+def _excluded(config: Config) -> Iterator[str]:
+    return chain.from_iterable(exclusion.problems(config) for exclusion in _EXCLUSIONS)
 
 
 def check_clients(config: Config, setting: str = "simulation.num_clients") -> None:
