@@ -58,6 +58,7 @@ def test_the_containers_have_the_proxy_and_the_arguments_of_the_page():
     page = (ROOT / "docs" / "how-to" / "deployment.md").read_text()
     config = (ROOT / "containers" / "nginx.conf").read_text()
     assert config[config.index("server {") :] in page
+    page += "".join(unit.read_text() for unit in (ROOT / "containers" / "systemd").iterdir())
     services = yaml.safe_load((ROOT / "containers" / "compose.yaml").read_text())["services"]
     for service in ("superlink", "site-a", "site-b"):
         for argument in services[service]["command"]:
