@@ -59,8 +59,8 @@ _EXCLUSIONS: Final = (
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
-        problems, _data, _options, _unused, _model, _run, _outer, _lr_schedule, _sync, _wire,
-        _excluded, _strategy,
+        problems, _data, _options, _unused, _model, _run, _outer, _lr_schedule, _excluded,
+        _strategy, _sync, _wire,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)

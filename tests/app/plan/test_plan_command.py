@@ -33,19 +33,6 @@ def test_the_page_shows_what_its_command_prints(monkeypatch):
     assert lines == output.splitlines()
 
 
-def test_the_authors_clock_on_the_page_is_what_its_command_prints():
-    page = (ROOT / "research" / "paper.md").read_text()
-    _, *command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1].split()
-    table = page[page.index("| share of time computing, ring |") :].split("\n\n")[0]
-    heads, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines())
-    for column, head in enumerate(heads[1:], start=1):
-        bandwidth = 1000 * float(head.removesuffix(" Gbit/s"))
-        ring = plan(*command, "--bandwidth", bandwidth).partition("Time on a ring")[2]
-        for name, *cells in rows[:4]:
-            cell = cells[column - 1]
-            assert re.search(rf"{name} \S+ \S+ \S+ \S+ {cell} ", ring), (name, bandwidth)
-
-
 def test_preset_override_and_every_option_take_effect():
     said = plan(
         *("desloc_adam", "sync.params=8", "sync.exp_avg=24", "sync.exp_avg_sq=never"),
