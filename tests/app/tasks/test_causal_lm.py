@@ -347,8 +347,7 @@ def test_a_model_that_cannot_be_is_an_error_that_names_the_setting(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{}")
-    section, _, field = setting.partition(".")
-    setattr(getattr(config, section), field, value)
+    config = with_values(config, {setting: value})
     with pytest.raises(ValueError, match=rf"^{setting}={value}: {message}"):
         CausalLM(config).build_model()
 
