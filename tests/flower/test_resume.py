@@ -35,7 +35,7 @@ from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.policy import Policy
 
 
-class Killed(BaseException):
+class Killed(KeyboardInterrupt):
     """The server is killed: no message, no clean-up."""
 
 

@@ -14,7 +14,7 @@ from flower_desloc.flower.client_state import ClientState, StateFiles
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 
-class Killed(BaseException):
+class Killed(KeyboardInterrupt):
     """The process was killed; nothing is cleaned up."""
 
 
