@@ -19,8 +19,6 @@ def decoded(request: WindowRequest, state: ClientState | None, worker: Worker) -
 
     A difference to parameters that this client does not have is left out.
     """
-    if not request.formats:
-        return request.streams
     known = worker.stream_names()
     templates = worker.like([n for n in request.streams if n in request.formats and n in known])
     streams: dict[str, Stream] = {}

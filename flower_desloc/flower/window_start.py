@@ -56,7 +56,7 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             f"the server averages the streams {sorted(request.versions)}, but this client, "
             f"with {type(worker.optimizer).__name__}, has {sorted(names)}"
         )
-    received = decoded(request, state, worker) if request.formats else request.streams
+    received = _received(request, state, worker)
     late = _late(request, state)
     streams: dict[str, Stream] = {}
     never_averaged: list[str] = []
@@ -86,9 +86,14 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
             name: counts.get(name, 0) if state and state.has(name, version) else 0
             for name, version in request.versions.items()
         },
-        references=references(request, state, received),
+        references=references(request, state, received) if request.formats else {},
         residuals=dict(state.residuals) if state and request.formats else {},
     )
+
+
+def _received(request: WindowRequest, state: ClientState | None, worker: Worker) -> Streams:
+    """Return the streams that were sent; without formats they are as they arrived."""
+    return decoded(request, state, worker) if request.formats else request.streams
 
 
 def params_to_use(worker: Worker, request: WindowRequest, files: StateFiles) -> Stream | None:
@@ -96,7 +101,7 @@ def params_to_use(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     # The file is read only where it is needed: under data parallelism that would be in every step.
     state = None if PARAMS in request.streams else files.last()
     own = _own(PARAMS, request, state, late=())
-    return decoded(request, state, worker).get(PARAMS) if own is None else own
+    return _received(request, state, worker).get(PARAMS) if own is None else own
 
 
 def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> Streams:
@@ -105,7 +110,7 @@ def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     A difference to parameters that the client does not have is not among them.
     """
     state = files.last()
-    received = decoded(request, state, worker)
+    received = _received(request, state, worker)
     newer = {
         name: stream
         for name, stream in received.items()
@@ -131,7 +136,7 @@ def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> 
             },
             late=late,
             late_averages=averages,
-            references=references(request, state, received),
+            references=references(request, state, received) if request.formats else {},
             residuals=before.residuals if request.formats else {},
             attempt=request.attempt,
             checkpoint=request.checkpoint,
