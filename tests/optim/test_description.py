@@ -113,7 +113,7 @@ def test_optimizers_that_share_a_rate_say_so_both_ways():
     assert not adopt.shares_rate(adam)
 
 
-# --------------------------------------------------------------------------- Those of somebody else
+# ------------------------------------------------------------------- Optimizers of other packages
 
 
 class Renamed(PaperAdam):

@@ -1,4 +1,4 @@
-"""Measured rules: which periods, bound and formats to set beside K_x, and their cost in loss.
+"""Measured rules: the other periods, bound and formats for a K_x, and their cost in loss.
 
 A loss is in per cent of the held-out loss of the method that averages everything every K_x steps,
 with the same optimizer: the mean over pairs with the same seed, in brackets its 95 % interval. All
