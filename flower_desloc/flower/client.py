@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from flower_desloc.core.averaging import distance
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS
 from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import check_finite, check_trainable
 from flower_desloc.core.types import Streams
@@ -272,7 +272,7 @@ def evaluate_average(
     if worker.evaluate is None:
         return WindowReply(metrics={"num-examples": 0, **window})
     with (ahead or StepsAhead()).kept(worker):
-        worker.put(streams)
+        worker.put({name: streams[name] for name in (PARAMS, BUFFERS) if name in streams})
         totals = worker.evaluate()
     return WindowReply(
         metrics={

@@ -4,13 +4,13 @@ The memory of activations depends on a model's code, the device's kernels and th
 """
 
 import gc
-import resource
 import sys
 import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from flower_desloc.app.config import Config
@@ -132,5 +132,10 @@ def _first_batch(task: Task, config: Config, data_path: Path | None) -> Batch:
 
 
 def _process_peak() -> int:
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # kilobytes on Linux
