@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context
 
-from client_app.worker import build_single_worker, device_of
+from client_app.worker import RunParts, device_of, site_of
 from flower_desloc.app.config.imports import make_importable
-from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
+from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
+from flower_desloc.app.tasks.alike import ALIKE
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.messages import Settings
@@ -16,28 +17,39 @@ if TYPE_CHECKING:
 
 
 class WorkerBuilder:
-    """Builds the workers of clients, and owns the processes of those that have several."""
+    """Builds the workers of clients, and owns what they share in this process.
+
+    These are the parts of the run that is being served, and the processes of a client that has
+    several.
+    """
 
     def __init__(self) -> None:
         self.launcher: RankLauncher | None = None
+        self._parts: tuple[tuple[object, ...], RunParts] | None = None
 
     def __call__(self, config: Settings, context: Context) -> Worker:
         """Return the worker of one client, in as many processes as its node config says.
 
         Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
         """
-        settings, frozen = str(config["settings"]), str(config.get("frozen", ""))
         node = context.node_config
+        parts = self._parts_of(config, node)
         parallelism = Parallelism.of(node)
         if parallelism.processes == 1:
-            return build_single_worker(settings, frozen, node)
+            return parts.single_worker(node)
         # Imported here: this takes a second, and most clients do without.
         from client_app.multiprocess import build_ranks_worker
         from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
 
         self.launcher = self.launcher or RankLauncher()
-        device = device_of(node)
-        return build_ranks_worker(settings, frozen, context, device, parallelism, self.launcher)
+        return build_ranks_worker(parts, context, parallelism, self.launcher)
+
+    def _parts_of(self, config: Settings, node: NodeConfig) -> RunParts:
+        alike = {key: str(text) for key, text in config.items() if key in ALIKE}
+        sent = str(config["settings"]), alike, device_of(node), site_of(node).data_path
+        if self._parts is None or self._parts[0] != sent:
+            self._parts = sent, RunParts(*sent)
+        return self._parts[1]
 
 
 make_importable()  # the greeting compares a task's code before it is imported

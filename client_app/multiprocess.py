@@ -7,7 +7,7 @@ import torch.distributed as dist
 from flwr.app import Context
 from torch import Tensor, nn
 
-from client_app.worker import config_of, model_of, task_of, with_number, worker_of
+from client_app.worker import RunParts
 from flower_desloc.app.config import Config
 from flower_desloc.app.setup.build import build_local_optimizer, described_optimizer
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
@@ -23,32 +23,25 @@ from flower_desloc.optim import OPTIMIZERS
 
 
 def build_ranks_worker(
-    settings: str,
-    frozen: str,
-    context: Context,
-    device: torch.device,
-    parallelism: Parallelism,
-    launcher: RankLauncher,
+    parts: RunParts, context: Context, parallelism: Parallelism, launcher: RankLauncher
 ) -> Worker:
     """Return the worker of a client with several processes, which ``launcher`` starts if necessary.
 
     Raises ``ValueError`` for what several processes cannot do.
     """
-    config = config_of(settings)
-    _require_shared_batches(config, task_of(settings))
-    _check(config, parallelism)
-    argument = json.dumps([settings, frozen])
-    ranks = launcher.get("client_app.multiprocess:build_rank", argument, parallelism, device)
+    _check(parts.stated, parallelism)
+    _require_shared_batches(parts.config, parts.task)
+    argument = json.dumps(parts.sent)
+    ranks = launcher.get("client_app.multiprocess:build_rank", argument, parallelism, parts.device)
     return MultiProcessWorker.of(ranks, context.node_config, state_folder(context))
 
 
 def build_rank(device: torch.device, parallelism: Parallelism, argument: str) -> RankWorker:
     """Return what this process trains, as one rank."""
-    settings, frozen = json.loads(argument)
-    settings = with_number(settings, device)
-    config, task = config_of(settings), task_of(settings)
+    parts = RunParts(*json.loads(argument), device)
+    task = parts.task
     rank, world = dist.get_rank(), dist.get_world_size()
-    sharing = _require_shared_batches(config, task)
+    sharing = _require_shared_batches(parts.config, task)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         # Before anything is drawn for dropout: other rows need other random numbers.
@@ -57,13 +50,11 @@ def build_rank(device: torch.device, parallelism: Parallelism, argument: str) ->
         return task.loss(module, part) * weight
 
     worker: RankWorker = (ShardedRankWorker if parallelism.sharded else RankWorker)(
-        lambda: model_of(settings, frozen),
-        lambda params: build_local_optimizer(config, params),
+        parts.build_model,
+        lambda params: build_local_optimizer(parts.config, params),
         device,
     )
-    worker.build_worker = lambda node: worker_of(
-        settings, node, device, worker.model, worker.optimizer, loss
-    )
+    worker.build_worker = lambda node: parts.worker(node, worker.model, worker.optimizer, loss)
     return worker
 
 

@@ -1,136 +1,146 @@
-"""Build a client's worker from the server's settings and the site's own."""
+"""Build the workers of clients from the server's settings and the sites' own."""
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flower_desloc.app.config import Config, dump, parse
+from flower_desloc.app.config import Config, parse
 from flower_desloc.app.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
 from flower_desloc.app.setup.machine import about_device, default_device
 from flower_desloc.app.setup.measured_step import with_micro_batch_size
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
+from flower_desloc.app.tasks.alike import ALIKE, required_alike
 from flower_desloc.app.tasks.data_version import data_version
-from flower_desloc.core import streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.observer import MICRO_BATCH, described
 
 
-def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
-    """Return the worker of a client of one process.
+class RunParts:
+    """What the clients of one run share in a process; each part is built once.
 
-    Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
+    The model carries nothing from one client to the next, as a worker's streams are all put back
+    before use.
+
+    Parameters
+    ----------
+    settings : str
+        The configuration that was sent.
+    alike : Mapping[str, str]
+        What the server has, and every site must have alike: ``required_alike``.
+    device : torch.device
+        Where this process computes.
+    data_path : Path, optional
+        A site's data, on which ``data.micro_batch_size=auto`` is found; by default that of the
+        first simulated client.
+
     """
-    device = device_of(node)
-    settings = with_number(settings, device, _site(node).data_path)
-    return worker_of(settings, node, device, *_model(settings, frozen, device))
 
+    def __init__(
+        self,
+        settings: str,
+        alike: Mapping[str, str],
+        device: torch.device,
+        data_path: Path | None = None,
+    ) -> None:
+        self.sent = settings, {**alike}
+        self.stated = parse(settings)
+        self.device = device
+        self._alike, self._data_path = alike, data_path
+        self._data: dict[Site, ClientData] = {}
 
-def worker_of(
-    settings: str,
-    node: NodeConfig,
-    device: torch.device,
-    module: nn.Module,
-    optimizer: Optimizer,
-    loss: Callable[[nn.Module, Batch], Tensor] | None = None,
-) -> Worker:
-    """Return the worker of the client with that node config, over that model and optimizer.
+    @cached_property
+    def config(self) -> Config:
+        """The configuration, with the number that ``data.micro_batch_size=auto`` is here."""
+        return with_micro_batch_size(self.stated, self.device, self._data_path)
 
-    ``loss`` takes the place of the task's.
-    """
-    typed, site = config_of(settings), _site(node)
-    micro_batch = typed.data.micro_batch_size
-    task, data = task_of(settings), _data(settings, site)
-    loss = loss or task.loss
+    @cached_property
+    def task(self) -> Task:
+        """The task of that configuration."""
+        return build_task(self.config)
 
-    def loss_at(step: int) -> Tensor:
-        # Dropout and the like draw from the global generator.
-        torch.manual_seed(_mix(typed.run.seed, site.partition, step))
-        return loss(module, data.train_batch(step))
+    def build_model(self) -> nn.Module:
+        """Return a new model; raises ``ValueError`` where this site differs from the server."""
+        model = self.task.build_model()
+        here = required_alike(self.task, model)
+        for what, theirs in self._alike.items():
+            if here[what] != theirs:
+                raise ValueError(
+                    f"{ALIKE[what]} of task={self.config.task} differ from the server's; give "
+                    "every site the same files"
+                )
+        return model
 
-    def version() -> str:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_mix(typed.run.seed, site.partition, 0))  # as for the first step
-            return data_version(data)
+    @cached_property
+    def _trained(self) -> tuple[nn.Module, Optimizer]:
+        module = self.build_model().to(self.device)
+        return module, build_local_optimizer(self.config, module.parameters())
 
-    return Worker(
-        module=module,
-        optimizer=optimizer,
-        loss_at=loss_at,
-        num_examples=data.num_examples,
-        lr_schedule=build_lr_schedule(typed),
-        clipping=build_clipping(typed),
-        evaluate=(lambda: task.evaluate(module, data.heldout()))
-        if typed.evaluation.federated
-        else None,
-        metrics=task.metrics,
-        about={
-            **about_device(device),
-            **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
-            **described(data.description),
-        },
-        data_version=version,
-    )
+    def single_worker(self, node: NodeConfig) -> Worker:
+        """Return the worker of a client of one process.
 
+        Raises ``ValueError`` when its node config lacks what it needs, or its shard is empty.
+        """
+        return self.worker(node, *self._trained)
 
-# A process serves several clients of one run: the parts that are equal are built once. The model
-# carries nothing from one client to the next, as a worker's streams are all put back before use.
+    def worker(
+        self,
+        node: NodeConfig,
+        module: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[nn.Module, Batch], Tensor] | None = None,
+    ) -> Worker:
+        """Return the worker of the client with that node config, over that model and optimizer.
 
+        ``loss`` takes the place of the task's.
+        """
+        config, task, site = self.config, self.task, site_of(node)
+        micro_batch, data = config.data.micro_batch_size, self._data_of(site)
+        loss = loss or task.loss
 
-@lru_cache(maxsize=1)
-def config_of(settings: str) -> Config:
-    """Return the configuration that was sent."""
-    return parse(settings)
+        def loss_at(step: int) -> Tensor:
+            # Dropout and the like draw from the global generator.
+            torch.manual_seed(_mix(config.run.seed, site.partition, step))
+            return loss(module, data.train_batch(step))
 
+        def version() -> str:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_mix(config.run.seed, site.partition, 0))  # as for the first step
+                return data_version(data)
 
-@lru_cache(maxsize=1)
-def with_number(settings: str, device: torch.device, data_path: Path | None = None) -> str:
-    """Return the settings with the number that ``data.micro_batch_size=auto`` is on ``device``.
-
-    On a GPU it is found by steps on the data of ``data_path``, or of the first simulated client.
-    """
-    config = config_of(settings)
-    sized = with_micro_batch_size(config, device, data_path)
-    return settings if sized is config else dump(sized)
-
-
-@lru_cache(maxsize=1)
-def task_of(settings: str) -> Task:
-    """Return the task of that configuration."""
-    return build_task(config_of(settings))
-
-
-@lru_cache(maxsize=1024)  # of hundreds of simulated clients, each has a part of one data set
-def _data(settings: str, site: Site) -> ClientData:
-    task = task_of(settings)
-    if site.data_path is not None and not getattr(task, "reads_data_path", False):
-        raise ValueError(
-            f"data-path={site.data_path}: task={config_of(settings).task} does not state that it "
-            "reads site.data_path, and may train on other data; let client_data read that path, "
-            "and set reads_data_path = True in its class, or leave data-path out of the node config"
+        return Worker(
+            module=module,
+            optimizer=optimizer,
+            loss_at=loss_at,
+            num_examples=data.num_examples,
+            lr_schedule=build_lr_schedule(config),
+            clipping=build_clipping(config),
+            evaluate=(lambda: task.evaluate(module, data.heldout()))
+            if config.evaluation.federated
+            else None,
+            metrics=task.metrics,
+            about={
+                **about_device(self.device),
+                **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
+                **described(data.description),
+            },
+            data_version=version,
         )
-    return task.client_data(site)
 
-
-@lru_cache(maxsize=1)
-def _model(settings: str, frozen: str, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    module = model_of(settings, frozen).to(device)
-    return module, build_local_optimizer(config_of(settings), module.parameters())
-
-
-def model_of(settings: str, frozen: str) -> nn.Module:
-    """Return a new model; raises ``ValueError`` if its frozen parameters are not the server's."""
-    model = task_of(settings).build_model()
-    if frozen and streams.frozen(model) != frozen:
-        raise ValueError(
-            f"the frozen parameters of task={config_of(settings).task} differ from the server's; "
-            "give every site the same base model"
-        )
-    return model
+    def _data_of(self, site: Site) -> ClientData:
+        if site.data_path is not None and not getattr(self.task, "reads_data_path", False):
+            raise ValueError(
+                f"data-path={site.data_path}: task={self.config.task} does not state that it reads "
+                "site.data_path, and may train on other data; let client_data read that path, and "
+                "set reads_data_path = True in its class, or leave data-path out of the node config"
+            )
+        if site not in self._data:
+            self._data[site] = self.task.client_data(site)
+        return self._data[site]
 
 
 def device_of(node: NodeConfig) -> torch.device:
@@ -138,7 +148,8 @@ def device_of(node: NodeConfig) -> torch.device:
     return torch.device(str(node.get("device", default_device())))
 
 
-def _site(node: NodeConfig) -> Site:
+def site_of(node: NodeConfig) -> Site:
+    """Return a client's data, as its node config names it; raises ``ValueError`` if it does not."""
     path = node.get("data-path")
     if path is None and not {"partition-id", "num-partitions"} <= node.keys():
         raise ValueError(

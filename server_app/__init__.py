@@ -30,9 +30,10 @@ from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
+from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_of
-from flower_desloc.core.streams import BUFFERS, check_like, digest, frozen, install
+from flower_desloc.core.streams import BUFFERS, check_like, digest, install
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
@@ -102,7 +103,7 @@ def _run(grid: Grid, context: Context) -> None:
         result = strategy.start(
             grid,
             to_record(params),
-            train_config=ConfigRecord({"settings": dump(config), "frozen": frozen(model)}),
+            train_config=ConfigRecord({"settings": dump(config)} | required_alike(task, model)),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             observer=recorder,
             # In one process everything is on this machine, which `desloc run` has checked.

@@ -108,7 +108,7 @@ def test_a_tensor_passes_the_files_of_the_architecture_page(tmp_path):
     path = path.partition("## The path of a tensor")[2].partition("On other paths")[0]
     stated = re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)
     to_the_average = re.findall(r"^\d+\. `", path.partition("And to the next")[0], re.MULTILINE)
-    assert len(to_the_average) <= 8
+    assert len(to_the_average) <= 7
     run, passed = Run("adam", (2,), tmp_path, num_clients=2, num_steps=4), set()
 
     def profile(frame: FrameType, event: str, result: object) -> None:

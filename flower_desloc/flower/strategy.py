@@ -26,7 +26,7 @@ from flower_desloc.flower.log_lines import log_schedule
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import trained
 from flower_desloc.flower.observer import Observer
-from flower_desloc.flower.opening import open_run
+from flower_desloc.flower.opening import check_options, open_run
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import require_window
@@ -122,16 +122,7 @@ class DesLoc(Strategy):
         resume: Checkpoint | None = None,
         code: Mapping[str, str] | None = None,
     ) -> None:
-        if num_steps < 1 or eval_every < 0:
-            raise ValueError(
-                f"num_steps={num_steps}, eval_every={eval_every}: must be at least 1 and 0"
-            )
-        if sync_delay < 0 or (sync_delay and schedule.resets):
-            raise ValueError(
-                f"sync_delay={sync_delay}: must be at least 0, and 0 with states that are reset"
-            )
-        if self.must_average not in schedule.periods:
-            raise ValueError("a schedule without params is for baselines.DataParallel")
+        check_options(schedule, self.must_average, num_steps, eval_every, sync_delay)
         self.schedule, self.num_steps, self.policy = schedule, num_steps, policy or Policy()
         self.sync_delay, self.sync_bound = sync_delay, sync_bound
         self.eval_every, self.evaluate_clients, self.metrics = eval_every, evaluate_clients, metrics

@@ -25,7 +25,7 @@ from tiny import TINY, failing_at, summary
 from torch import nn
 
 from client_app import app as client_app
-from client_app.worker import build_single_worker, model_of
+from client_app.worker import RunParts
 from flower_desloc.app.config import Config, ConfigError, dump, load, parse
 from flower_desloc.app.config.imports import IMPORT_FROM
 from flower_desloc.app.engines.in_process import run_in_process
@@ -117,6 +117,9 @@ def test_the_commands_of_the_page_train_and_send_what_the_formula_says(name, who
     for way in ("up", "down"):
         assert found["bytes"]["measured"][way] == found["bytes"]["analytic"][way]
     assert any((whole(name) / "final").glob("*.safetensors"))
+
+
+CPU = torch.device("cpu")
 
 
 def test_the_page_names_every_example():
@@ -280,11 +283,13 @@ def test_a_client_whose_base_is_another_is_turned_away(whole, run, tmp_path, mon
     settings = (whole("lora") / "config.yaml").read_text()
     model = build_task(parse(settings)).build_model()
     theirs = frozen(model)
-    model_of(settings, theirs)
+    RunParts(settings, {"frozen": theirs}, CPU).build_model()
     next(p for p in model.parameters() if not p.requires_grad).view(-1)[-1] += 1e-6
     assert frozen(model) != theirs
-    monkeypatch.setattr("server_app.frozen", lambda _: frozen(model))
-    with pytest.raises(FederationError, match="give every site the same base model"):
+    monkeypatch.setattr("server_app.required_alike", lambda *_: {"frozen": frozen(model)})
+    with pytest.raises(
+        FederationError, match=r"the frozen parameters of task=.* differ from the server's"
+    ):
         run("lora", tmp_path, "run.steps=1")
     assert frozen(nn.Linear(2, 2)) == ""  # where all is trained nothing is compared
 
@@ -473,12 +478,12 @@ def test_a_class_that_is_no_task_is_refused_before_anything_is_trained():
 
 def test_a_task_that_does_not_read_a_sites_private_data_is_refused_there(tmp_path):
     """Otherwise the client would train on other data without an error."""
-    settings = dump(load("cnn.yaml"))
+    parts = RunParts(dump(load("cnn.yaml")), {}, CPU)
     with pytest.raises(
         ValueError, match=r"^data-path=.*: task=cnn:CNN does not state that it reads site.data_path"
     ):
-        build_single_worker(settings, "", {"data-path": str(tmp_path)})
-    assert build_single_worker(settings, "", {"partition-id": 0, "num-partitions": 2})
+        parts.single_worker({"data-path": str(tmp_path)})
+    assert parts.single_worker({"partition-id": 0, "num-partitions": 2})
 
 
 def test_options_keep_their_types_on_the_way_to_the_clients():

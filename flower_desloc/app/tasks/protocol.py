@@ -81,6 +81,14 @@ class HasDigest(Protocol):
         """Return a text that changes when the data does; it may take a second."""
 
 
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A task whose tokenizer every site must have."""
+
+    def vocabulary_digest(self) -> str:
+        """Return a text that differs for tokenizers with other tokens."""
+
+
 class Task(Protocol):
     """A model, its data and its loss.
 

@@ -7,8 +7,8 @@ import tiny
 import torch
 from torch import nn
 
-from client_app.worker import with_number
-from flower_desloc.app.config import dump, load, parse
+from client_app.worker import RunParts
+from flower_desloc.app.config import dump, load
 from flower_desloc.app.setup import measured_step as steps
 from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
 from flower_desloc.app.tasks.compute import Evaluation, TrainingLoss
@@ -76,11 +76,11 @@ def test_auto_is_one_on_a_cpu_where_no_step_can_run_out_of_memory(monkeypatch):
 
 def test_a_client_has_the_number_that_was_found_and_keeps_one_that_is_stated(monkeypatch):
     SmallGPU(3, monkeypatch)
-    found = with_number(dump(auto("data.batch_size=8")), GPU)
-    assert parse(found).data.micro_batch_size == 2
+    found = RunParts(dump(auto("data.batch_size=8")), {}, GPU).config
+    assert found.data.micro_batch_size == 2
     for stated in (None, 4):
-        settings = dump(load("quickstart", [f"data.micro_batch_size={stated or 'null'}"]))
-        assert with_number(settings, GPU) == settings
+        config = load("quickstart", [f"data.micro_batch_size={stated or 'null'}"])
+        assert RunParts(dump(config), {}, GPU).config == config
 
 
 # --- During a run -----------------------------------------------------------------------------

@@ -50,6 +50,10 @@ class CausalLM:
             seed=self._config.run.seed,
         )
 
+    def vocabulary_digest(self) -> str:
+        """Return the digest of the tokenizer's vocabulary."""
+        return self._tokenizer.vocabulary_digest()
+
     def _vocab_size(self) -> int:
         stated, least = self._config.model.vocab_size, self._tokenizer.vocab_size
         if self._config.model.config:

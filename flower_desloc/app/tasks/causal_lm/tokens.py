@@ -59,6 +59,10 @@ class ByteTokenizer:
         """Yield the tokens of each document, with its separator or end-of-text token."""
         return (self.encode([text, ""]) for text in documents)
 
+    def vocabulary_digest(self) -> str:
+        """Return the name: there is one such vocabulary."""
+        return BYTES
+
     def save(self, folder: Path) -> None:
         """Write an equal tokenizer that ``transformers`` can load.
 
@@ -100,6 +104,11 @@ class SubwordTokenizer:
         return self._each(
             documents if self.eos_id is not None else [text + _SEPARATOR for text in documents]
         )
+
+    def vocabulary_digest(self) -> str:
+        """Return a digest of all tokens with their numbers, whatever wrote the file."""
+        tokens = sorted((number, token) for token, number in self._backend.get_vocab().items())
+        return blake2b(repr([*tokens, self.eos_id]).encode(), digest_size=16).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer."""
