@@ -40,7 +40,7 @@ class Opens(Protocol):
 def check_options(
     schedule: SyncSchedule, must_average: str, num_steps: int, eval_every: int, sync_delay: int
 ) -> None:
-    """Raise ``ValueError`` for options of a strategy that are out of range or exclude each other."""
+    """Raise ``ValueError`` for options that are out of range or exclude each other."""
     if num_steps < 1 or eval_every < 0:
         raise ValueError(
             f"num_steps={num_steps}, eval_every={eval_every}: must be at least 1 and 0"
