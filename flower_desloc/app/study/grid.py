@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128
 
 from flower_desloc.app.config import Config, load
 from flower_desloc.app.config.user_code import user_modules
@@ -15,6 +18,9 @@ from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.metric import Direction
 from flower_desloc.app.study.search import Search
 from flower_desloc.flower.fingerprint import code_of
+
+_ENDS = 1 << 20
+"""Bytes at each end of a file that its digest reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +102,13 @@ class Cell:
             overrides = (*overrides, f"{self.search.key}={value}")
         config = load_once(self.config, overrides)
         named = with_run(config, name=self.slug[:80], seed=seed)
-        return StudyRun(self, seed, tuned, named, code_once(user_modules(config)))
+        code, files = code_once(user_modules(config)), files_once(config.data.source)
+        return StudyRun(self, seed, tuned, named, code, files)
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a cell. Two runs with the same configuration and code have the same folder."""
+    """One run of a cell. Runs with the same configuration, code and data have the same folder."""
 
     cell: Cell
     seed: int
@@ -111,13 +118,17 @@ class StudyRun:
     """The configuration to run. Its name is the cell's, by which a report groups runs."""
     code: str = ""
     """A digest of the user's own code (``code_digest``) when the study was started."""
+    files: str = ""
+    """A digest of the files of ``data.source`` then (``files_digest``)."""
 
     @cached_property
     def folder(self) -> str:
-        """Name of the run's folder: the tuned value, the seed, a digest of settings and code."""
+        """Name of the run's folder: the tuned value, the seed, a digest of all it depends on."""
         key, _, value = self.tuned.partition("=")
         tuned = [f"{key.rpartition('.')[2]}-{value}"] if self.tuned else []
-        return "-".join([*tuned, f"seed-{self.seed}", config_digest(self.config, self.code)])
+        return "-".join(
+            [*tuned, f"seed-{self.seed}", config_digest(self.config, self.code, self.files)]
+        )
 
     @property
     def title(self) -> str:
@@ -130,11 +141,11 @@ def with_run(config: Config, **values: Any) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **values))
 
 
-def config_digest(config: Config, code: str = "") -> str:
+def config_digest(config: Config, code: str = "", files: str = "") -> str:
     """Return eight hexadecimal digits of the values that are not defaults, except the run's name.
 
-    They also depend on ``code``. A key that a later version adds does not change the digest of
-    earlier runs.
+    They also depend on ``code`` and ``files``. A key that a later version adds does not change the
+    digest of earlier runs.
     """
     default = flat(dataclasses.asdict(Config()))
     changed = {
@@ -142,8 +153,7 @@ def config_digest(config: Config, code: str = "") -> str:
         for key, value in flat(dataclasses.asdict(config)).items()
         if key != "run.name" and (key not in default or default[key] != value)
     }
-    if code:
-        changed["code"] = code
+    changed |= {name: text for name, text in (("code", code), ("files", files)) if text}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -157,6 +167,30 @@ def code_digest(modules: Iterable[str]) -> str:
 def code_once(modules: tuple[str, ...]) -> str:
     """Return the digest of a user's modules when this process first needed it."""
     return code_digest(modules)
+
+
+def files_digest(source: str) -> str:
+    """Return a digest of local files: names, sizes, and their first and last mebibyte.
+
+    It is empty if ``source`` names none, as for a data set of the hub.
+    """
+    root = Path(source).expanduser()
+    state = xxh3_128()
+    for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+        if path.is_file():
+            size = path.stat().st_size
+            state.update(f"{path.relative_to(root)} {size};".encode())
+            with path.open("rb") as file:
+                state.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                state.update(file.read(_ENDS))
+    return state.hexdigest() if root.exists() else ""
+
+
+@cache  # as code_once: a study has one version of the data
+def files_once(source: str) -> str:
+    """Return the digest of local files when this process first needed it."""
+    return files_digest(source)
 
 
 @cache

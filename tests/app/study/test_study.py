@@ -30,7 +30,7 @@ from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.app.runs.summary import build
 from flower_desloc.app.study.cells import counts, study_state
 from flower_desloc.app.study.figures import draw
-from flower_desloc.app.study.grid import code_once, config_digest, with_run
+from flower_desloc.app.study.grid import code_once, config_digest, files_once, with_run
 from flower_desloc.app.study.results import markdown, table, write
 from flower_desloc.app.study.run_study import run_study
 from flower_desloc.app.study.search import best, is_bracketed, untried
@@ -88,8 +88,10 @@ def test_a_relative_path_is_that_of_the_folder_where_the_study_was_called(
 ):
     (tmp_path / "data" / "base").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "task_of_a_path.py").write_text("Task = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    text = f"base: {{task: 'test_exits:AtOneSite', {setting}: {value}}}\naxes: {{a: {{b: []}}}}\n"
+    text = f"base: {{task: 'task_of_a_path:Task', {setting}: {value}}}\naxes: {{a: {{b: []}}}}\n"
     made, _ = study(tmp_path, text)
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = made.cells[0].run(0).config
@@ -341,6 +343,22 @@ def test_a_run_of_other_code_does_not_count_as_finished(mine, changed):
     for text, finished in ((before, 1), (before + "y = 2\n", 0), (before, 1)):
         file.write_text(text)
         assert counts(study_state(*read()))[0] == finished
+
+
+def test_a_run_on_other_data_does_not_count_as_finished(tmp_path):
+    data = tmp_path / "text"
+    data.mkdir()
+    file = data / "a.txt"
+
+    def read(text):
+        file.write_text(text)
+        files_once.cache_clear()
+        return study(tmp_path, f"base: [data.source={data}]", SHORT)
+
+    made, store = read("some text")
+    leave(store, made.cells[0].run(0), 1.0)
+    for text, finished in (("some text", 1), ("some test", 0), ("some text", 1)):
+        assert counts(study_state(*read(text)))[0] == finished
 
 
 def test_code_that_changes_while_a_study_runs_stops_the_rest_of_it(mine):
