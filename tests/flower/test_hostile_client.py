@@ -308,9 +308,9 @@ COSTLY: list[tuple[str, str, Spoil]] = [
 def test_a_costly_reply_is_left_out_before_it_is_decoded(kind, words, spoil):
     step = 2 if kind == "train" else 0
     run = Federation({(kind, step): [spoil]}, evaluate=False)
-    began = time.perf_counter()
+    began = time.process_time()  # a busy machine takes none of it
     _, seen = run.run()
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     reasons = seen[1].left_out if kind == "train" else {e.client: e.what for e in seen[0].events}
     [(client, reason)] = reasons.items()
     assert client == ("client-1" if kind == "train" else "node 2")
