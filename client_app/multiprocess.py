@@ -38,7 +38,8 @@ def build_ranks_worker(
 
 def build_rank(device: torch.device, parallelism: Parallelism, argument: str) -> RankWorker:
     """Return what this process trains, as one rank."""
-    parts = RunParts(*json.loads(argument), device)
+    settings, alike = json.loads(argument)
+    parts = RunParts(settings, alike, device)
     task = parts.task
     rank, world = dist.get_rank(), dist.get_world_size()
     sharing = _require_shared_batches(parts.config, task)

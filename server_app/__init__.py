@@ -103,7 +103,7 @@ def _run(grid: Grid, context: Context) -> None:
         result = strategy.start(
             grid,
             to_record(params),
-            train_config=ConfigRecord({"settings": dump(config)} | required_alike(task, model)),
+            train_config=ConfigRecord({"settings": dump(config), **required_alike(task, model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             observer=recorder,
             # In one process everything is on this machine, which `desloc run` has checked.
