@@ -10,6 +10,8 @@ from hypothesis import settings
 settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("laws")
 torch.set_num_threads(1)
+# And one thread in every process that a test starts: for small tensors more of them only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray runs its workers at niceness 15: on a busy machine the clients of a simulation would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from flwr.supernode.servicer.runtime import runtime_handlers as runtime_handlers
 
     ray: Any
-    DecodeError: type[Exception]
 
 log = logging.getLogger("flwr").log
 """Flower's own log."""
@@ -52,12 +51,19 @@ _MODULES = {
     "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,
     "subprocess_executor": "flwr.supercore.superexec.executor",  # with another way to start
     "flwr_clientapp": "flwr.supernode.cli",  # a process for a message
-    "DecodeError": "flwr.supercore.protobuf.translation",  # of objects in a reply
     "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
     "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
     "message_pb2": "flwr.proto",  # a warm client forwards messages
     "serde": "flwr.common",
 }
+
+
+def is_grid(grid: object, name: str) -> bool:
+    """Return whether ``grid`` is Flower's ``HttpGrid`` or ``InMemoryGrid``; neither is imported.
+
+    Their imports take a second, which a run in one process or the command line need not spend.
+    """
+    return any(each.__name__ == name for each in type(grid).__mro__)
 
 
 def __getattr__(name: str) -> Any:

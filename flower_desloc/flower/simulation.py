@@ -10,7 +10,7 @@ from typing import Any, cast
 from flwr.serverapp import Grid
 
 from flower_desloc.flower import internals
-from flower_desloc.flower.internals import InMemoryGrid, log
+from flower_desloc.flower.internals import is_grid, log
 
 _INTERVAL = 0.5  # seconds
 _AFFECTED = ("raybackend", "vce_api")
@@ -23,7 +23,7 @@ def end_busy_clients(grid: Grid) -> None:
     Flower 1.41 ends a simulation only once every client has replied, so one that hangs would keep
     it for ever. Its Ray worker is killed; its files are complete at any moment.
     """
-    if isinstance(grid, InMemoryGrid):
+    if is_grid(grid, "InMemoryGrid"):
         threading.Thread(target=_kill_busy_workers, daemon=True).start()
 
 
