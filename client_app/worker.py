@@ -1,6 +1,7 @@
 """Build a client's worker from the server's settings and the site's own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,14 +11,13 @@ from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, dump, parse
 from flower_desloc.app.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
-from flower_desloc.app.setup.machine import about_device, default_device
+from flower_desloc.app.setup.machine import default_device, device_info
 from flower_desloc.app.setup.measured_step import with_micro_batch_size
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
 from flower_desloc.app.tasks.data_version import data_version
 from flower_desloc.core import streams
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.observer import MICRO_BATCH, described
 
 
 def build_single_worker(settings: str, frozen: str, node: NodeConfig) -> Worker:
@@ -44,6 +44,7 @@ def worker_of(
     """
     typed, site = config_of(settings), _site(node)
     micro_batch = typed.data.micro_batch_size
+    assert not isinstance(micro_batch, str), "with_number gives settings a number"
     task, data = task_of(settings), _data(settings, site)
     loss = loss or task.loss
 
@@ -68,11 +69,7 @@ def worker_of(
         if typed.evaluation.federated
         else None,
         metrics=task.metrics,
-        about={
-            **about_device(device),
-            **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
-            **described(data.description),
-        },
+        info=replace(device_info(device), micro_batch=micro_batch, data=data.description),
         data_version=version,
     )
 
