@@ -1,6 +1,7 @@
 """Build the workers of clients from the server's settings and the sites' own."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,14 +11,13 @@ from torch.optim import Optimizer
 
 from flower_desloc.app.config import Config, parse
 from flower_desloc.app.setup.build import build_clipping, build_local_optimizer, build_lr_schedule
-from flower_desloc.app.setup.machine import about_device, default_device
+from flower_desloc.app.setup.machine import default_device, device_info
 from flower_desloc.app.setup.measured_step import with_micro_batch_size
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig
 from flower_desloc.app.tasks import Batch, ClientData, Site, Task, build_task
 from flower_desloc.app.tasks.alike import ALIKE, required_alike
 from flower_desloc.app.tasks.data_version import data_version
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.observer import MICRO_BATCH, described
 
 
 class RunParts:
@@ -100,6 +100,7 @@ class RunParts:
         """
         config, task, site = self.config, self.task, site_of(node)
         micro_batch, data = config.data.micro_batch_size, self._data_of(site)
+        assert not isinstance(micro_batch, str), "with_micro_batch_size gives it a number"
         loss = loss or task.loss
 
         def loss_at(step: int) -> Tensor:
@@ -123,11 +124,7 @@ class RunParts:
             if config.evaluation.federated
             else None,
             metrics=task.metrics,
-            about={
-                **about_device(self.device),
-                **({} if micro_batch is None else {MICRO_BATCH: str(micro_batch)}),
-                **described(data.description),
-            },
+            info=replace(device_info(self.device), micro_batch=micro_batch, data=data.description),
             data_version=version,
         )
 

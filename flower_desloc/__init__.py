@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_desloc.core.averaging import Drift, Mean
+    from flower_desloc.core.client_info import ClientInfo
     from flower_desloc.core.kinds import Kind
     from flower_desloc.core.lr_schedule import constant, cosine, wsd
     from flower_desloc.core.outer import OuterOptimizer
@@ -53,6 +54,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
+    "ClientInfo",
     "Clipping",
     "DataParallel",
     "DesLoc",
@@ -94,6 +96,7 @@ __all__ = [
 
 _HOMES = {
     "core.averaging": ["Drift", "Mean"],
+    "core.client_info": ["ClientInfo"],
     "core.lr_schedule": ["constant", "cosine", "wsd"],
     "core.kinds": ["Kind"],
     "core.states": ["State", "kinds_of"],

@@ -10,6 +10,7 @@ from flwr.app import Context, Message, RecordDict
 from reference import State, Tree
 
 from flower_desloc import DesLoc, SyncSchedule, prime, stream_names, take
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period
@@ -77,7 +78,7 @@ class Watch(Observer):
     def started(self, plan: Plan) -> None:
         self.plan = plan
 
-    def joined(self, client: str, about: Any) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         self.joiners.append(client)
 
     def window(self, record: WindowRecord) -> None:

@@ -12,6 +12,7 @@ from configurations import with_values
 from flower_desloc.app.config import Config
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.core.averaging import Drift
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.flower.observer import (
     ClientRecord,
@@ -38,7 +39,7 @@ def a_plan(periods: Mapping[str, Any] = PERIODS, steps: int = 192, clients: int 
         num_windows=len(list(SyncSchedule(periods).windows(steps))),
         stream_bytes=dict.fromkeys(periods, SIZE),
         clients={
-            f"client-{i}": {"device": "cpu", f"data/{DOMAINS[i % 4]}": "1000"}
+            f"client-{i}": ClientInfo(device="cpu", data={DOMAINS[i % 4]: 1000})
             for i in range(clients)
         },
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.states import seed_states
@@ -156,8 +157,8 @@ class Worker:
     metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
     """Metrics from totals that are at least 0, such as nats per token; ``DesLoc`` needs the same
     function."""
-    about: Mapping[str, str] = field(default_factory=dict)
-    """What the server should know of this client, such as its device."""
+    info: ClientInfo = field(default_factory=ClientInfo)
+    """What else the server should know of this client, such as its device."""
     data_version: Callable[[], str] | None = None
     """A short text that changes when the client's data does; the server warns of a change."""
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -23,6 +24,7 @@ from flower_desloc.core.types import Streams
 from flower_desloc.core.unequal import weight
 from flower_desloc.core.worker import LocalSteps, StepMetrics, Worker, own_loop
 from flower_desloc.flower.ahead import FirstSteps, StepsAhead
+from flower_desloc.flower.client_info import to_config
 from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
 from flower_desloc.flower.coding import encoded
 from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
@@ -40,7 +42,6 @@ from flower_desloc.flower.messages import (
 )
 from flower_desloc.flower.model_names import ModelNames
 from flower_desloc.flower.not_finite import cause
-from flower_desloc.flower.observer import DATA_VERSION
 from flower_desloc.flower.replies import Metrics, WindowReply
 from flower_desloc.flower.window_events import Event, stream_decays, window_events
 from flower_desloc.flower.window_start import (
@@ -412,12 +413,15 @@ class DesLocClient(ClientApp):
         files = state_files(context, request.run_key)
         files.go_back(request.attempts)
         state = files.at(request.start)
+        info = replace(
+            worker.info,
+            num_examples=worker.num_examples,
+            data_version=worker.data_version() if worker.data_version else None,
+        )
         about = ConfigRecord(
             {
-                **worker.about,
+                **to_config(info),
                 "client": client_name(context),
-                "num-examples": worker.num_examples,
-                **({DATA_VERSION: worker.data_version()} if worker.data_version else {}),
                 "bundles": True,
                 **ModelNames.of(worker).to_config(),
                 "held-streams": list(state.versions) if state else [],

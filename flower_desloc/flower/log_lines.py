@@ -1,8 +1,8 @@
 """Lines in Flower's log: what will be done, and by the observer of an app that gives none."""
 
-from collections.abc import Mapping
 from logging import INFO
 
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import EvaluationRecord, Observer, Plan, WindowRecord
@@ -28,9 +28,9 @@ class LogLines(Observer):
         self._steps = plan.num_steps
         log(INFO, "%d clients: %s", len(plan.clients), ", ".join(plan.clients))
 
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         """Log a client that joined after the start."""
-        del about
+        del info
         log(INFO, "%s has joined", client)
 
     def window(self, record: WindowRecord) -> None:

@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
-from typing import Any
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.streams import starts_at_zero
 from flower_desloc.flower.arrays import records_of
+from flower_desloc.flower.client_info import from_config
 from flower_desloc.flower.exchange import Exchange, Late, event_kind
-from flower_desloc.flower.failures import FederationError, printable, reason_of
+from flower_desloc.flower.failures import FederationError, reason_of
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import ABOUT, is_name
 from flower_desloc.flower.model_names import ModelNames
-from flower_desloc.flower.observer import DATA_VERSION, EventKind
+from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.policy import Policy
 
 _POLL_INTERVAL = 0.1  # seconds
@@ -31,7 +32,7 @@ class Member:
     name: str
     """Its own name; unlike its node id it stays the same over restarts."""
     node_id: int
-    about: Mapping[str, str]
+    info: ClientInfo
     versions: dict[str, int] = field(default_factory=dict)
     """Of every stream that the client has, the step of the average or reset it is from."""
     reads_bundles: bool = False
@@ -41,17 +42,15 @@ class Member:
     @classmethod
     def from_hello(cls, node_id: int, hello: ConfigRecord) -> "Member":
         """Read a client's reply to the greeting; raises ``ValueError`` for a malformed one."""
-        about: dict[str, Any] = dict(hello)
-        model = ModelNames.pop(about)
-        streams, versions = about.pop("held-streams", []), about.pop("held-versions", [])
-        name, reads_bundles = about.pop("client", None), about.pop("bundles", False) is True
+        streams, versions = hello.get("held-streams", []), hello.get("held-versions", [])
+        name, reads_bundles = hello.get("client"), hello.get("bundles") is True
         if not isinstance(name, str) or not is_name(name):
             raise ValueError(f"{name!r} is not a valid client name")
         if not isinstance(streams, list) or not isinstance(versions, list):
             raise ValueError("held-streams and held-versions must be lists")
         known = {str(s): v for s, v in zip(streams, versions, strict=True) if isinstance(v, int)}
-        texts = {printable(key): printable(str(value)) for key, value in about.items()}
-        return cls(name, node_id, texts, known, reads_bundles, model)
+        model = ModelNames.from_config(hello)
+        return cls(name, node_id, from_config(hello), known, reads_bundles, model)
 
     def lacks(
         self, versions: Mapping[str, int], resets: Container[str], always: Container[str]
@@ -214,7 +213,7 @@ class Members:
 
     def _note_data(self, member: Member) -> None:
         """Warn if a client states another version of its data than before."""
-        now, name = member.about.get(DATA_VERSION), member.name
+        now, name = member.info.data_version, member.name
         if now is None:
             return
         if (before := self.data.get(name, now)) != now:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Self
 
+from flwr.app import ConfigRecord
+
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, buffers, plain_name, some, trained, untrained
 from flower_desloc.core.worker import Worker
@@ -42,9 +44,9 @@ class ModelNames:
         return cls(params, saved, left, others)
 
     @classmethod
-    def pop(cls, about: dict[str, object]) -> Self | None:
-        """Take the names out of what a client says of itself; None if it does not state them."""
-        lists = [about.pop(key, None) for key in TENSOR_NAMES]
+    def from_config(cls, hello: ConfigRecord) -> Self | None:
+        """Read what ``to_config`` wrote; None if a client does not state it."""
+        lists = [hello.get(key) for key in TENSOR_NAMES]
         groups = [
             tuple(sys.intern(str(name)) for name in names)
             for names in lists
@@ -53,7 +55,7 @@ class ModelNames:
         return cls(*groups) if len(groups) == len(lists) else None
 
     def to_config(self) -> dict[str, list[str]]:
-        """Return what ``pop`` reads, for a ConfigRecord."""
+        """Return what ``from_config`` reads."""
         groups = self.trained, self.buffers, self.untrained, self.others
         return dict(zip(TENSOR_NAMES, map(list, groups), strict=True))
 

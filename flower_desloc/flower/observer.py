@@ -6,21 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flower_desloc.core.averaging import Drift
-
-DATA = "data/"
-"""Prefix of the size of a domain or label in a client's description: ``data/NAME``."""
-
-DATA_VERSION = "data-version"
-"""A text that changes when the client's data does."""
-
-MEMORY_TOTAL, MEMORY_FREE = "memory-total", "memory-free"
-"""Bytes of memory of the client's device."""
-
-MICRO_BATCH = "micro-batch"
-"""How many examples the client computes on at once."""
-
-_MAX_DIGITS = 15  # larger numbers are not exact as floats
-_MAX_DESCRIBED = 1000  # domains or labels of one client
+from flower_desloc.core.client_info import ClientInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +127,8 @@ class Plan:
     """Size of each stream in bytes, as far as known (``DesLoc(states=...)``)."""
     wire_bytes: Mapping[str, int] = field(default_factory=dict)
     """The same in its format on the wire, where that is known to differ."""
-    clients: Mapping[str, Mapping[str, str]]
-    """Client name -> its description of itself (device, data/NAME, ...)."""
+    clients: Mapping[str, ClientInfo]
+    """What each client says of itself, by its name."""
 
 
 class Observer:
@@ -151,48 +137,13 @@ class Observer:
     def started(self, plan: Plan) -> None:
         """Called once, before the first evaluation."""
 
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         """Called when a client joins after the start."""
 
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
 
 
-def count(text: str) -> int | None:
-    """Return the number a client sent as text; None for anything that is no plausible count."""
-    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None
-
-
-def holdings(about: Mapping[str, str]) -> dict[str, int]:
-    """Return domain or label -> size from a client's description, without implausible values."""
-    return {
-        key.removeprefix(DATA): size
-        for key, text in about.items()
-        if key.startswith(DATA) and (size := count(text)) is not None
-    }
-
-
-def described(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return what a client says of the ``sizes`` of its domains or labels, the smallest together.
-
-    A server refuses a description that is too long.
-    """
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MAX_DESCRIBED]
-    texts = {f"{DATA}{name}": str(size) for name, size in sizes.items() if name in {*largest}}
-    if rest := sizes.keys() - {*largest}:
-        texts[f"{DATA}({len(rest)} others)"] = str(sum(sizes[name] for name in rest))
-    return texts
-
-
 def client_data(plan: Plan) -> dict[str, dict[str, int]]:
     """Return client -> domain or label -> size, of the clients that describe their data."""
-    return {name: data for name, about in plan.clients.items() if (data := holdings(about))}
-
-
-def devices(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return client -> its device, the device's memory, and its micro-batch size."""
-    keys = ("device", "name", MEMORY_TOTAL, MICRO_BATCH)
-    return {
-        client: {key: about[key] for key in keys if key in about}
-        for client, about in plan.clients.items()
-    }
+    return {name: dict(info.data) for name, info in plan.clients.items() if info.data}

@@ -103,6 +103,6 @@ def open_run(
             num_windows=len(run.windows) - 1,
             stream_bytes=stream_bytes(state.templates),
             wire_bytes=wire_bytes(state.templates, state.formats, state.kinds),
-            clients={member.name: member.about for member in members},
+            clients={member.name: member.info for member in members},
         )
     )

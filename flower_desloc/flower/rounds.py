@@ -317,7 +317,7 @@ class RoundLoop:
     def _welcome(self) -> None:
         """Greet the clients that are new, and call the observers for each."""
         for member in self._greet(self.round.window.start):
-            self.observer.joined(member.name, member.about)
+            self.observer.joined(member.name, member.info)
 
     def _greet(self, step: int) -> Iterator[Member]:
         """Greet the unknown nodes and yield their clients, for the window after ``step`` steps."""

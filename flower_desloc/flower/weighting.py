@@ -8,7 +8,6 @@ from typing import Protocol
 from flower_desloc.core.types import Weight
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
-from flower_desloc.flower.observer import count
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.replies import Contribution
 from flower_desloc.flower.rounds import RoundLoop
@@ -51,4 +50,4 @@ class Weighting:
 
 
 def _examples(members: Iterable[Member]) -> int:
-    return sum(count(member.about.get("num-examples", "")) or 0 for member in members)
+    return sum(member.info.num_examples or 0 for member in members)

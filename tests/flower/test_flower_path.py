@@ -15,6 +15,7 @@ from reference import Tree
 from torch.nn import BatchNorm1d
 
 from flower_desloc import (
+    ClientInfo,
     DesLoc,
     InProcessGrid,
     SyncSchedule,
@@ -264,6 +265,13 @@ def test_a_client_whose_task_is_another_version_is_refused_with_its_name_and_the
     file.write_text("x = 2")
     with pytest.raises(FederationError, match=rf"client-0 runs other code.* of {file}; copy"):
         run.start()
+
+
+def test_of_a_worker_without_information_its_examples_and_data_are_stated(tmp_path):
+    run = quadratic(tmp_path)
+    run.start()
+    stated = ClientInfo(num_examples=2, data_version="the same")
+    assert run.watch.plan.clients["client-1"] == stated
 
 
 def test_data_that_changed_while_a_client_was_away_is_recorded(tmp_path):

@@ -21,17 +21,19 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.app.runs.figures.partition import draw_partition
 from flower_desloc.app.runs.folder import _json
 from flower_desloc.app.runs.recorder import to_line
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower import replies as limits
 from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.bundles import STYPE, bundled, unbundled
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.client_info import from_config, to_config
 from flower_desloc.flower.exchange import poll_for_objects_often
 from flower_desloc.flower.failures import REASON
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import DecodeError, http_grid
 from flower_desloc.flower.messages import TENSOR_NAMES
 from flower_desloc.flower.metrics import pooled, unusual
-from flower_desloc.flower.observer import WindowRecord, client_data, described
+from flower_desloc.flower.observer import WindowRecord, client_data
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.replies import Evaluation, client_record
 
@@ -370,10 +372,33 @@ def test_the_largest_honest_reply_is_within_the_limits():
     limits.Limits.of(["params"], 1, like).check(sent)
     assert len(sent["params"]) == 1
     sizes = {f"a long name of a label, number {i}": i for i in range(9000)}
-    hello = Content({"about": ConfigRecord(dict(described(sizes)))})
-    limits.Limits.of([], 0, like).check(hello)
-    assert sum(int(size) for size in described(sizes).values()) == sum(sizes.values())
-    assert described({"b": 2, "a": 1}) == {"data/b": "2", "data/a": "1"}
+    hello = ConfigRecord({**to_config(ClientInfo(data=sizes))})
+    limits.Limits.of([], 0, like).check(Content({"about": hello}))
+    read = from_config(hello).data
+    assert (len(read), sum(read.values())) == (1001, sum(sizes.values()))
+
+
+PRINTABLE = st.characters(exclude_categories=["C", "Z"])
+COUNT = st.integers(0, 10**15 - 1)
+INFOS = st.builds(
+    ClientInfo,
+    **dict.fromkeys(["device", "device_name", "data_version"], st.none() | st.text(PRINTABLE)),
+    **dict.fromkeys(
+        ["memory_total", "memory_free", "micro_batch", "num_examples"], COUNT | st.none()
+    ),
+    data=st.dictionaries(st.text(PRINTABLE), COUNT),
+)
+
+
+@given(info=INFOS)
+def test_a_client_is_to_the_server_what_it_says_of_itself(info):
+    assert from_config(ConfigRecord({**to_config(info)})) == info
+
+
+@pytest.mark.parametrize("number", [-1, 10**15, 2**64, True, 1.0, "1", b"1", [1]])
+def test_a_number_of_itself_that_a_client_cannot_mean_is_not_stated(number):
+    names = ["memory-total", "memory-free", "micro-batch", "num-examples", "data/a"]
+    assert from_config(ConfigRecord(dict.fromkeys(names, number))) == ClientInfo()
 
 
 @pytest.mark.parametrize("hostile", range(3))
@@ -555,15 +580,16 @@ def test_a_loss_that_is_no_number_is_not_in_the_mean():
 
 
 def test_names_of_clients_cannot_act_on_a_terminal_or_a_figure(tmp_path):
-    spoil = [about("data/$x^{\x1b[2J<b>", "7"), about("device", "\x1b]0;title\x07")]
+    spoil = [about("data/$x^{\x1b[2J<b>", 7), about("device", "\x1b]0;title\x07")]
     watch = Watch()
     federation = Federation({("query.hello", 0): spoil})
     DesLoc(SyncSchedule(PERIODS), 2, evaluate_clients=False, run_key="run").start(
         InProcessGrid(federation, [{"m": m} for m in range(3)]), to_record(X0), observer=watch
     )
     assert watch.plan is not None
-    texts = watch.plan.clients["client-1"]
-    assert all(c.isprintable() for text in [*texts, *texts.values()] for c in text)
+    info = watch.plan.clients["client-1"]
+    assert info.device == "\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}"
+    assert all(name.isprintable() for name in info.data)
     data = client_data(watch.plan)
     draw_partition(data, tmp_path / "partition.png", task="causal_lm", title="t")
     assert (tmp_path / "partition.png").exists()

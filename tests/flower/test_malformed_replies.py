@@ -415,7 +415,7 @@ class Nonsense(InProcessGrid):
             reply.content.metric_records["metrics"].update(NONSENSE[window % len(NONSENSE)])
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "query.hello":
             reply.content.config_records["about"].update(
-                {"data/x": "9" * 5000, "data/y": "9" * 40, "memory-free": "?"}
+                {"data/x": "9" * 40, "data/y": 10**15, "data/z": -1, "memory-free": "?"}
             )
         return reply
 

@@ -12,6 +12,7 @@ from flower_desloc.app.runs.record import RunRecord, yaml_mapping
 from flower_desloc.app.runs.summary import Status, build, versions
 from flower_desloc.app.runs.tensorboard import TensorBoard
 from flower_desloc.app.runs.terminal import TerminalView
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
 
@@ -65,9 +66,9 @@ class RunRecorder(Observer):
                 task, headline = self._config.task, title(self._config)
                 draw_partition(data, self._folder.partition, task=task, title=headline)
 
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         """Print who joined."""
-        self._for_views(lambda view: view.joined(client, about))
+        self._for_views(lambda view: view.joined(client, info))
 
     def window(self, record: WindowRecord) -> None:
         """Record the window; raises ``OSError`` when ``metrics.jsonl`` cannot be written."""

@@ -13,9 +13,10 @@ from flower_desloc.app.config import Config
 from flower_desloc.app.runs.folder import Line, evaluations
 from flower_desloc.app.runs.metric import DIRECTIONS, chooser, ordered
 from flower_desloc.app.setup.build import build_schedule
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
-from flower_desloc.flower.observer import Plan, client_data, devices
+from flower_desloc.flower.observer import Plan, client_data
 
 Status = Literal["completed", "failed", "unfinished"]
 
@@ -86,7 +87,7 @@ def build(
         "evaluation": {where: _evaluation(lines, where) for where in sorted(seen)},
         "fairness": fairness(lines),
         "client_data": client_data(plan),
-        "devices": devices(plan),
+        "devices": {name: _device(info) for name, info in plan.clients.items()},
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
         "wire_bytes": wire,
@@ -139,6 +140,16 @@ def fairness(lines: Iterable[Line]) -> dict[str, Any] | None:
         "median": {name: median(values) for name, values in columns.items()},
         "std": {name: pstdev(values) for name, values in columns.items()},
     }
+
+
+def _device(info: ClientInfo) -> dict[str, str]:
+    stated = {
+        "device": info.device,
+        "name": info.device_name,
+        "memory-total": info.memory_total,
+        "micro-batch": info.micro_batch,
+    }
+    return {key: str(value) for key, value in stated.items() if value is not None}
 
 
 def _bytes(

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +9,7 @@ from statistics import fmean
 from flower_desloc.app.runs.folder import Line
 from flower_desloc.app.runs.metric import ordered
 from flower_desloc.app.runs.record import RunRecord
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.observer import Plan
 
 
@@ -36,7 +36,7 @@ class TensorBoard:
     def started(self, plan: Plan) -> None:
         """Do nothing: there is nothing to draw yet."""
 
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         """Do nothing: the curves of a new client begin with its first window."""
 
     def replay(self, line: Line) -> None:

@@ -22,17 +22,10 @@ from flower_desloc.app.runs.metric import DIRECTIONS, OF_LOSS, metric_text, orde
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.app.runs.summary import OTHER_METHODS
 from flower_desloc.app.setup.build import build_schedule
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
-from flower_desloc.flower.observer import (
-    DATA,
-    DATA_VERSION,
-    MEMORY_FREE,
-    MEMORY_TOTAL,
-    Plan,
-    count,
-    holdings,
-)
+from flower_desloc.flower.observer import Plan
 
 _MAX_WINDOW_LINES = 200
 _MAX_NAMED_CLIENTS = 16
@@ -73,9 +66,9 @@ class TerminalView:
             self._bar.add_task(self._config.run.name, total=plan.num_steps, state="")
             self._bar.start()
 
-    def joined(self, client: str, about: Mapping[str, str]) -> None:
+    def joined(self, client: str, info: ClientInfo) -> None:
         """Print who joined."""
-        self._print(f"joined: {client}{_about(about)}")
+        self._print(f"joined: {client}{_info(info)}")
 
     def replay(self, line: Line) -> None:
         """Count a window that was printed before the run was resumed."""
@@ -135,8 +128,8 @@ class TerminalView:
                 f"{s} {f} {units.bytes_text(plan.wire_bytes[s])}" for s, f in wire.items()
             )
             yield f"compressed: {sizes}"
-        for client, about in [*plan.clients.items()][:_MAX_NAMED_CLIENTS]:
-            yield f"client {client}{_about(about)}"
+        for client, info in [*plan.clients.items()][:_MAX_NAMED_CLIENTS]:
+            yield f"client {client}{_info(info)}"
         if len(plan.clients) > _MAX_NAMED_CLIENTS:
             yield f"and {len(plan.clients) - _MAX_NAMED_CLIENTS} more clients"
         yield f"folder: {self._folder}"
@@ -273,14 +266,16 @@ def _held_out(evaluation: Mapping[str, Any]) -> str:
     return ", ".join(texts)
 
 
-def _about(about: Mapping[str, str]) -> str:
-    data = ", ".join(f"{name} {size}" for name, size in holdings(about).items())
-    shown: dict[str, str] = {}
-    for key, value in about.items():
-        if key.startswith(DATA) and data:
-            shown["data"] = data
-        elif key in (MEMORY_TOTAL, MEMORY_FREE) and (size := count(value)) is not None:
-            shown[key] = units.bytes_text(size)
-        elif key != DATA_VERSION:
-            shown[key] = value
-    return f": {', '.join(f'{key} {value}' for key, value in shown.items())}" if shown else ""
+def _info(info: ClientInfo) -> str:
+    total, free = info.memory_total, info.memory_free
+    stated = {
+        "device": info.device,
+        "name": info.device_name,
+        "memory-total": None if total is None else units.bytes_text(total),
+        "memory-free": None if free is None else units.bytes_text(free),
+        "micro-batch": info.micro_batch,
+        "data": ", ".join(f"{name} {size}" for name, size in info.data.items()) or None,
+        "num-examples": info.num_examples,
+    }
+    shown = ", ".join(f"{key} {value}" for key, value in stated.items() if value is not None)
+    return f": {shown}" if shown else ""

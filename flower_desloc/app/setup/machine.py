@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from flower_desloc.app.config import Config
-from flower_desloc.flower.observer import MEMORY_FREE, MEMORY_TOTAL
+from flower_desloc.core.client_info import ClientInfo
 
 _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
@@ -17,15 +17,15 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def about_device(device: torch.device) -> dict[str, str]:
-    """Return what a client reports of the device it computes on, memory in bytes."""
-    about = {"device": str(device)}
-    if device.type == "cuda":
-        about["name"] = torch.cuda.get_device_name(device)
-    if device.type in ("cpu", "cuda"):
-        total, free = device_memory(device)
-        about |= {MEMORY_TOTAL: str(total), MEMORY_FREE: str(free)}
-    return about
+def device_info(device: torch.device) -> ClientInfo:
+    """Return what a client says of the device it computes on."""
+    total, free = device_memory(device) if device.type in ("cpu", "cuda") else (None, None)
+    return ClientInfo(
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        memory_total=total,
+        memory_free=free,
+    )
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

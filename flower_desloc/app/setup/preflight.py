@@ -19,12 +19,13 @@ from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.setup.build import build_optimizer, build_schedule, stream_kinds
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.streams import BUFFERS, buffers, parameters, parts, prime, stream_names
 from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import MEMORY_TOTAL, Plan
+from flower_desloc.flower.observer import Plan
 from flower_desloc.flower.rounds import RoundHook
 
 Parts = dict[str, int]
@@ -225,19 +226,21 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
 
 
 def on_the_server(
-    needs: Needs, clients: Mapping[str, Mapping[str, str]], folder: Path
+    needs: Needs, clients: Mapping[str, ClientInfo], folder: Path
 ) -> Iterator[Finding]:
-    """Yield the problems of a run, given what each client reported about its device.
+    """Yield the problems of a run, given what each client says of its device.
 
     Each client is assumed to have its device for itself. The server writes to ``folder``.
     """
-    for name, about in clients.items():
+    for name, info in clients.items():
         try:
-            device, total = torch.device(about["device"]), int(about[MEMORY_TOTAL])
-        except (KeyError, ValueError, RuntimeError):
+            device = torch.device(info.device or "")
+        except (ValueError, RuntimeError):
             continue  # an unusable report must not stop a run
+        if info.memory_total is None:
+            continue
         wanted = sum(needs.client(device).values())
-        for found in _memory(name, wanted, total, _SMALLER):
+        for found in _memory(name, wanted, info.memory_total, _SMALLER):
             # A run that continues without failed clients can continue without this one.
             yield replace(found, stops=needs.config.federation.on_failure == "stop")
     total, _ = memory()

@@ -31,6 +31,7 @@ from flower_desloc.app.runs.record import load
 from flower_desloc.app.runs.recorder import to_line
 from flower_desloc.app.runs.tensorboard import TensorBoard
 from flower_desloc.app.runs.terminal import TerminalView, closing
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import download_bytes
 from flower_desloc.flower.observer import EvaluationRecord, Event
@@ -399,7 +400,7 @@ def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     stream = io.StringIO()
     progress = TerminalView(a_config(), tmp_path, stream)
     progress.started(a_plan())
-    progress.joined("client-9", {"device": "cuda:0"})
+    progress.joined("client-9", ClientInfo(device="cuda:0"))
     window = replace([*windows_of()][3], left_out={"client-2": "its [params]\n hold NaN"})
     progress.window(to_line(window))
     assert "\njoined: client-9: device cuda:0\n" in stream.getvalue()

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from command import accepted, desloc, refused
+from flwr.app import ConfigRecord
 from torch import nn
 
 from flower_desloc.app.config import ConfigError, load
@@ -34,7 +35,9 @@ from flower_desloc.app.setup.preflight import (
 from flower_desloc.app.tasks import build_task
 from flower_desloc.app.tasks.causal_lm.batches import TextBatch
 from flower_desloc.app.tasks.image_classification import ImageClassification
+from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.traffic import stream_bytes
+from flower_desloc.flower.client_info import from_config
 from flower_desloc.flower.observer import Plan
 
 CPU = torch.device("cpu")
@@ -153,8 +156,8 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
 # --- When a run is stopped --------------------------------------------------------------------
 
 
-def clients(memory, **more):
-    return {"client-0": {"device": "cpu", "memory-total": str(int(memory)), **more}}
+def clients(memory):
+    return {"client-0": ClientInfo(device="cpu", memory_total=int(memory))}
 
 
 def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_path):
@@ -173,17 +176,19 @@ def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_p
 
 
 @pytest.mark.parametrize(
-    "about",
+    "stated",
     [
-        {"memory-total": "1"},
+        {"memory-total": 1},
         {"memory-total": "much", "device": "cpu"},
-        {"memory-total": "1", "device": "quantum:7"},
+        {"memory-total": -1, "device": "cpu"},
+        {"memory-total": 1, "device": "quantum:7"},
+        {"memory-total": 1, "device": 7},
         {"device": "cpu"},
     ],
 )
-def test_what_a_client_says_of_itself_that_cannot_be_ends_nothing(about, tmp_path):
-    needs = Needs(load("quickstart", TINY))
-    assert not [*on_the_server(needs, {"client-0": about}, tmp_path)]
+def test_what_a_client_says_of_itself_that_cannot_be_ends_nothing(stated, tmp_path):
+    needs, info = Needs(load("quickstart", TINY)), from_config(ConfigRecord(stated))
+    assert not [*on_the_server(needs, {"client-0": info}, tmp_path)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

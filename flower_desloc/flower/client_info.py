@@ -1,0 +1,61 @@
+"""What a client says of itself, as it is written into the reply to a greeting and read from it."""
+
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord
+
+from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.flower.failures import printable
+
+_DATA = "data/"  # prefix of the sizes of a client's domains or labels
+_MOST = 10**15  # larger numbers are not exact as floats
+_MAX_DESCRIBED = 1000  # domains or labels of one client; a server refuses many more
+
+
+def to_config(info: ClientInfo) -> dict[str, str | int]:
+    """Return what ``from_config`` reads: all that is stated, the smallest of the data together."""
+    stated = {
+        "device": info.device,
+        "name": info.device_name,
+        "memory-total": info.memory_total,
+        "memory-free": info.memory_free,
+        "micro-batch": info.micro_batch,
+        "num-examples": info.num_examples,
+        "data-version": info.data_version,
+        **{f"{_DATA}{name}": int(size) for name, size in _described(info.data).items()},
+    }
+    return {key: value for key, value in stated.items() if value is not None}
+
+
+def from_config(hello: ConfigRecord) -> ClientInfo:
+    """Read what ``to_config`` wrote; what has another type or range counts as not stated.
+
+    Lengths and numbers of texts are those that ``replies.Limits`` allows, as for every reply.
+    """
+    texts = {key: printable(value) for key, value in hello.items() if isinstance(value, str)}
+    numbers = {
+        printable(key): value
+        for key, value in hello.items()
+        if type(value) is int and 0 <= value < _MOST
+    }
+    return ClientInfo(
+        device=texts.get("device"),
+        device_name=texts.get("name"),
+        memory_total=numbers.get("memory-total"),
+        memory_free=numbers.get("memory-free"),
+        micro_batch=numbers.get("micro-batch"),
+        data={
+            key.removeprefix(_DATA): size for key, size in numbers.items() if key.startswith(_DATA)
+        },
+        num_examples=numbers.get("num-examples"),
+        data_version=texts.get("data-version"),
+    )
+
+
+def _described(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest ``sizes``, and the sum of the others."""
+    largest = {*sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MAX_DESCRIBED]}
+    described = {name: size for name, size in sizes.items() if name in largest}
+    if rest := sizes.keys() - largest:
+        described[f"({len(rest)} others)"] = sum(sizes[name] for name in rest)
+    return described
