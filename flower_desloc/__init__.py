@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.failures import DivergedError, FederationError
     from flower_desloc.flower.inprocess import InProcessGrid
     from flower_desloc.flower.log_lines import LogLines
-    from flower_desloc.flower.observer import Observer, Plan, WindowRecord
+    from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
     from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
@@ -69,9 +69,9 @@ __all__ = [
     "Observer",
     "OuterOptimizer",
     "PaperAdam",
-    "Plan",
     "Policy",
     "RoundHook",
+    "RunInfo",
     "State",
     "StepMetrics",
     "SyncSchedule",
@@ -110,7 +110,7 @@ _HOMES = {
     "flower.failures": ["DivergedError", "FederationError"],
     "flower.inprocess": ["InProcessGrid"],
     "flower.log_lines": ["LogLines"],
-    "flower.observer": ["Observer", "Plan", "WindowRecord"],
+    "flower.observer": ["Observer", "RunInfo", "WindowRecord"],
     "flower.policy": ["Policy"],
     "flower.arrays": ["from_record", "to_record"],
     "flower.rounds": ["RoundHook"],

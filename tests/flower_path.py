@@ -20,7 +20,7 @@ from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord
+from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
 
 RUN = "run"
 
@@ -71,12 +71,12 @@ class Watch(Observer):
 
     def __init__(self, *after: Callable[[WindowRecord], None]) -> None:
         self.records: list[WindowRecord] = []
-        self.plan: Plan | None = None
+        self.run: RunInfo | None = None
         self.joiners: list[str] = []
         self.after = [*after]
 
-    def started(self, plan: Plan) -> None:
-        self.plan = plan
+    def started(self, run: RunInfo) -> None:
+        self.run = run
 
     def joined(self, client: str, info: ClientInfo) -> None:
         self.joiners.append(client)

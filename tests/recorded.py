@@ -17,7 +17,7 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.flower.observer import (
     ClientRecord,
     EvaluationRecord,
-    Plan,
+    RunInfo,
     Traffic,
     WindowRecord,
 )
@@ -33,10 +33,12 @@ def a_config(periods: Mapping[str, Any] = PERIODS, steps: int = 192) -> Config:
     return with_values(config, {"run.steps": steps})
 
 
-def a_plan(periods: Mapping[str, Any] = PERIODS, steps: int = 192, clients: int = 4) -> Plan:
-    return Plan(
+def a_run_info(periods: Mapping[str, Any] = PERIODS, steps: int = 192, clients: int = 4) -> RunInfo:
+    schedule = SyncSchedule(periods)
+    return RunInfo(
+        schedule=schedule,
         num_steps=steps,
-        num_windows=len(list(SyncSchedule(periods).windows(steps))),
+        num_windows=len(list(schedule.windows(steps))),
         stream_bytes=dict.fromkeys(periods, SIZE),
         clients={
             f"client-{i}": ClientInfo(device="cpu", data={DOMAINS[i % 4]: 1000})
@@ -123,7 +125,7 @@ def record(
     """Record the windows of ``windows_of``, each changed by ``change``."""
     run = RunFolder.create(folder, "a-run")
     recorder = RunRecorder(a_config(periods, steps), run, stream=stream or io.StringIO())
-    recorder.started(a_plan(periods, steps, clients))
+    recorder.started(a_run_info(periods, steps, clients))
     for window in windows_of(periods, steps, clients):
         recorder.window(change(window))
     if finish:

@@ -5,7 +5,7 @@ from logging import INFO
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import EvaluationRecord, Observer, Plan, WindowRecord
+from flower_desloc.flower.observer import EvaluationRecord, Observer, RunInfo, WindowRecord
 
 
 def log_schedule(title: str, schedule: SyncSchedule, num_steps: int, run_key: str) -> None:
@@ -23,10 +23,10 @@ def log_schedule(title: str, schedule: SyncSchedule, num_steps: int, run_key: st
 class LogLines(Observer):
     """Logs what was averaged after every window, and the losses."""
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Log who takes part."""
-        self._steps = plan.num_steps
-        log(INFO, "%d clients: %s", len(plan.clients), ", ".join(plan.clients))
+        self._steps = run.num_steps
+        log(INFO, "%d clients: %s", len(run.clients), ", ".join(run.clients))
 
     def joined(self, client: str, info: ClientInfo) -> None:
         """Log a client that joined after the start."""

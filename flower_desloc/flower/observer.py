@@ -7,6 +7,7 @@ from typing import Literal
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.schedule import SyncSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +119,10 @@ class WindowRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunInfo:
     """What is known before the first window."""
 
+    schedule: SyncSchedule
     num_steps: int
     num_windows: int
     stream_bytes: Mapping[str, int]
@@ -134,7 +136,7 @@ class Plan:
 class Observer:
     """Looks at a run; what changes one is a ``flower_desloc.flower.rounds.RoundHook``."""
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
     def joined(self, client: str, info: ClientInfo) -> None:
@@ -144,6 +146,6 @@ class Observer:
         """Called after every window, and once with round 0."""
 
 
-def client_data(plan: Plan) -> dict[str, dict[str, int]]:
+def client_data(run: RunInfo) -> dict[str, dict[str, int]]:
     """Return client -> domain or label -> size, of the clients that describe their data."""
-    return {name: dict(info.data) for name, info in plan.clients.items() if info.data}
+    return {name: dict(info.data) for name, info in run.clients.items() if info.data}

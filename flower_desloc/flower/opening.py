@@ -13,7 +13,7 @@ from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.messages import settings_of
 from flower_desloc.flower.model_names import initial_names
-from flower_desloc.flower.observer import Observer, Plan
+from flower_desloc.flower.observer import Observer, RunInfo
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.policy import Policy
 from flower_desloc.flower.recovery import Recovery
@@ -98,7 +98,8 @@ def open_run(
     names = initial_names(list(arrays), stated, run.schedule, state.lacks_buffers)
     state.begin(arrays, names, resume)
     loop.started(
-        Plan(
+        RunInfo(
+            schedule=run.schedule,
             num_steps=run.windows[-1].stop,
             num_windows=len(run.windows) - 1,
             stream_bytes=stream_bytes(state.templates),

@@ -6,7 +6,7 @@ from logging import INFO, WARNING
 from flower_desloc.core.schedule import SyncSchedule, Window
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import Plan, WindowRecord
+from flower_desloc.flower.observer import RunInfo, WindowRecord
 from flower_desloc.flower.paces import Paces
 from flower_desloc.flower.rounds import RoundHook, RoundLoop
 from flower_desloc.flower.server_state import ServerState
@@ -56,9 +56,9 @@ class Recovery(RoundHook):
                 "them, or write to another folder"
             )
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Note which clients of a run that resumes have lost their state."""
-        self._num_steps = plan.num_steps
+        self._num_steps = run.num_steps
         if self._resume is None:
             return
         log(INFO, "resuming after step %d", self._resume.step)

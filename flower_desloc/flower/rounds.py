@@ -33,7 +33,7 @@ from flower_desloc.flower.observer import (
     Event,
     EventKind,
     Observer,
-    Plan,
+    RunInfo,
     WindowRecord,
 )
 from flower_desloc.flower.policy import Policy
@@ -76,7 +76,7 @@ class RoundHook:
     Hooks are called after the observer of the run, which only looks.
     """
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
     def window(self, record: WindowRecord) -> None:
@@ -176,11 +176,11 @@ class RoundLoop:
 
     # One round
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Call the observer and the hooks before the first evaluation."""
-        self.observer.started(plan)
+        self.observer.started(run)
         for hook in self.hooks:
-            hook.started(plan)
+            hook.started(run)
 
     def begin(self, number: int, window: Window) -> None:
         """Begin a round; greet the clients that are new."""

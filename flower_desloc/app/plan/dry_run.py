@@ -15,7 +15,6 @@ from flower_desloc.app.config.units import (
     seconds_text,
 )
 from flower_desloc.app.plan.wall_clock import MBIT, Link, star_seconds
-from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.app.setup.machine import cores, device_memory, memory
 from flower_desloc.app.setup.measured_step import measured_step, with_micro_batch_size
 from flower_desloc.app.setup.preflight import Hardware, Needs, Parts
@@ -104,7 +103,7 @@ def _table(title: str, parts: Parts) -> Iterator[str]:
 
 def _bytes(needs: Needs) -> Iterator[str]:
     config = needs.config
-    schedule, steps = build_schedule(config), config.run.steps
+    schedule, steps = needs.schedule, config.run.steps
     events = schedule.num_events(steps)
     uploads = traffic.uploads(schedule, needs.sizes, steps, needs.wire)
     sent = uploads.desloc
@@ -184,7 +183,7 @@ def _time(needs: Needs, hardware: Hardware, seconds: float) -> Iterator[str]:
     turns = -(-clients // hardware.at_once)
     compute = turns * steps * seconds
     yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"
-    schedule = build_schedule(config)
+    schedule = needs.schedule
     windows = list(schedule.windows(steps))
     sent = sum(traffic.uploads(schedule, needs.wire, steps).desloc.values())
     waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))

@@ -53,7 +53,7 @@ def _write(run: RunFolder, file: Path, folder: Path) -> None:
     summary = build(
         (line for line in read_lines(run.metrics) if line["round"] <= checkpoint.round),
         config=config,
-        plan=None,
+        run=None,
         status="failed",
         weights_sha256=digest(checkpoint.averages[PARAMS]),
     )

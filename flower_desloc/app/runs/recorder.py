@@ -14,7 +14,7 @@ from flower_desloc.app.runs.tensorboard import TensorBoard
 from flower_desloc.app.runs.terminal import TerminalView
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.observer import Observer, Plan, WindowRecord, client_data
+from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord, client_data
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RunRecorder(Observer):
     ) -> None:
         self._config = config
         self._folder = folder
-        self._plan: Plan | None = None
+        self._run: RunInfo | None = None
         self._finished = False
         self._views: list[TensorBoard | TerminalView] = []
         folder.write_config(resumed.settings if resumed else dump(config))
@@ -52,13 +52,13 @@ class RunRecorder(Observer):
         with _optional("TerminalView"):
             self._views.append(TerminalView(config, folder.path, stream))
 
-    def started(self, plan: Plan) -> None:
-        """Keep the plan, and draw the partition of the data."""
-        self._plan = plan
-        self._for_views(lambda view: view.started(plan))
+    def started(self, run: RunInfo) -> None:
+        """Keep the run, and draw the partition of the data."""
+        self._run = run
+        self._for_views(lambda view: view.started(run))
         for line in read_lines(self._folder.metrics):  # of a run that resumes
             self._for_views(lambda view: view.replay(line))  # noqa: B023 - called at once
-        if data := client_data(plan):
+        if data := client_data(run):
             with _optional("partition.png"):
                 # Matplotlib takes a second to import.
                 from flower_desloc.app.runs.figures.partition import draw_partition, title
@@ -91,7 +91,7 @@ class RunRecorder(Observer):
         summary = build(
             lines,
             config=self._config,
-            plan=self._plan,
+            run=self._run,
             status=status,
             error=error,
             weights_sha256=weights_sha256,

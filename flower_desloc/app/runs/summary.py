@@ -16,14 +16,12 @@ from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.traffic import Uploads, download_bytes
-from flower_desloc.flower.observer import Plan, client_data
+from flower_desloc.flower.observer import RunInfo, client_data
 
 Status = Literal["completed", "failed", "unfinished"]
 
 OTHER_METHODS = {"local_adam": "Local Adam", "ddp": "DDP"}
 """The methods that a run's bytes are compared with, and their names."""
-
-_NO_PLAN = Plan(num_steps=0, num_windows=0, stream_bytes={}, clients={})
 
 
 def versions() -> dict[str, str]:
@@ -32,28 +30,37 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "flower-desloc": __version__}
 
 
+def not_started(config: Config, steps: int = 0, sizes: Mapping[str, int] | None = None) -> RunInfo:
+    """Return what is known of a run that no strategy has told of."""
+    schedule = build_schedule(config)
+    return RunInfo(
+        schedule=schedule, num_steps=steps, num_windows=0, stream_bytes=sizes or {}, clients={}
+    )
+
+
 def build(
     lines: Iterable[Line],
     *,
     config: Config,
-    plan: Plan | None,
+    run: RunInfo | None,
     status: Status,
     error: str | None = None,
     weights_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Return the summary of the run with these lines of ``metrics.jsonl``.
 
-    ``plan`` is None for a run that failed before it had one. Byte counts are of all clients
+    ``run`` is None for a run that failed before it had one. Byte counts are of all clients
     together. Those of the other methods are for the same steps, and for the clients that took part
     in each window. The analytic download is that of clients that took part in all of them.
     """
-    lines, schedule, plan = list(lines), build_schedule(config), plan or _NO_PLAN
+    lines, run = list(lines), run or not_started(config)
+    schedule = run.schedule
     windows = [line for line in lines if line["round"] > 0]
-    names = set(plan.clients).union(*(line["clients"] for line in windows))
+    names = set(run.clients).union(*(line["clients"] for line in windows))
     streams = [*dict.fromkeys([*schedule.periods, PARAMS])]
-    sizes = {stream: plan.stream_bytes.get(stream, 0) for stream in streams}
-    wire = sizes | {stream: size for stream, size in plan.wire_bytes.items() if stream in sizes}
-    counts = _bytes(lines, config, schedule, plan.num_steps, sizes, wire, len(names), status)
+    sizes = {stream: run.stream_bytes.get(stream, 0) for stream in streams}
+    wire = sizes | {stream: size for stream, size in run.wire_bytes.items() if stream in sizes}
+    counts = _bytes(lines, config, schedule, run.num_steps, sizes, wire, len(names), status)
     measured = counts["measured"]
     sent = measured["up"]["total"]
     payload = sent + measured["down"]["total"]
@@ -86,8 +93,8 @@ def build(
         },
         "evaluation": {where: _evaluation(lines, where) for where in sorted(seen)},
         "fairness": fairness(lines),
-        "client_data": client_data(plan),
-        "devices": {name: _device(info) for name, info in plan.clients.items()},
+        "client_data": client_data(run),
+        "devices": {name: _device(info) for name, info in run.clients.items()},
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
         "wire_bytes": wire,

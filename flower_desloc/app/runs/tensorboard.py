@@ -10,7 +10,7 @@ from flower_desloc.app.runs.folder import Line
 from flower_desloc.app.runs.metric import ordered
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.core.client_info import ClientInfo
-from flower_desloc.flower.observer import Plan
+from flower_desloc.flower.observer import RunInfo
 
 
 class TensorBoard:
@@ -33,7 +33,7 @@ class TensorBoard:
         self._sent: Counter[str] = Counter()
         self._norms: dict[str, float | None] = {}
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Do nothing: there is nothing to draw yet."""
 
     def joined(self, client: str, info: ClientInfo) -> None:

@@ -21,11 +21,10 @@ from flower_desloc.app.runs.folder import Line
 from flower_desloc.app.runs.metric import DIRECTIONS, OF_LOSS, metric_text, ordered
 from flower_desloc.app.runs.record import RunRecord
 from flower_desloc.app.runs.summary import OTHER_METHODS
-from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.formats import EXACT
 from flower_desloc.core.traffic import Uploads
-from flower_desloc.flower.observer import Plan
+from flower_desloc.flower.observer import RunInfo
 
 _MAX_WINDOW_LINES = 200
 _MAX_NAMED_CLIENTS = 16
@@ -36,17 +35,16 @@ class TerminalView:
 
     def __init__(self, config: Config, folder: Path, stream: TextIO | None) -> None:
         self._config = config
-        self._schedule = build_schedule(config)
         self._folder = folder
         self._stream = stream or sys.stdout
         self._bar: Progress | None = None
         self._print(f"run {config.run.name}: waiting for its clients to start and load their data")
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run_info: RunInfo) -> None:
         """Print what will run, and show the progress bar if there can be one."""
-        self._plan = plan
-        wire = plan.wire_bytes or plan.stream_bytes
-        self._uploads = Uploads(self._schedule, plan.stream_bytes, wire, plan.num_steps)
+        self._run, self._schedule = run_info, run_info.schedule
+        wire = run_info.wire_bytes or run_info.stream_bytes
+        self._uploads = Uploads(self._schedule, run_info.stream_bytes, wire, run_info.num_steps)
         self._sent_up = 0
         self._elapsed = 0.0  # of all lines so far, as in the summary
         self._steps, self._seconds = 0, 0.0  # of the windows so far
@@ -63,7 +61,7 @@ class TerminalView:
                 console=Console(file=self._stream),
                 refresh_per_second=4,
             )
-            self._bar.add_task(self._config.run.name, total=plan.num_steps, state="")
+            self._bar.add_task(self._config.run.name, total=run_info.num_steps, state="")
             self._bar.start()
 
     def joined(self, client: str, info: ClientInfo) -> None:
@@ -82,7 +80,7 @@ class TerminalView:
     def window(self, line: Line) -> None:
         """Print the window, what was not planned in it, and its evaluation."""
         self.replay(line)
-        step = f"step {line['step']:{len(str(self._plan.num_steps))}}/{self._plan.num_steps}"
+        step = f"step {line['step']:{len(str(self._run.num_steps))}}/{self._run.num_steps}"
         for client, reason in line["left_out"].items():
             # A client's error may contain its traceback.
             self._print(f"{step}  left out: {client}: {one_line(reason)}")
@@ -96,8 +94,8 @@ class TerminalView:
             state = f"loss {loss}  up {self._traffic()}  {left}"
             self._bar.update(self._bar.task_ids[0], completed=line["step"], state=state)
         # Data parallelism has a window per step, too many to print.
-        elif line["round"] and line["round"] % -(-self._plan.num_windows // _MAX_WINDOW_LINES) == 0:
-            number = f"{line['round']:{len(str(self._plan.num_windows))}}/{self._plan.num_windows}"
+        elif line["round"] and line["round"] % -(-self._run.num_windows // _MAX_WINDOW_LINES) == 0:
+            number = f"{line['round']:{len(str(self._run.num_windows))}}/{self._run.num_windows}"
             synced = f"{' '.join(line['streams']):{len(' '.join(self._schedule.periods))}}"
             self._print(
                 f"{step}  window {number}  synced {synced}  loss {loss:>6}"
@@ -114,24 +112,26 @@ class TerminalView:
         self._print("\n" + closing(record))
 
     def _opening(self) -> Iterator[str]:
-        plan, run = self._plan, self._config.run
-        sizes = ", ".join(f"{s} {units.bytes_text(size)}" for s, size in plan.stream_bytes.items())
+        run_info, run = self._run, self._config.run
+        sizes = ", ".join(
+            f"{s} {units.bytes_text(size)}" for s, size in run_info.stream_bytes.items()
+        )
         yield (
-            f"run {run.name}: {plan.num_steps} steps in {plan.num_windows} windows, "
-            f"{len(plan.clients)} clients, {self._config.optimizer.name}"
+            f"run {run.name}: {run_info.num_steps} steps in {run_info.num_windows} windows, "
+            f"{len(run_info.clients)} clients, {self._config.optimizer.name}"
         )
         averaged = units.schedule_text(self._schedule, self._config.sync_delay)
         yield f"averaged: {averaged}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(
-                f"{s} {f} {units.bytes_text(plan.wire_bytes[s])}" for s, f in wire.items()
+                f"{s} {f} {units.bytes_text(run_info.wire_bytes[s])}" for s, f in wire.items()
             )
             yield f"compressed: {sizes}"
-        for client, info in [*plan.clients.items()][:_MAX_NAMED_CLIENTS]:
+        for client, info in [*run_info.clients.items()][:_MAX_NAMED_CLIENTS]:
             yield f"client {client}{_info(info)}"
-        if len(plan.clients) > _MAX_NAMED_CLIENTS:
-            yield f"and {len(plan.clients) - _MAX_NAMED_CLIENTS} more clients"
+        if len(run_info.clients) > _MAX_NAMED_CLIENTS:
+            yield f"and {len(run_info.clients) - _MAX_NAMED_CLIENTS} more clients"
         yield f"folder: {self._folder}"
 
     def _traffic(self) -> str:
@@ -145,7 +145,7 @@ class TerminalView:
         elapsed = units.duration_text(self._elapsed)
         if not self._steps:
             return elapsed
-        left = self._seconds / self._steps * (self._plan.num_steps - step)
+        left = self._seconds / self._steps * (self._run.num_steps - step)
         return f"{elapsed}, {units.duration_text(left)} left"
 
     def _print(self, text: str) -> None:

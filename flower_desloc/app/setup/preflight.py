@@ -20,12 +20,12 @@ from flower_desloc.app.setup.build import build_optimizer, build_schedule, strea
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.core.client_info import ClientInfo
-from flower_desloc.core.schedule import GRADIENTS, PARAMS
+from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, buffers, parameters, parts, prime, stream_names
 from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
-from flower_desloc.flower.observer import Plan
+from flower_desloc.flower.observer import RunInfo
 from flower_desloc.flower.rounds import RoundHook
 
 Parts = dict[str, int]
@@ -62,6 +62,11 @@ class Needs:
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
+    def schedule(self) -> SyncSchedule:
+        """When each stream is averaged."""
+        return build_schedule(self.config)
+
+    @cached_property
     def weights(self) -> int:
         """Bytes of parameters and buffers."""
         tensors = (*self.model.parameters(), *self.model.buffers())
@@ -96,7 +101,7 @@ class Needs:
         named = parameters(self.model).items()
         trained = {key: on_meta(p) for key, p in named if p.requires_grad}
         saved = {key: on_meta(b) for key, b in buffers(self.model).items()}
-        names = dict.fromkeys([*build_schedule(self.config).periods, PARAMS])
+        names = dict.fromkeys([*self.schedule.periods, PARAMS])
         return {name: saved if name == BUFFERS else trained for name in names}
 
     def client(self, device: torch.device) -> Parts:
@@ -156,7 +161,7 @@ class Needs:
 
     def _due(self, sizes: dict[str, int]) -> int:
         """Return the largest number of bytes due after one window."""
-        return max(window_bytes(build_schedule(self.config), sizes, self.config.run.steps))
+        return max(window_bytes(self.schedule, sizes, self.config.run.steps))
 
 
 @dataclass(frozen=True)
@@ -281,13 +286,13 @@ class Preflight(RoundHook):
         self._config = config
         self._folder = folder
 
-    def started(self, plan: Plan) -> None:
+    def started(self, run: RunInfo) -> None:
         """Compare what is needed with the clients' memory; if that is unknown, nothing is stopped.
 
         Raises ``ConfigError`` if the memory is too small.
         """
         try:
-            findings = list(on_the_server(Needs(self._config), plan.clients, self._folder))
+            findings = list(on_the_server(Needs(self._config), run.clients, self._folder))
         except ValueError as error:
             log(WARNING, "the memory of this run cannot be estimated: %s", error)
             return

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import DOMAINS, PERIODS, a_config, a_plan, record, windows_of
+from recorded import DOMAINS, PERIODS, a_config, a_run_info, record, windows_of
 from scripts import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -174,7 +174,7 @@ def test_a_line_of_metrics_has_the_documented_keys(finished):
 def test_a_full_disk_leaves_complete_lines_and_an_error_that_names_the_file(tmp_path):
     run = RunFolder.create(tmp_path, "a-run")
     recorder = RunRecorder(a_config(), run, stream=io.StringIO())
-    recorder.started(a_plan())
+    recorder.started(a_run_info())
     before, first, second, *_ = windows_of()
     recorder.window(before)
     recorder.window(first)
@@ -275,7 +275,7 @@ def test_a_run_that_is_cut_off_has_a_summary(tmp_path, end, said):
 
     def train():
         with RunRecorder(a_config(), run, stream=stream) as recorder:
-            recorder.started(a_plan())
+            recorder.started(a_run_info())
             for window in windows_of():
                 if window.step > 100:
                     raise end
@@ -399,7 +399,7 @@ def test_a_run_prints_the_streams_loss_bytes_and_time_of_windows_and_their_total
 def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     stream = io.StringIO()
     progress = TerminalView(a_config(), tmp_path, stream)
-    progress.started(a_plan())
+    progress.started(a_run_info())
     progress.joined("client-9", ClientInfo(device="cuda:0"))
     window = replace([*windows_of()][3], left_out={"client-2": "its [params]\n hold NaN"})
     progress.window(to_line(window))

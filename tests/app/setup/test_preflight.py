@@ -36,9 +36,10 @@ from flower_desloc.app.tasks import build_task
 from flower_desloc.app.tasks.causal_lm.batches import TextBatch
 from flower_desloc.app.tasks.image_classification import ImageClassification
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.schedule import SyncSchedule
 from flower_desloc.core.traffic import stream_bytes
 from flower_desloc.flower.client_info import from_config
-from flower_desloc.flower.observer import Plan
+from flower_desloc.flower.observer import RunInfo
 
 CPU = torch.device("cpu")
 TINY = " ".join([*tiny.TINY, "data.batch_size=8"])
@@ -165,8 +166,14 @@ def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_p
 
     def start(memory, *settings):
         config = load("quickstart", f"{TINY} {' '.join(settings)}")
-        plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(memory))
-        Preflight(config, tmp_path).started(plan)
+        run = RunInfo(
+            schedule=SyncSchedule({}),
+            num_steps=1,
+            num_windows=1,
+            stream_bytes={},
+            clients=clients(memory),
+        )
+        Preflight(config, tmp_path).started(run)
 
     start(need)
     with pytest.raises(ConfigError, match=r"^client-0: .*model.hidden_size.*run.preflight=warn"):
@@ -344,9 +351,15 @@ def test_a_dry_run_of_a_task_that_raises_says_so(method):
 
 def test_a_server_goes_on_without_the_estimate_and_says_so(tmp_path, caplog):
     config = load("digits", [f"task={__name__}:Raises", "task_options.build_model=KeyError"])
-    plan = Plan(num_steps=1, num_windows=1, stream_bytes={}, clients=clients(1e12))
+    run = RunInfo(
+        schedule=SyncSchedule({}),
+        num_steps=1,
+        num_windows=1,
+        stream_bytes={},
+        clients=clients(1e12),
+    )
     with caplog.at_level(logging.WARNING, "flwr"):
-        Preflight(config, tmp_path).started(plan)
+        Preflight(config, tmp_path).started(run)
     [said] = caplog.messages
     assert said.endswith("cannot be estimated: the model cannot be built (KeyError: 'mine')")
 
