@@ -167,7 +167,7 @@ def test_a_client_that_has_too_little_memory_ends_the_run_before_it_trains(tmp_p
     def start(memory, *settings):
         config = load("quickstart", f"{TINY} {' '.join(settings)}")
         run = RunInfo(
-            schedule=SyncSchedule({}),
+            schedule=SyncSchedule({"params": 1}),
             num_steps=1,
             num_windows=1,
             stream_bytes={},
@@ -352,7 +352,7 @@ def test_a_dry_run_of_a_task_that_raises_says_so(method):
 def test_a_server_goes_on_without_the_estimate_and_says_so(tmp_path, caplog):
     config = load("digits", [f"task={__name__}:Raises", "task_options.build_model=KeyError"])
     run = RunInfo(
-        schedule=SyncSchedule({}),
+        schedule=SyncSchedule({"params": 1}),
         num_steps=1,
         num_windows=1,
         stream_bytes={},
