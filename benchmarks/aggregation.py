@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -52,7 +53,8 @@ def reply(m: int) -> RecordDict:
     record = ArrayRecord()
     for name, shape in shapes().items():
         record[name] = to_array(torch.randn(shape, generator=noise))
-    metrics = {"num-examples": 1, "train-loss": 1.0, "start-step": 0, "stop-step": 16}
+    metrics: dict[str, Any] = {"num-examples": 1, "train-loss": 1.0}
+    metrics |= {"start-step": 0, "stop-step": 16}
     return RecordDict({PARAMS: record, "metrics": MetricRecord(metrics)})
 
 

@@ -71,7 +71,11 @@ Window = Callable[[int, int], object]
 
 
 def client(config: Config, device: torch.device, number: int) -> Worker:
-    node = {"partition-id": number, "num-partitions": CLIENTS, "device": str(device)}
+    node: dict[str, Any] = {
+        "partition-id": number,
+        "num-partitions": CLIENTS,
+        "device": str(device),
+    }
     context = Context(run_id=0, node_id=0, node_config=node, state=RecordDict(), run_config={})
     return build_worker({"settings": dump(config)}, context)
 

@@ -66,8 +66,8 @@ def ratios(values: list[float], to: list[float]) -> list[float]:
 
 def slope(points: list[tuple[int, int]]) -> float:
     """Return the least-squares slope of y over x, where x is beyond half of the last one."""
-    half = [(x, y) for x, y in points if x > points[-1][0] / 2]
-    return float(np.polyfit(*np.array(half).T, 1)[0])
+    x, y = np.array([(x, y) for x, y in points if x > points[-1][0] / 2]).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def take_turns(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Times]:

@@ -26,7 +26,7 @@ import typer
 from common import extremes, ratios, report
 from flower_runs import run_app
 
-from flower_desloc.app.engines.deployment import deployment
+from flower_desloc.app.engines.deployment import NodeConfig, deployment
 
 APP = Path(__file__).with_name("deployment_app")
 CLIENTS = 2
@@ -80,7 +80,7 @@ def measure(settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Mark]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     marks: list[Mark] = []
     with tempfile.TemporaryDirectory() as folder:
-        sites = [
+        sites: list[NodeConfig] = [
             {"partition-id": i, "num-partitions": CLIENTS, "state-dir": f"{folder}/state{i}"}
             for i in range(CLIENTS)
         ]

@@ -51,8 +51,8 @@ class TimedFedAvg(FedAvg):
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         replies = list(replies)
         result = super().aggregate_train(server_round, replies)
-        slowest = max(r.content.metric_records["metrics"]["seconds"] for r in replies)
-        self.overheads.append(time.perf_counter() - self._began - slowest)
+        own: list[Any] = [r.content.metric_records["metrics"]["seconds"] for r in replies]
+        self.overheads.append(time.perf_counter() - self._began - max(own))
         return result
 
 
@@ -60,7 +60,7 @@ def simulate(main: Callable[[Grid, Context], None], app: ClientApp, num_clients:
     """Run ``main`` as the ServerApp of Flower's simulation, with a core for each client."""
     server = ServerApp()
     server.main()(main)
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_simulation(server, app, num_supernodes=num_clients, backend_config=resources)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from paired import BLUE, DOCS, RESULTS, table
+from common import table
 
 from flower_desloc.app.runs.figures import style
 
+HERE = Path(__file__).resolve().parent
+BLUE = "#0072B2"
 TRAINED = {"des_loc": "DES-LOC", "local_adopt": "Local ADOPT", "favg_opt": "FAVG+OPT"}
 Result = Mapping[str, Any]
 
@@ -70,7 +72,9 @@ def draw(optimizers: Result, client: Result, path: Path) -> None:
     made.savefig(path, dpi=110)
 
 
-def main(results: Path = RESULTS, picture: Path = DOCS / "gpu.png") -> None:
+def main(
+    results: Path = HERE / "results", picture: Path = HERE.parent / "docs" / "gpu.png"
+) -> None:
     """Print what gpu.sh has measured as tables, and draw a picture."""
     paths = results.glob("gpu_*.json")
     found = {path.stem.removeprefix("gpu_"): json.loads(path.read_text()) for path in paths}

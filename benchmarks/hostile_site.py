@@ -140,11 +140,12 @@ def run(guard: str, attack: str, seed: int) -> tuple[float, int, int]:
         hostile = context.node_config["partition-id"] == CLIENTS - 1
         if lie is None or not hostile or message.metadata.message_type != "train":
             return honest(message, context)
-        sent = from_record(message.content["params"])  # averaged in every window
+        sent = from_record(message.content.array_records["params"])  # averaged in every window
         reply = honest(message, context)
-        reply.content["params"] = to_record(lie(sent, from_record(reply.content["params"]), wild))
-        if "exp_avg" in reply.content:
-            own = from_record(reply.content["exp_avg"])
+        arrays = reply.content.array_records
+        reply.content["params"] = to_record(lie(sent, from_record(arrays["params"]), wild))
+        if "exp_avg" in arrays:
+            own = from_record(arrays["exp_avg"])
             zero = {key: torch.zeros_like(tensor) for key, tensor in own.items()}
             reply.content["exp_avg"] = to_record(lie(zero, own, wild))
         return reply

@@ -30,7 +30,7 @@ import typer
 from common import report
 from flower_runs import run_app
 
-from flower_desloc.app.engines.deployment import deployment
+from flower_desloc.app.engines.deployment import NodeConfig, deployment
 from flower_desloc.app.engines.superlink import SuperLink, private_superlink
 from flower_desloc.flower.client_state import STATE_DIR
 
@@ -104,7 +104,11 @@ def engine(name: str, folder: Path) -> Iterator[tuple[SuperLink, list[str]]]:
             config = "num-supernodes=1 client-resources-num-cpus=1"
             yield superlink, ["--federation-config", config]
     else:
-        site = {"partition-id": 0, "num-partitions": 1, "state-dir": str(folder / "state")}
+        site: NodeConfig = {
+            "partition-id": 0,
+            "num-partitions": 1,
+            "state-dir": str(folder / "state"),
+        }
         with deployment([site], threads=1) as (superlink, _):
             yield superlink, []
 
@@ -113,7 +117,7 @@ def measure(name: str, values: int, tensors: int, *, bundles: bool = True) -> di
     """Return the seconds of the window, and the memory by role."""
     with tempfile.TemporaryDirectory(prefix="desloc-bench-") as folder:
         os.environ[STATE_DIR] = folder
-        settings = {"values": values, "tensors": tensors, "bundles": int(bundles)}
+        settings: dict[str, Any] = {"values": values, "tensors": tensors, "bundles": int(bundles)}
         memory = Memory(folder)
         memory.start()
         with engine(name, Path(folder)) as (superlink, options):

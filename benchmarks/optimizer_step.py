@@ -36,7 +36,7 @@ FOREACH, FUSED, COMPILED = "Adam, foreach", "Adam, fused", "Adam, compiled"
 def llama(width: int, hidden: int, layers: int, vocabulary: int) -> Shapes:
     """Return the shapes of SmolLM2-135M or a smaller one: 3 of 9 heads for keys and values."""
     third = width // 3
-    block = [(width, width), (third, width), (third, width), (width, width)]
+    block: Shapes = [(width, width), (third, width), (third, width), (width, width)]
     block += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
     return [(vocabulary, width), *block * layers, (width,)]
 

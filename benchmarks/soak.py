@@ -79,7 +79,7 @@ class Faulty(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         sound = client_app(build)
-        config = message.content.config_records["config"]
+        config: Any = message.content.config_records["config"]
         partition = int(context.node_config["partition-id"])
         what, who = fault_of(self._seed, int(config["start-step"]), self._num_clients)
         if message.metadata.message_type != "train" or who != partition:

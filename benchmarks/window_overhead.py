@@ -29,7 +29,6 @@ import time
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
@@ -39,10 +38,11 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc import DesLoc, SyncSchedule
+from flower_desloc.core.schedule import Period
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.arrays import to_record
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.client_state import STATE_DIR, StateFiles
+from flower_desloc.flower.client_state import STATE_DIR, ClientState, StateFiles
 from flower_desloc.optim import ADOPT
 
 SHAPE = "BENCHMARK_SHAPE"  # Ray's processes inherit the environment
@@ -80,9 +80,9 @@ def time_file_writes() -> None:
     """Record how long each write of a client's state takes."""
     write = StateFiles.write
 
-    def timed(self: StateFiles, *args: Any) -> None:
+    def timed(self: StateFiles, state: ClientState) -> None:
         began = time.perf_counter()
-        write(self, *args)
+        write(self, state)
         took = time.perf_counter() - began
         with Path(os.environ[STATE_DIR], "writes").open("a") as file:
             file.write(f"{took}\n")
@@ -117,8 +117,8 @@ def overheads(arm: str, grid: Grid, windows: int, *, local: bool) -> list[float]
     """Return the overhead of each window of one turn of an arm."""
     if arm == "desloc":
         watch = Windows()
-        moments = ("never", "never") if local else (3, 6)
-        schedule = {"params": 1, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        moments: tuple[Period, Period] = ("never", "never") if local else (3, 6)
+        schedule: dict[str, Period] = {"params": 1, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
         strategy = DesLoc(SyncSchedule(schedule), windows, evaluate_clients=False)
         strategy.start(grid, to_record(dict(module().named_parameters())), observer=watch)
         return watch.overheads()
@@ -168,13 +168,13 @@ def main(
     pairs = zip(found["desloc"], found["its file"], strict=True)
     found["desloc without"] = [total - file for total, file in pairs]
     median = {name: statistics.median(times) for name, times in found.items()}
-    pairs = product({"desloc": "desloc", "desloc_without_file": "desloc without"}.items(), PEERS)
+    arms = product({"desloc": "desloc", "desloc_without_file": "desloc without"}.items(), PEERS)
     result = {
         "parameters": parameters,
         "clients": clients,
         "windows": len(found["desloc"]),
         "overhead_seconds": {name: spread(times) for name, times in found.items()},
-        **{f"{ours}_to_{peer}": median[arm] / median[peer] for (ours, arm), peer in pairs},
+        **{f"{ours}_to_{peer}": median[arm] / median[peer] for (ours, arm), peer in arms},
     }
     report(result, json)
 

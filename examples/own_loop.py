@@ -7,10 +7,11 @@ trains two clients in this process; the text of each is the source of another pa
 
 import math
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
 
 import torch
+from flwr.app import Context, RecordDict
 from flwr.serverapp import ServerApp
 from torch import nn
 from torch.nn import functional
@@ -63,7 +64,7 @@ class GPT(nn.Module):
 @cache
 def text(package):
     """Return the source of a package as bytes."""
-    folder = Path(find_spec(package).origin).parent
+    folder = Path(get_path("stdlib"), package)
     return torch.tensor(list(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))))
 
 
@@ -122,4 +123,5 @@ def main(grid, _context):
 
 
 if __name__ == "__main__":
-    main(InProcessGrid(client, [{"partition-id": m} for m in range(len(PACKAGES))]), None)
+    nodes = [{"partition-id": m} for m in range(len(PACKAGES))]
+    main(InProcessGrid(client, nodes), Context(0, 0, {}, RecordDict(), {}))

@@ -38,7 +38,7 @@ class SequenceClassifier:
                 num_hidden_layers=model.num_hidden_layers,
                 num_attention_heads=model.num_attention_heads,
                 max_position_embeddings=self.config.data.seq_len,
-                num_labels=len(self.domains),
+                id2label=dict(enumerate(self.domains)),
             )
         )
 

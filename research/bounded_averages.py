@@ -41,7 +41,7 @@ def table() -> Table:
         if not local or len({*of}) == 1:
             continue
         place = min(local, key=study.mean)
-        row = ["/".join(map(str, of)), PARTITIONS[partition], f"{lr:g}"]
+        row: list[object] = ["/".join(map(str, of)), PARTITIONS[partition], f"{lr:g}"]
         for arm in (Arm(of, bound, partition, lr) for bound in (False, True)):
             ours, theirs = study.values(arm), study.values(place)
             worst = max((100 * (ours[seed] / theirs[seed] - 1) for seed in ours), default=math.nan)

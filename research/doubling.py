@@ -25,7 +25,7 @@ from flower_desloc.flower import client
 
 STEPS, JOINS = 2048, (1536, 1408)
 RATE = 0.0084
-METHODS = {
+METHODS: dict[str, tuple[int, int | str, int | str]] = {
     "Local": (128, 128, 128),
     "DES-LOC": (128, 384, 768),
     "FAVG+OPT": (128, "never", "never"),

@@ -8,7 +8,7 @@ size, batch, steps and K_x; the tables have the mean over seeds and the 95 % t-i
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -112,9 +112,10 @@ def ladder() -> Ladder:
             if run["seed"] >= SPARE or run["status"] != "completed":
                 continue
             # DiLoCo's AdamW and Flower's strategies are compared with Local Adam.
-            optimizer = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
+            optimizer: Any = {"adamw": "adam"}.get(run["optimizer"], run["optimizer"])
             values = [run[key] for key in ("params", "tokens", "steps", "period")]
-            rung = Rung(study, run["partition"], optimizer, *values, run["betas"][1])
+            values += [run["betas"][1]]
+            rung = Rung(study, run["partition"], optimizer, *values)
             periods = tuple(run["sync"][stream] for stream in STREAMS if stream in run["sync"])
             found[rung][Arm(run["method"], periods)][run["seed"]] = run
     return found
@@ -139,8 +140,8 @@ def above(ours: Seeds, theirs: Seeds, key: str = "loss") -> Estimate:
 
 def bytes_share(ours: Seeds, theirs: Seeds) -> float:
     """Return the bytes that a client sent, as a share of those with the same seed; their mean."""
-    ours, theirs = (values(seeds, "bytes_sent_by_a_client") for seeds in (ours, theirs))
-    return fmean(sent / theirs[seed] for seed, sent in ours.items() if seed in theirs)
+    mine, others = (values(seeds, "bytes_sent_by_a_client") for seeds in (ours, theirs))
+    return fmean(sent / others[seed] for seed, sent in mine.items() if seed in others)
 
 
 # ----------------------------------------------------------------------------------------- Tables
@@ -157,7 +158,11 @@ def comparison(study: str) -> Table:
         local, desloc = (seeds_of(methods, name) for name in (LOCAL, DESLOC))
         for arm, seeds in sorted(methods.items(), key=order):
             first, *_ = seeds.values()
-            row = [PARTITIONS[rung.partition], NAMES[first["optimizer"]], f"{rung.params:,}"]
+            row: list[Any] = [
+                PARTITIONS[rung.partition],
+                NAMES[first["optimizer"]],
+                f"{rung.params:,}",
+            ]
             row += [rung.tokens, rung.steps, rung.beta_2, *in_words(arm)]
             row += [", ".join(sorted({f"{run['rate']:.3g}" for run in seeds.values()}))]
             row += [len(seeds), f"{bytes_share(seeds, local):.2f}"]
@@ -166,7 +171,7 @@ def comparison(study: str) -> Table:
                 known = seeds is not reference and reference
                 row += [above(seeds, reference, key).interval if known else ""]
             for key in ("worst_client", "param_norm", "activation_norm"):
-                measured = [run.get(key) for run in seeds.values()]
+                measured: list[Any] = [run.get(key) for run in seeds.values()]
                 row += ["" if None in measured else spread(measured)]
             rows.append(row)
     return Table(heads, rows)
@@ -381,10 +386,10 @@ def _pairs() -> Iterator[tuple[list[str], Estimate]]:
         for rung in sorted(ladder()):
             if rung.optimizer == "adopt" and rung.beta_2 == BETA_2["adopt"]:
                 adam = _as_adam(rung)
-                ours, theirs = (seeds_of(ladder().get(one, {}), name) for one in (rung, adam))
-                if ours and theirs:
+                adopts, adams = (seeds_of(ladder().get(one, {}), name) for one in (rung, adam))
+                if adopts and adams:
                     words = setting(rung._replace(optimizer="adam"))
-                    yield [words, f"{name}, ADOPT", f"{name}, Adam"], above(ours, theirs)
+                    yield [words, f"{name}, ADOPT", f"{name}, Adam"], above(adopts, adams)
     for rung, of, than in ((small, 1024, 256), (small, 4096, 256), (large, 4096, 1024)):
         more = rung._replace(tokens=of)
         yield _change("DES-LOC above Local", f"{of} tokens", f"{than}", DESLOC, more, rung)
@@ -400,10 +405,10 @@ def _as_adam(rung: Rung) -> Rung:
 
 
 def _pair(rung: Rung, ours: str, theirs: str) -> Iterator[tuple[list[str], Estimate]]:
-    both = [seeds_of(ladder()[rung], name) for name in (ours, theirs)]
-    if all(both):
+    one, other = (seeds_of(ladder()[rung], name) for name in (ours, theirs))
+    if one and other:
         names = [" ".join(_named(name, rung)) for name in (ours, theirs)]
-        yield [setting(rung), *names], above(*both)
+        yield [setting(rung), *names], above(one, other)
 
 
 def _named(method: str, rung: Rung) -> list[str]:
@@ -426,7 +431,7 @@ def _change(
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    **{study: (lambda study=study: comparison(study)) for study in STUDIES},
+    **{study: partial(comparison, study) for study in STUDIES},
     "which_moment_by_period": which_moment,
     "pairs": pairs,
     "ladder_rates": lambda: tuning("ladder_rates"),

@@ -16,7 +16,8 @@ from scipy import stats
 from flower_desloc.app.runs.figures import style
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from common import about, commit_of  # noqa: F401
+from common import about as about
+from common import commit_of as commit_of
 from common import table as markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,7 +139,7 @@ def draw_lines(
     for name, colour, form, points in lines:
         at, y = zip(*points, strict=True)
         reach = [one.reach if math.isfinite(one.reach) else math.nan for one in y]
-        how = {"ms": 4, "lw": 1.2, "capsize": 3, "color": colour, "label": name}
+        how: dict[str, Any] = {"ms": 4, "lw": 1.2, "capsize": 3, "color": colour, "label": name}
         panel.errorbar(at, [one.mean for one in y], reach, fmt=form, **how)
     panel.set(**axes)
     label(panel, title, x, ticks)

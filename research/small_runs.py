@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ Arm = Any
 Cells = Iterable[tuple[Arm, int]]
 
 
-def periods(k_x: int, k_u: int, k_v: int | str) -> str:
+def periods(k_x: int, k_u: int | str, k_v: int | str) -> str:
     return f"sync.params={k_x} sync.exp_avg={k_u} sync.exp_avg_sq={k_v}"
 
 
@@ -73,7 +73,9 @@ class Study:
     settings: Callable[[Arm], str]
     """An arm's overrides."""
     preset: Callable[[Arm], str] = lambda _: "desloc_adam"
-    measures: dict[str, Callable[[Run], Any]] = field(default_factory=lambda: {"loss": final_loss})
+    measures: Mapping[str, Callable[[Run], Any]] = field(
+        default_factory=lambda: {"loss": final_loss}
+    )
     """What is kept of a run, as functions of its summary; NaN for a run that diverged."""
     around: Callable[[Arm], AbstractContextManager[Any]] = nullcontext
     """A context in which an arm is run."""

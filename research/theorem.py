@@ -323,7 +323,7 @@ def step_maps(curvatures: Sequence[float], eta: float) -> dict[tuple[bool, bool]
     workers = len(curvatures)
     unit = torch.eye(2 * workers, dtype=torch.float64)
     maps = {}
-    for outcome in product((False, True), repeat=2):
+    for outcome in product((False, True), (False, True)):
         streams = [s for s, due in zip(STREAMS, outcome, strict=True) if due]
         team, mean = [], Mean()
         for m, c in enumerate(curvatures):
@@ -348,12 +348,13 @@ def step_maps(curvatures: Sequence[float], eta: float) -> dict[tuple[bool, bool]
 
 def second_moments(maps: dict[tuple[bool, bool], Array], coins: Coins) -> Array:
     """Return the linear map of E[s s'] in one step."""
-    return sum(
+    terms = (
         (coins.p_x if of_x else 1 - coins.p_x)
         * (coins.p_u if of_u else 1 - coins.p_u)
         * np.kron(A, A)
         for (of_x, of_u), A in maps.items()
     )
+    return sum(terms, start=np.zeros(1))
 
 
 def largest_stable_rate(curvatures: Sequence[float], coins: Coins) -> float:
@@ -563,7 +564,7 @@ def picture() -> None:
                 points = [(c["steps"], Estimate.of(c["squared_gradient"])) for c in of_rate]
                 lines.append((words if form == "o-" else "", dark, form, points))
             left.plot(STEPS, [cell["bound"] for cell in of_rate], ":", color=dark, lw=1)
-        how = {"x": "steps T", "ticks": STEPS, "yscale": "log"}
+        how: dict[str, Any] = {"x": "steps T", "ticks": STEPS, "yscale": "log"}
         draw_lines(left, lines, f"{name}: mean |∇f|²", **how)
         left.set_ylim(left.get_ylim()[0] / 30)
         words = "solid: step 1/√T; dashed: the\ntheorem's; dotted: its bound"
@@ -574,7 +575,12 @@ def picture() -> None:
             points = [(cell["steps"], excess(cells, cell)) for cell in line]
             lines.append((f"{period(coins.p_x)}, {period(coins.p_u)}", dark, "o-", points))
         draw_lines(middle, lines, f"{name}: above minibatch, %", ylim=(0.02, 200), **how)
-        small = {"frameon": False, "fontsize": 7, "title_fontsize": 7, "loc": "lower left"}
+        small: dict[str, Any] = {
+            "frameon": False,
+            "fontsize": 7,
+            "title_fontsize": 7,
+            "loc": "lower left",
+        }
         middle.legend(ncols=2, title="1/p_x, 1/p_u", **small)
         some = chosen(cells, steps=STEPS[-1], rate="1/sqrt(T)", p_x=1 / 16)
         some.sort(key=lambda cell: cell["p_u"])

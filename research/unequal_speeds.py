@@ -11,7 +11,7 @@ from collections import namedtuple
 from itertools import product
 
 import numpy as np
-from paired import BLUE, PARTITIONS, RED, Estimate, Run, Table, figure
+from paired import BLUE, PARTITIONS, RED, Estimate, Line, Run, Table, figure
 from small_runs import SEEDS, Cells, Study, final_loss
 
 PACES = (1, 1, 2, 4)
@@ -50,8 +50,8 @@ def arms(preset: str, partition: str, least: float) -> list[Arm]:
 
 
 def cells() -> Cells:
-    for seed, *setting in product(SEEDS, PRESETS, PARTITIONS, STEPS):
-        yield from ((arm, seed) for arm in arms(*setting))
+    for seed, preset, partition, least in product(SEEDS, PRESETS, PARTITIONS, STEPS):
+        yield from ((arm, seed) for arm in arms(preset, partition, least))
 
 
 def table() -> Table:
@@ -88,7 +88,7 @@ def sooner() -> Table:
 
 
 def picture() -> None:
-    panels = {}
+    panels: dict[str, list[Line]] = {}
     for partition, data in PARTITIONS.items():
         panels[data] = []
         for (least, (sites, colour)), what in product(SITES.items(), ("loss", "slowest")):

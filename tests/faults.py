@@ -81,7 +81,7 @@ class Faults:
         self._late: dict[str, Message] = {}  # by the request's id
         self._client_app, self._pull = run.grid.client_app, run.grid.pull_messages
         run.grid.client_app = self._app
-        run.grid.pull_messages = self._pulled
+        run.grid.pull_messages = self._pulled  # type: ignore[method-assign]
 
     # Faults
 
@@ -210,7 +210,7 @@ class Faults:
         return fault.around(self._client_app, message, context)
 
     def _pulled(self, message_ids: Any) -> list[Message]:
-        replies = []
+        replies: list[Message] = []
         for message_id in message_ids:
             asked = next(m for m in self.run.grid.sent if m.metadata.message_id == message_id)
             node, window = _place(asked)
@@ -227,7 +227,7 @@ class Faults:
         if phase == "starting":
             _die()
         if phase == "training":
-            stop = message.content["config"]["stop-step"]
+            stop: Any = message.content["config"]["stop-step"]
             self._change_losses(lambda loss, t: _die() if t == stop - 1 else loss)
         if phase == "saving":
             write = tensor_file.write
@@ -265,7 +265,8 @@ def _place(message: Message) -> tuple[int, int]:
     """Return client and window of a message; window 0 for anything but training."""
     if message.metadata.message_type != "train":
         return message.metadata.dst_node_id - 1, 0
-    return message.metadata.dst_node_id - 1, int(message.content["config"]["server-round"])
+    config: Any = message.content["config"]
+    return message.metadata.dst_node_id - 1, int(config["server-round"])
 
 
 def _kill_in_a_child(act: Callable[[], None]) -> None:

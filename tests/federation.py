@@ -5,11 +5,11 @@ the problems, and ``Federation``, which is ``reference.run`` made of modules.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import reference
@@ -69,17 +69,21 @@ OPTIMIZERS = {
 # --------------------------------------------------------------------------------------- Problems
 
 
-class Problem(Protocol):
-    """A model and every worker's loss at every step; ``grad`` is the loss's, for the oracle."""
+class Objective(Protocol):
+    """A model and every worker's loss at every step."""
 
     def module(self) -> nn.Module: ...
 
     def loss(self, module: nn.Module, m: int, t: int) -> Tensor: ...
 
+
+class Problem(Objective, Protocol):
+    """``grad`` is the loss's, for the oracle."""
+
     def grad(self, m: int, t: int, x: Tree) -> Tree: ...
 
 
-def initial(problem: Problem) -> Tree:
+def initial(problem: Objective) -> Tree:
     """Return x0."""
     return {key: p.detach().clone() for key, p in problem.module().named_parameters()}
 
@@ -89,7 +93,7 @@ compiled = pytest.mark.skipif(
 )
 
 
-def size_of(problem: Problem) -> int:
+def size_of(problem: Objective) -> int:
     """Return the bytes of a problem's parameters, and of each of their states."""
     return sum(tensor.nbytes for tensor in initial(problem).values())
 
@@ -211,7 +215,7 @@ class Federation:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Objective,
         make: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
         num_workers: int,
     ) -> None:
@@ -260,7 +264,7 @@ def falling(step: int) -> float:
 
 
 def trained(
-    problem: Problem,
+    problem: Objective,
     case: OptimizerCase,
     workers: Sequence[int],
     x: Tree,
@@ -279,7 +283,8 @@ def trained(
     optimizer = case.make(module.parameters())
     for t in steps:
         optimizer.zero_grad()
-        (sum(problem.loss(module, m, t) for m in workers) / len(workers)).backward()
+        loss: Any = sum(problem.loss(module, m, t) for m in workers) / len(workers)
+        loss.backward()
         if norm is not None:
             clip_grad_norm_(module.parameters(), norm)
         for group in optimizer.param_groups:
@@ -298,7 +303,7 @@ def due_table(schedule: SyncSchedule, num_steps: int) -> dict[int, frozenset[str
 # ------------------------------------------------------------------------------------ Comparisons
 
 
-Nested = Tensor | Tree | list[State]
+Nested = Tensor | Mapping[str, "Nested"] | Sequence["Nested"]
 
 
 def assert_close(got: Nested, expected: Nested, tolerance: float = 1e-12) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import reference
-from federation import OPTIMIZERS, OptimizerCase, Problem, Quadratic, due_table, initial
+from federation import OPTIMIZERS, Objective, OptimizerCase, Problem, Quadratic, due_table, initial
 from flwr.app import Context, Message, RecordDict
 from reference import State, Tree
 
@@ -59,7 +59,7 @@ class Grid(InProcessGrid):
         self.sent += messages
         return super().push_messages(messages)
 
-    def _answer(self, message: Message) -> Message:
+    def _answer(self, message: Message) -> Any:  # None: the reply is lost
         return self.meddle(message, self.instead(message) or super()._answer(message))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -100,7 +100,7 @@ class Run:
         schedule: SyncSchedule | Sequence[Period],
         folder: Path,
         *,
-        problem: Problem | None = None,
+        problem: Objective | None = None,
         num_clients: int = 3,
         num_steps: int = 12,
         lr_schedule: LRSchedule | None = None,
@@ -145,11 +145,13 @@ class Run:
         self.initial = to_record(streams.pop(PARAMS))
         self.zeros = streams
         options = {"states": streams, "evaluate_clients": False, "run_key": RUN, **options}
-        self.strategy = (
-            DataParallel(num_steps, outer, **options)
-            if GRADIENTS in schedule.periods
-            else DesLoc(schedule, num_steps, outer=outer, **{"sync_bound": False, **options})
-        )
+        self.strategy: DesLoc
+        if GRADIENTS in schedule.periods:
+            assert outer is not None
+            self.strategy = DataParallel(num_steps, outer, **options)
+        else:
+            options = {"sync_bound": False, **options}
+            self.strategy = DesLoc(schedule, num_steps, outer=outer, **options)
         self.states: list[State] = []
 
     def start(self) -> list[State]:
@@ -187,10 +189,10 @@ class Run:
         common = self.strategy.state
         kept = self.files(m).last()
         assert kept is not None
-        state = dict(kept.streams)
+        state = {stream: dict(tensors) for stream, tensors in kept.streams.items()}
         for stream, version in common.versions.items():
             if version != kept.versions[stream]:
-                state[stream] = common.average(stream)
+                state[stream] = dict(common.average(stream))
         return state
 
 
@@ -199,7 +201,7 @@ def oracle(run: Run, **changed: Any) -> list[State]:
     return reference.run(
         run.case.oracle,
         initial(run.problem),
-        run.problem.grad,
+        cast(Problem, run.problem).grad,
         num_workers=run.num_clients,
         num_steps=run.num_steps,
         delay=run.strategy.sync_delay,

@@ -13,6 +13,7 @@ A worker's state is ``{stream: {tensor name: tensor}}``, streams under PyTorch's
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,12 +102,13 @@ def run(
     lost: dict[tuple[int, str], Tree] = {}
 
     def received(sender: int, stream: str, s: Tree) -> Tree:
-        if stream not in (codes or {}):
+        code = (codes or {}).get(stream)
+        if code is None:
             return s
         zeros = each(torch.zeros_like, s)
         base = averages["params"] if stream == "params" else zeros
         meant = each(lambda s, b, e: s - b + e, s, base, lost.get((sender, stream), zeros))
-        sent = each(codes[stream], meant)
+        sent = each(code, meant)
         if stream != "exp_avg_sq":
             lost[sender, stream] = each(torch.sub, meant, sent)
         return each(torch.add, base, sent)
@@ -115,7 +117,7 @@ def run(
     workers = [start(optimizer, x0) for _ in range(num_workers)]
     in_time: list[State] = [{} for _ in workers]
     merge_at = -1
-    started = set()
+    started: set[int] = set()
     taken = [dict.fromkeys(streams, 0) for _ in workers]
     for t in range(num_steps):
         if bound is not None and due.get(t) and not delay:
@@ -137,8 +139,9 @@ def run(
             if new and optimizer.ratio < math.inf:
                 bounded([s], optimizer.ratio)
             for key in g:
-                new = optimizer.update(t, lr(t), g[key], *(s[stream][key] for stream in streams))
-                for stream, tensor in zip(streams, new, strict=True):
+                states = [s[stream][key] for stream in streams]
+                updated = optimizer.update(t, lr(t), g[key], *states)
+                for stream, tensor in zip(streams, updated, strict=True):
                     if stream in in_time[m]:
                         beta = optimizer.decays.get(stream, 1.0)
                         entered = tensor - beta * s[stream][key]
@@ -199,7 +202,8 @@ def clip_norm(rho: float) -> Callable[[Tree], Tree]:
     """Scale the whole gradient to at most the norm rho, as ``clip_grad_norm_`` documents it."""
 
     def clip(g: Tree) -> Tree:
-        norm = torch.sqrt(sum((tensor**2).sum() for tensor in g.values()))
+        squares: Any = sum((tensor**2).sum() for tensor in g.values())
+        norm = torch.sqrt(squares)
         return each(lambda tensor: tensor * torch.clamp(rho / (norm + 1e-6), max=1.0), g)
 
     return clip

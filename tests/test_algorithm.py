@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from federation import OPTIMIZERS, Quadratic, Regression, assert_close, falling
@@ -12,6 +13,7 @@ from scripts import ROOT
 
 from flower_desloc import take
 from flower_desloc.algorithm import des_loc
+from flower_desloc.core.schedule import Period
 
 M, T = 3, 12
 
@@ -31,10 +33,10 @@ def test_the_federated_path_ends_with_the_streams_of_the_one_page(name, periods,
     case = OPTIMIZERS[name]
     models = [problem.module() for _ in range(M)]
     workers = [(model, case.make(model.parameters())) for model in models]
-    by_stream = case.periods(*periods)
+    by_stream: dict[str, Any] = case.periods(*periods)
     sent = des_loc(workers, problem.loss, by_stream, T, eta=lambda t: case.lr * falling(t))
 
-    federated = ["never" if math.isinf(K) else K for K in periods]
+    federated: list[Period] = ["never" if math.isinf(K) else K for K in periods]
     run = Run(
         name,
         federated,

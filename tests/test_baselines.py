@@ -26,7 +26,7 @@ from flower_desloc import Clipping, DesLoc, SyncSchedule
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import build_outer, build_schedule
 from flower_desloc.core.outer import OuterOptimizer
-from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET
+from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, Period
 from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.policy import Policy
 from flower_desloc.optim import SGDM
@@ -56,7 +56,8 @@ def test_the_presets_have_the_periods_of_their_methods():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_reset_states_equal_a_new_optimizer_every_round_and_are_never_sent(name, tmp_path):
     case = OPTIMIZERS[name]
-    schedule = SyncSchedule(case.periods(4, *[RESET] * len(case.oracle.states)))
+    resets: list[Period] = [RESET] * len(case.oracle.states)
+    schedule = SyncSchedule(case.periods(4, *resets))
     run = Run(case, schedule, tmp_path, num_steps=14)
     got = run.final()
     x = initial(Quadratic())
@@ -133,7 +134,8 @@ class Still:
         return Tensors()
 
     def loss(self, module: nn.Module, m: int, t: int) -> Tensor:
-        return sum((p - m).square().sum() / 2 for p in module.parameters())
+        zero = torch.zeros((), dtype=torch.float64)
+        return sum(((p - m).square().sum() / 2 for p in module.parameters()), start=zero)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -7,6 +7,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def app(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(HUB)
     monkeypatch.chdir(tmp_path)
 
-    def run(nodes: list[dict[str, object]], **changes: object) -> None:
+    def run(nodes: list[dict[str, Any]], **changes: Any) -> None:
         client = importlib.import_module("desloc_quickstart.client_app").app
         server = importlib.import_module("desloc_quickstart.server_app").app
         config = tomllib.loads((HUB / "pyproject.toml").read_text())["tool"]["flwr"]["app"][

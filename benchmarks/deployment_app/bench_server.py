@@ -39,7 +39,8 @@ class Turns(Observer):
 
     def __init__(self, grid: "Watched", settings: dict[str, Any], params: Any, block: int) -> None:
         self.found: list[dict[str, Any]] = []
-        self._grid, self._settings, self._params, self._block = grid, settings, params, block
+        self._grid: Any = grid  # a Grid by its __getattr__
+        self._settings, self._params, self._block = settings, params, block
         self._who = ""
 
     def desloc(self, steps: int, who: str) -> None:
@@ -107,12 +108,12 @@ class Watched:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._sent: dict[str, float] = {}
-        self._had: list[dict[str, float | str]] = []
+        self._had: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
 
-    def take(self) -> list[dict[str, float | str]]:
+    def take(self) -> list[dict[str, Any]]:
         """Return the exchanges since the last call, one for each reply that has times."""
         had, self._had = self._had, []
         return had
@@ -142,6 +143,7 @@ class Watched:
         for reply in replies:
             if not reply.has_error() and "times" in reply.content:
                 asked = reply.metadata.reply_to_message_id
-                own = reply.content["metrics"]["seconds"]
+                own = reply.content.metric_records["metrics"]["seconds"]
+                times = reply.content.config_records["times"]
                 extra = {"id": asked, "own": own, "sent": self._sent[asked], "had": time.time()}
-                self._had.append({**reply.content["times"], **extra})
+                self._had.append({**times, **extra})

@@ -1,6 +1,7 @@
 """The clients of DesLoc and FedAvg, with the times of their phases in every reply."""
 
 import time
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -8,6 +9,7 @@ from flwr.clientapp import ClientApp
 from client_app.client import build_worker
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
+from flower_desloc.flower.messages import Settings
 
 fedavg = ClientApp()
 
@@ -16,7 +18,7 @@ fedavg = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Take the same step on the same model and data, written as in Flower's examples."""
     asked = time.time()
-    config = message.content.config_records["config"]
+    config: Any = message.content.config_records["config"]
     worker = build_worker({"settings": config["settings"]}, context)
     built = time.time()
     params = message.content.array_records["arrays"].to_torch_state_dict()
@@ -39,7 +41,7 @@ class Timed(ClientApp):
         self._built = 0.0
         self._ours = client_app(self._build)
 
-    def _build(self, config: dict[str, str | int | float | bool], context: Context) -> Worker:
+    def _build(self, config: Settings, context: Context) -> Worker:
         worker = build_worker(config, context)
         self._built = time.time()
         return worker
@@ -48,8 +50,8 @@ class Timed(ClientApp):
         asked = time.time()
         reply = self._ours(message, context)
         if message.metadata.message_type == "train":
-            times = {"asked": asked, "built": self._built, "done": time.time()}
-            reply.content["times"] = ConfigRecord(times)
+            times = ConfigRecord({"asked": asked, "built": self._built, "done": time.time()})
+            reply.content["times"] = times
         return reply
 
 

@@ -23,7 +23,8 @@ def main(grid: Grid, context: Context) -> None:
     """Write the seconds of the window to the file ``output``."""
     config = context.run_config
     if not config["bundles"]:
-        exchange.HttpGrid = InMemoryGrid  # as in a simulation: array by array
+        # As in a simulation: array by array.
+        exchange.HttpGrid = InMemoryGrid  # type: ignore[attr-defined, assignment]
     seconds = transfer(grid, int(config["values"]), int(config["tensors"]))
     Path(str(config["output"])).write_text(json.dumps(seconds))
 

@@ -1,13 +1,12 @@
 """A Flower Grid whose clients run in the same process."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.exits import exits_as_errors
@@ -35,7 +34,7 @@ class InProcessGrid(Grid):
     Parameters
     ----------
     client_app : ClientApp
-        The app of every node.
+        The app of every node, or a function in its place.
     nodes : Iterable[Mapping]
         The ``context.node_config`` of each client, such as
         ``{"partition-id": 0, "num-partitions": 2}``.
@@ -51,7 +50,7 @@ class InProcessGrid(Grid):
 
     def __init__(
         self,
-        client_app: ClientApp,
+        client_app: Callable[[Message, Context], Message],
         nodes: Iterable[Mapping[str, Any]],
         *,
         run_config: Mapping[str, Any] | None = None,

@@ -4,13 +4,13 @@ For training use PyTorch's Adam. This is the form that the theory analyses: no b
 the stability term inside the root.
 """
 
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from flower_desloc.core.states import ADAM
+from flower_desloc.core.states import ADAM, State
 from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
 from flower_desloc.optim.description import Description
 
@@ -47,7 +47,7 @@ class PaperAdam(ForeachOptimizer):
     positive: without it the first step of a parameter with no gradient is 0 / 0.
     """
 
-    states = ADAM
+    states: ClassVar[tuple[State, ...]] = ADAM
     update = staticmethod(paper_adam_step)
 
     def __init__(

@@ -31,7 +31,7 @@ def partitions(number: int, alpha: float) -> DirichletPartitioner:
     return partitioner
 
 
-def load_data(node_config: dict, alpha: float) -> tuple[Tensor, ...]:
+def load_data(node_config: dict[str, bool | float | int | str], alpha: float) -> tuple[Tensor, ...]:
     """Return images and labels to train on, and the fifth that is held out.
 
     A simulated site has a partition; a real one has the data set in its ``data-path``.

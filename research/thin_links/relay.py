@@ -132,4 +132,5 @@ if __name__ == "__main__":
     elif what == "serve":
         serve(address, int(words[0]))
     else:
-        measure(address, *(int(word) for word in words[:3]), float(words[3]))
+        port, up, down = map(int, words[:3])
+        measure(address, port, up, down, float(words[3]))

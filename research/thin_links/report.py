@@ -1,6 +1,7 @@
 """What the runs say: time to a loss, share of computing, bytes on the interface, the planner."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -228,7 +229,7 @@ def by_cell(runs: list[Run]) -> dict[tuple[float, str], list[Run]]:
     return found
 
 
-def spread(values: list[float | None], how: str) -> str:
+def spread(values: Sequence[float | None], how: str) -> str:
     """Return the mean, and the lowest and highest where they differ as printed."""
     if any(value is None for value in values):
         return "-"

@@ -4,6 +4,7 @@ Coins, absences and all that is Flower's: test_together.py, on the whole path.
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import reference
@@ -53,7 +54,7 @@ def federated(case: OptimizerCase, problem, schedule: SyncSchedule, num_workers=
 
 def oracle(case: OptimizerCase, problem, schedule: SyncSchedule, **changed):
     """The same run in reference.py."""
-    settings = {
+    settings: dict[str, Any] = {
         "num_workers": 3,
         "num_steps": T,
         "due": due_table(schedule, T),

@@ -2,10 +2,11 @@
 
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from federation import Quadratic, Regression, TiedMLP, assert_same
+from federation import Quadratic, Regression, TiedMLP, assert_same, initial
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -27,7 +28,10 @@ def model(make=Adam):
 
 
 def worker(module, optimizer, **changed) -> Worker:
-    settings = {"loss_at": lambda t: PROBLEM.loss(module, 0, t), "num_examples": 1} | changed
+    settings: dict[str, Any] = {
+        "loss_at": lambda t: PROBLEM.loss(module, 0, t),
+        "num_examples": 1,
+    } | changed
     return Worker(module=module, optimizer=optimizer, **settings)
 
 
@@ -55,7 +59,10 @@ def test_a_frozen_parameter_stays_as_it_is_whatever_gradient_is_left_of_it():
 
 def test_the_learning_rate_is_each_groups_own_times_the_schedule():
     module = TiedMLP()
-    groups = [{"params": [module.a.weight], "lr": 0.5}, {"params": [module.a.bias, module.b.bias]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [module.a.weight], "lr": 0.5},
+        {"params": [module.a.bias, module.b.bias]},
+    ]
     optimizer = Adam(groups, lr=0.1)
     prime(optimizer)
     factor = wsd(20, warmup_steps=4, decay_steps=10)
@@ -101,8 +108,8 @@ def test_a_parameter_the_loss_does_not_use_stays():
     loss_at = lambda t: module["vector"].square().sum()  # noqa: E731
     steps(module, optimizer, 0, 3, loss_at=loss_at, clipping=Clipping(norm=1.0))
     assert torch.equal(module["unused"], torch.ones(3))
-    assert torch.equal(module["matrix"], Quadratic().module().matrix)
-    assert not torch.equal(module["vector"], Quadratic().module().vector)
+    assert torch.equal(module["matrix"], initial(Quadratic())["matrix"])
+    assert not torch.equal(module["vector"], initial(Quadratic())["vector"])
 
 
 @pytest.mark.parametrize("norm", [None, 0.1])
@@ -127,14 +134,15 @@ def test_an_optimizer_of_some_parameters_trains_and_clips_these_alone(norm):
 
 
 def test_a_sparse_gradient_is_refused_by_name_before_a_step():
-    module = nn.ModuleDict({"table": nn.Embedding(5, 2), "head": nn.Linear(2, 1)})
+    table, head = nn.Embedding(5, 2), nn.Linear(2, 1)
+    module = nn.ModuleDict({"table": table, "head": head})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     prime(optimizer)
     before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
 
     def loss_at(t):  # the module does not state that this gradient is sparse
-        rows = nn.functional.embedding(torch.tensor([1]), module["table"].weight, sparse=True)
-        return module["head"](rows).sum()
+        rows = nn.functional.embedding(torch.tensor([1]), table.weight, sparse=True)
+        return head(rows).sum()
 
     for train in (lambda it: it.steps(0, 2), lambda it: it.gradient(0)):
         with pytest.raises(ValueError, match=r"'table.weight' has sparse gradients.*sparse=True"):
@@ -170,13 +178,14 @@ def test_accumulated_gradients_are_added_to_those_there_are():
         p.grad = torch.ones_like(p)
     expected = torch.autograd.grad(module(batch).sum(), params[:-1])
     accumulated((module(b).sum() for b in batch.split(2)), params).backward()
-    got = [p.grad - 1 for p in params[:-1]]
+    got = [gradient(p) - 1 for p in params[:-1]]
     torch.testing.assert_close(got, list(expected), rtol=1e-13, atol=1e-14)
     assert params[-1].grad is None
 
 
 def test_one_graph_at_a_time_is_held():
-    module, graphs = TiedMLP(), []
+    module = TiedMLP()
+    graphs: list[weakref.ref[torch.Tensor]] = []
 
     def losses():
         for part in batch_of(12).split(2):
@@ -190,12 +199,17 @@ def test_one_graph_at_a_time_is_held():
     assert len(graphs) == 6
 
 
+def gradient(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
 class SeedsBoth(Adam):
     """Adam whose two moments start from the first gradient, where they are zero."""
 
     states = (
-        State("exp_avg", Kind.FIRST_MOMENT, seed=lambda p, group: p.grad),
-        State("exp_avg_sq", Kind.SECOND_MOMENT, seed=lambda p, group: p.grad.square()),
+        State("exp_avg", Kind.FIRST_MOMENT, seed=lambda p, group: gradient(p)),
+        State("exp_avg_sq", Kind.SECOND_MOMENT, seed=lambda p, group: gradient(p).square()),
     )
 
 

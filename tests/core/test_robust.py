@@ -189,7 +189,7 @@ LIAR = 2
 """Multiplies its update of params by -1000."""
 
 
-def federation(folder: Path, *, malicious: bool = False, **policy: object) -> Run:
+def federation(folder: Path, *, malicious: bool = False, **policy: Any) -> Run:
     run = Run(
         "adam",
         (2, 4, 8),
@@ -202,7 +202,7 @@ def federation(folder: Path, *, malicious: bool = False, **policy: object) -> Ru
     start = from_record(run.initial)
 
     def lie(reply: Message) -> None:
-        x = from_record(reply.content["params"])
+        x = from_record(reply.content.array_records["params"])
         told = {key: start[key] - 1000 * (x[key] - start[key]) for key in x}
         reply.content["params"] = to_record(told)
 
@@ -211,7 +211,7 @@ def federation(folder: Path, *, malicious: bool = False, **policy: object) -> Ru
     return run
 
 
-def final(folder: Path, **options: object) -> torch.Tensor:
+def final(folder: Path, **options: Any) -> torch.Tensor:
     run = federation(folder, **options)
     run.start()
     return from_record(run.result.arrays)["matrix"]

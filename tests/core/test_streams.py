@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -34,7 +35,7 @@ class Lion(torch.optim.Optimizer):
 class CountsInPython(Lion):
     """An optimizer whose ``step`` is a number, not a tensor."""
 
-    def step(self):
+    def step(self, closure=None):
         super().step()
         for state in self.state.values():
             state["step"] = state.get("step", 0) + 1
@@ -75,14 +76,14 @@ def make(maker):
     return maker[0]
 
 
-def primed(make, module=None):
+def primed(make, module=None) -> tuple[Any, Any]:
     module = module or TiedMLP()
     optimizer = make(module.parameters())
     prime(optimizer)
     return module, optimizer
 
 
-def train(module, optimizer, steps):
+def train(module, optimizer, steps) -> tuple[Any, Any]:
     for t in steps:
         optimizer.zero_grad()
         inputs = torch.randn(8, 4, dtype=torch.float64, generator=generator(t))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.compression import coded_bytes, decode, encode
+from flower_desloc.core.formats import Format
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.traffic import wire_bytes
 from flower_desloc.flower.arrays import from_record, to_record
@@ -61,7 +62,8 @@ def test_a_code_has_as_many_bytes_as_is_said_and_comes_back_in_shape(seed, shape
 
 def test_bytes_of_a_value():
     x = torch.zeros(1_000_000)
-    for format_, each in [("fp32", 4), ("bf16", 2), ("int8", 1 + 2 / 256), ("int4", 0.5 + 2 / 64)]:
+    sizes: dict[Format, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 64}
+    for format_, each in sizes.items():
         assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
     wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}, {})
     assert wire == {"a": 4_000_000, "b": 2_000_000}
@@ -151,6 +153,7 @@ def test_with_an_evaluation_parameters_are_still_sent_once(tmp_path):
     with_it, without = (run("adam", ALL_CODED, tmp_path / name) for name in ("with", "without"))
     with_it.strategy.evaluate_clients, with_it.strategy.eval_every = True, 1
     assert_same(with_it.start(), without.start())
+    assert without.watch.plan is not None
     last = without.watch.plan.wire_bytes[PARAMS] * 3  # the last average, evaluated
     total = [sum(sum(r.traffic.down.values()) for r in x.watch.records) for x in (with_it, without)]
     assert total[0] == total[1] + last
@@ -193,7 +196,7 @@ def test_a_reply_of_other_bytes_is_left_out(tmp_path):
 
     def shorten(reply: Message) -> None:
         if PARAMS in reply.content:
-            codes = from_record(reply.content[PARAMS])
+            codes = from_record(reply.content.array_records[PARAMS])
             reply.content[PARAMS] = to_record({key: code[:-1] for key, code in codes.items()})
 
     federation.grid.on_training(shorten, node=2)

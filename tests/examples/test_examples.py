@@ -329,11 +329,12 @@ def test_streams_of_any_optimizer_are_found_by_name(name, states):
     config = an_optimizer(name)
     config = with_values(config, {"sync": {"params": 2, **dict.fromkeys(states, 4)}})
     check_streams(config)
-    for wrong, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"exp_avgg": 2}, rf"sync\.exp_avgg: {name} has no stream of that name; .*params"),
         *(({state: None}, rf"sync\.{state} is not stated") for state in states),
-    ):
-        periods = {"params": 2, **dict.fromkeys(states, 4)} | wrong
+    ]
+    for wrong, message in refused:
+        periods = {"params": 2, **dict.fromkeys(states, 4), **wrong}
         config = with_values(
             config, {"sync": {key: period for key, period in periods.items() if period}}
         )
@@ -546,7 +547,7 @@ def printed_app(tmp_path: Path) -> Callable[..., Any]:
         exec(printed("app", "python"), names)
         change(names)
         nodes = [{"partition-id": i, "state-dir": str(tmp_path / "state")} for i in range(3)]
-        config = {"lr": 0.02, "folder": str(tmp_path / folder)}
+        config: dict[str, Any] = {"lr": 0.02, "folder": str(tmp_path / folder)}
         names["server"](
             InProcessGrid(names["client"], nodes), Context(1, 0, {}, RecordDict(), config)
         )
@@ -653,7 +654,7 @@ def test_flowers_quickstart_learns_with_the_changes_on_the_page(monkeypatch, tmp
     monkeypatch.setattr(
         server_app, "global_evaluate", lambda *at: evaluations.append(at[0]), raising=False
     )
-    config = {"num-steps": 96, "learning-rate": 0.003, "batch-size": 32}
+    config: dict[str, Any] = {"num-steps": 96, "learning-rate": 0.003, "batch-size": 32}
     nodes = [{"partition-id": i, "num-partitions": 3, "state-dir": str(tmp_path)} for i in range(3)]
     lines = []
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from command import accepted, desloc, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.toy import __main__ as command_line
 from examples.toy import search
 from examples.toy.federation import federate
 from examples.toy.problem import (
@@ -36,6 +38,7 @@ COORDINATE = st.floats(-2, 2)
 def test_the_gradient_is_that_of_the_value(x1, x2):
     x = torch.tensor([x1, x2], dtype=torch.float64, requires_grad=True)
     value(*x).backward()
+    assert x.grad is not None
     np.testing.assert_allclose(gradient(x1, x2), x.grad, rtol=1e-12, atol=1e-9)
 
 
@@ -87,7 +90,7 @@ def test_the_methods_are_the_papers():
 def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
     """Past K_v, and past a reset; at a higher rate every rounding grows until runs part."""
     rounds = K_V // K_X + 1
-    size = {"num_workers": 2, "num_steps": rounds * K_X, "seeds": [0, 5]}
+    size: dict[str, Any] = {"num_workers": 2, "num_steps": rounds * K_X, "seeds": [0, 5]}
     through = federate(setting, METHODS[method], **size, state_dir=tmp_path)
     written = transcribe([setting], METHODS[method], noise(2, rounds * K_X, [0, 5])).averages
     assert through.shape == (1 + rounds, 2, len(SPLITS), 2)
@@ -177,9 +180,11 @@ def test_desloc_toy_in_miniature(tmp_path):
 
 
 def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
-    small = {"rules": [("adam", 5.0)], "beta1": [0.9, 0.995], "beta2": [0.999], "rates": [0.1, 0.3]}
+    small: dict[str, Any] = {"rules": [("adam", 5.0)], "beta1": [0.9, 0.995]}
+    small |= {"beta2": [0.999], "rates": [0.1, 0.3]}
     monkeypatch.setattr(
-        "examples.toy.__main__.SearchGrid",
+        command_line,
+        "SearchGrid",
         lambda workers: SearchGrid(**small, workers=3, rounds=2, seeds=2),
     )
     accepted("toy", "--search", "--output-dir", tmp_path, "--jobs", 1)

@@ -161,11 +161,11 @@ def test_any_bytes_are_read_as_numpy_reads_them_or_refused(
 ):
     header = (HEADER % (description, order, shape) + padding).encode()
     width = 2 if version[:1] == b"\x01" else 4
-    data = bytearray(b"\x93NUMPY" + version + len(header).to_bytes(width, "little") + header)
-    data += bytes(range(values))
+    written = bytearray(b"\x93NUMPY" + version + len(header).to_bytes(width, "little") + header)
+    written += bytes(range(values))
     if flip is not None:
-        data[flip[0] % len(data)] ^= flip[1]
-    data = bytes(data)
+        written[flip[0] % len(written)] ^= flip[1]
+    data = bytes(written)
     array = Array("float32", (2, 3), "numpy.ndarray", data)
     try:
         got = from_record(ArrayRecord({"a": array}))["a"]

@@ -134,7 +134,8 @@ def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, m
     """Arrays are bundled unless a client does not say that it reads bundles."""
 
     def run(folder):
-        run, bundled_arrays = Run("adam", (2, 3, 5), folder, formats=formats), []
+        run = Run("adam", (2, 3, 5), folder, formats=formats)
+        bundled_arrays: list[Array] = []
 
         def observe(asked, reply):
             if not understood and asked.metadata.message_type == HELLO:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import tiny
@@ -12,14 +13,14 @@ from flwr.app import Context, Message, RecordDict
 from flower_desloc.app.cli.terminal import exit_on_signals
 from flower_desloc.app.tasks.image_classification import ImageClassification
 from flower_desloc.flower.exits import exits_as_errors
+from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.flower.policy import FederationError
 
 SMALL = ("run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4")
 CONTINUE = ("federation.on_failure=continue", "federation.min_clients=1")
 
 
-def leaves(*_args: object) -> None:
+def leaves(*_: object, **__: object) -> NoReturn:
     sys.exit(0)
 
 
@@ -76,7 +77,7 @@ def test_a_server_app_that_exits_has_failed(tmp_path, task):
 
 
 def test_any_client_app_that_exits_has_failed():
-    grid = InProcessGrid(leaves, [{}])  # type: ignore[arg-type]
+    grid = InProcessGrid(leaves, [{}])
     [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
     assert reply.error.reason == "RuntimeError: it called sys.exit(0)"
 
@@ -88,7 +89,7 @@ def test_a_client_app_with_a_panic_in_a_library_has_failed():
     def panics(message: Message, context: Context) -> Message:
         raise PanicException("index out of bounds")
 
-    grid = InProcessGrid(panics, [{}])  # type: ignore[arg-type]
+    grid = InProcessGrid(panics, [{}])
     [reply] = grid.send_and_receive([Message(RecordDict(), 1, "train")])
     assert reply.error.reason == "RuntimeError: PanicException: index out of bounds"
 
@@ -97,7 +98,7 @@ def test_ctrl_c_is_no_failure_of_a_client():
     def interrupted(message: Message, context: Context) -> Message:
         raise KeyboardInterrupt
 
-    grid = InProcessGrid(interrupted, [{}])  # type: ignore[arg-type]
+    grid = InProcessGrid(interrupted, [{}])
     with pytest.raises(KeyboardInterrupt):
         grid.send_and_receive([Message(RecordDict(), 1, "train")])
 

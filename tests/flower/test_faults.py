@@ -74,7 +74,7 @@ def with_vector(values: torch.Tensor) -> Spoil:
     """Replace one tensor of the first stream of a reply."""
 
     def spoil(content: RecordDict) -> None:
-        content[min(content.array_records)]["vector"] = to_record({"": values})[""]
+        content.array_records[min(content.array_records)]["vector"] = to_record({"": values})[""]
 
     return spoil
 
@@ -264,7 +264,8 @@ def test_a_probe_is_sent_only_after_more_silence_than_before_any_reply():
 
 def test_a_request_that_flower_does_not_accept_fails_at_once():
     grid = InProcessGrid(echo, [{}])
-    grid.push_messages = lambda messages: ["" for _ in messages]  # as Flower's link says it
+    # As Flower's link says it.
+    grid.push_messages = lambda messages: ["" for _ in messages]  # type: ignore[method-assign]
     assert ask(grid).error.reason == "Flower did not accept the request"
 
 

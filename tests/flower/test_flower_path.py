@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from federation import OPTIMIZERS, Quadratic, Regression, assert_close, assert_same, size_of
+from federation import (
+    OPTIMIZERS,
+    Quadratic,
+    Regression,
+    assert_close,
+    assert_same,
+    initial,
+    size_of,
+)
 from flower_path import RUN, Run, oracle
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from reference import Tree
@@ -104,7 +112,7 @@ def test_a_parameter_that_never_has_a_gradient_stays_and_its_states_are_zero(nam
 
     run = Run(name, (4, 5, 7), tmp_path, problem=Never())
     for state in run.start():
-        before = Never().module().matrix
+        before = initial(Never())["matrix"]
         assert torch.equal(state["params"]["matrix"], before)  # no weight decay either
         others = [stream["matrix"] for name, stream in state.items() if name != "params"]
         assert not any(tensor.any() for tensor in others)
@@ -126,7 +134,8 @@ def test_the_server_holds_one_reply_at_a_time(tmp_path):
 
     def count(reply: Message) -> None:
         alive.append(weakref.ref(reply))
-        alive.append(weakref.ref(reply.content["params"]["vector"]))
+        params: Any = reply.content["params"]
+        alive.append(weakref.ref(params["vector"]))
         most.append(sum(ref() is not None for ref in alive))
 
     run.grid.on_training(count)
@@ -218,7 +227,9 @@ def test_a_run_that_stays_below_the_quorum_stops_with_the_reason(tmp_path):
     failing(run, client=2, start=2, times=9)
     with pytest.raises(FederationError, match=r"min_clients=3.*repeats=1.*client-2"):
         run.start()
-    assert run.files(0).last().step == 4  # the others' work is on their disks
+    last = run.files(0).last()
+    assert last is not None
+    assert last.step == 4  # the others' work is on their disks
 
 
 def two_nodes_of_one_name(run: Run) -> None:
@@ -358,7 +369,7 @@ def test_the_averaged_model_has_the_buffers_of_its_parameters(period, tmp_path):
     rows = [torch.randn(8, 2, generator=torch.Generator().manual_seed(m)) + m for m in range(3)]
 
     def build(config: Any, context: Context) -> Worker:
-        x, module = rows[context.node_config["partition-id"]], BatchNorm1d(2)
+        x, module = rows[int(context.node_config["partition-id"])], BatchNorm1d(2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         return Worker(module=module, optimizer=optimizer, num_examples=8,
                       loss_at=lambda step: module(x).square().sum())  # fmt: skip
@@ -444,7 +455,7 @@ def test_a_strategy_names_the_option_that_is_invalid(options, tmp_path):
 def test_an_observer_that_is_none_is_refused_before_the_run(tmp_path):
     run = quadratic(tmp_path)
     with pytest.raises(TypeError, match=r"observer=.*must be a flower_desloc\.Observer"):
-        run.strategy.start(run.grid, run.initial, observer=print)
+        run.strategy.start(run.grid, run.initial, observer=print)  # type: ignore[arg-type]
 
 
 def test_metrics_that_are_averaged_may_be_negative_and_totals_not():
@@ -477,7 +488,8 @@ def test_a_grid_in_one_process_gives_a_client_its_run_config_and_its_threads():
 
     before = torch.get_num_threads()
     given = {"lr": 0.1}
-    for options, threads in (({}, 1), ({"threads": 2, "run_config": given}, 2)):
+    both: dict[str, Any] = {"threads": 2, "run_config": given}
+    for options, threads in (({}, 1), (both, 2)):
         grid = InProcessGrid(client, [{"m": 0}, {"m": 1}], **options)
         grid.send_and_receive([Message(RecordDict(), node, "train") for node in (1, 2)])
         config = options.get("run_config", {})

@@ -74,7 +74,8 @@ class Federation:
 
     def __call__(self, message: Message, context: Context) -> Message:
         m, kind = int(context.node_config["m"]), message.metadata.message_type
-        content, step = self._good(message, m), int(message.content["config"]["stop-step"])
+        content, config = self._good(message, m), message.content.config_records["config"]
+        step: Any = config["stop-step"]
         if m == self.hostile:
             for spoil in self.spoil.get((kind, step), ()):
                 try:
@@ -89,7 +90,7 @@ class Federation:
         return Message(content, reply_to=message)
 
     def _good(self, message: Message, m: int) -> Content:
-        config = message.content["config"]
+        config: Any = message.content["config"]
         steps = {"start-step": config["start-step"], "stop-step": config["stop-step"]}
         match message.metadata.message_type:
             case "query.hello":
@@ -172,7 +173,7 @@ def about(name: str, value: Any) -> Spoil:
 
 def scaled(stream: str, factor: float) -> Spoil:
     def spoil(content: Content) -> None:
-        old = from_record(content[stream])
+        old = from_record(content.array_records[stream])
         with np.errstate(over="ignore"):
             content[stream] = to_record({key: tensor * factor for key, tensor in old.items()})
 
@@ -355,12 +356,13 @@ def test_a_reply_that_flower_cannot_decode_is_left_out():
 
 
 def test_a_reply_of_too_many_objects_is_not_downloaded(monkeypatch):
-    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)  # restored afterwards
+    of_flower: Any = http_grid  # which imports the function
+    monkeypatch.setattr(of_flower, "pull_objects", of_flower.pull_objects)  # restored afterwards
     poll_for_objects_often(lambda: 2)
-    got = http_grid.pull_objects(object_ids=["a", "b"], pull_object_fn=str.encode)
+    got = of_flower.pull_objects(object_ids=["a", "b"], pull_object_fn=str.encode)
     assert got == {"a": b"a", "b": b"b"}
     with pytest.raises(ValueError, match="3 objects, expected at most 2"):
-        http_grid.pull_objects(object_ids=["a", "b", "c"], pull_object_fn=str.encode)
+        of_flower.pull_objects(object_ids=["a", "b", "c"], pull_object_fn=str.encode)
     assert limits.most_objects({"params": X0}) == limits.OBJECTS + 4
 
 
@@ -407,7 +409,8 @@ def test_a_number_of_itself_that_a_client_cannot_mean_is_not_stated(number):
 @pytest.mark.parametrize("lists", [[["other"], [], [], []], [[*SHAPES], ["statistics"], [], []]])
 def test_the_model_of_one_client_does_not_end_the_run(lists, clients, honest_state_theirs, hostile):
     def states(names: list[list[str]]) -> Spoil:
-        return lambda content: content["about"].update(dict(zip(TENSOR_NAMES, names, strict=True)))
+        named = dict(zip(TENSOR_NAMES, names, strict=True))
+        return lambda content: content.config_records["about"].update(named)
 
     class Stating(Federation):
         def _good(self, message: Message, m: int) -> Content:

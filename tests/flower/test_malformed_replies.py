@@ -69,11 +69,13 @@ unknown = st.text(max_size=12).filter(lambda name: name not in (*STREAMS, *SHAPE
 
 
 def array(content: RecordDict, at: Place) -> np.ndarray:
-    return content[at[0]][at[1]].numpy()
+    record: Any = content[at[0]]
+    return record[at[1]].numpy()
 
 
 def put(content: RecordDict, at: Place, values: np.ndarray) -> None:
-    content[at[0]][at[1]] = Array(values)
+    record: Any = content[at[0]]
+    record[at[1]] = Array(values)
 
 
 def is_now(name: str, value: object, record: str = "metrics") -> Wrong:
@@ -100,7 +102,7 @@ def of_records() -> st.SearchStrategy[Wrong]:
         return f"{to!r} as well", lambda c: c.update({to: c[name]})
 
     def lost(content: RecordDict) -> None:
-        content["metrics"].update({"state-lost": 1, "num-examples": 0})
+        content.metric_records["metrics"].update({"state-lost": 1, "num-examples": 0})
         for name in STREAMS:
             content.pop(name)
 
@@ -178,7 +180,7 @@ HEADERS = [
 def of_bytes() -> st.SearchStrategy[Wrong]:
     def changed(at: Place, what: str, change: Callable[[bytes], bytes]) -> Wrong:
         def spoil(content: RecordDict) -> None:
-            it = content[at[0]][at[1]]
+            it: Any = content[at[0]][at[1]]
             it.data = change(it.data)
 
         return f"{at} {what}", spoil
@@ -309,7 +311,8 @@ def good(message: Message, m: int) -> RecordDict:
     """Return the reply of the honest client m."""
     match message.metadata.message_type:
         case "train":
-            told = {"num-examples": m + 1, "train-loss": 1.0, "start-step": 0, "stop-step": 1}
+            told: dict[str, Any] = {"num-examples": m + 1, "train-loss": 1.0}
+            told |= {"start-step": 0, "stop-step": 1}
             content = RecordDict({"metrics": MetricRecord(told)})
             for name, stream in arrays(m).items():
                 content[name] = ArrayRecord({key: copy(it) for key, it in stream.items()})
@@ -411,7 +414,8 @@ class Nonsense(InProcessGrid):
     def _answer(self, message: Message) -> Message:
         reply = super()._answer(message)
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "train":
-            window = int(message.content["config"]["server-round"])  # type: ignore[index, arg-type]
+            config: Any = message.content["config"]
+            window = int(config["server-round"])
             reply.content.metric_records["metrics"].update(NONSENSE[window % len(NONSENSE)])
         if message.metadata.dst_node_id == 2 and message.metadata.message_type == "query.hello":
             reply.content.config_records["about"].update(

@@ -99,7 +99,7 @@ def cases() -> Iterable[Any]:
 def test_a_newcomers_steps_are_no_longer_than_they_would_have_been(name, averaged, lost, tmp_path):
     """It sees no gradient of a coordinate in which the federation's first moment is not zero."""
     make = OF_TORCH[name]
-    periods = {PARAMS: 2, **dict.fromkeys(states_of(make), NEVER), averaged: 4}
+    periods: dict[str, Any] = {PARAMS: 2, **dict.fromkeys(states_of(make), NEVER), averaged: 4}
     case = OptimizerCase(make, OPTIMIZERS["sgdm"].oracle, 0.05)
 
     def update_norm(*, new: bool) -> float:

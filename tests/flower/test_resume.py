@@ -123,7 +123,7 @@ def nesterov() -> OuterOptimizer:
 
 
 ADAM = OPTIMIZERS["adam"]
-DILOCO = (3, NEVER, NEVER)
+DILOCO: tuple[Period, ...] = (3, NEVER, NEVER)
 CODES = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 SOME = Policy(fraction_train=0.6)
 PACES = {"client-0": 1.0, "client-1": 1.5, "client-2": 4.0}
@@ -306,8 +306,8 @@ def test_data_and_code_that_changed_since_the_checkpoint_are_recorded(tmp_path):
     file = Checkpoints(tmp_path / "checkpoints").all()[-1]
     last = Checkpoint.read(file)
     assert last.data == dict.fromkeys(["client-0", "client-1", "client-2"], "the same")
-    data = last.data | {"client-1": "3 rows", "client-9": "of one that is away"}
-    code = last.code | {"mine.py": "a digest"}
+    data = {**last.data, "client-1": "3 rows", "client-9": "of one that is away"}
+    code = {**last.code, "mine.py": "a digest"}
     Checkpoints(file.parent).write(dataclasses.replace(last, data=data, code=code))
     events = [e for r in case.run(tmp_path, resume=True).watch.records for e in r.events]
     assert [(e.kind, e.client, e.what) for e in events] == [

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from federation import assert_close, assert_same
@@ -49,7 +50,7 @@ class Clock:
         def pushed(messages: Iterable[Message]) -> Iterable[str]:
             for message in messages:
                 node, kind = message.metadata.dst_node_id, message.metadata.message_type
-                start = message.content["config"]["start-step"] if message.content else 0
+                start: Any = message.content["config"]["start-step"] if message.content else 0
                 [message_id] = push([message])
                 assert busy.get(node, 0) <= self.now, "it is asked before it has answered"
                 arrives[message_id] = self.now + seconds(kind, node - 1, start)
@@ -59,7 +60,8 @@ class Clock:
         def pulled(message_ids: Iterable[str]) -> Iterable[Message]:
             return pull([i for i in message_ids if arrives[i] <= self.now])
 
-        grid.push_messages, grid.pull_messages = pushed, pulled
+        grid.push_messages = pushed  # type: ignore[method-assign]
+        grid.pull_messages = pulled  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -238,14 +240,15 @@ def test_a_request_that_flower_no_longer_keeps_is_not_asked_for(clock, tmp_path,
     hour = 3600.0
     hangs = train(lambda client, start: NEVER if client == 1 and start == 2 else 3 * hour)
     timed = Timed(clock, tmp_path, hangs, going_on(timeout=4 * hour))
-    pull, asked = timed.run.grid.pull_messages, {}
+    pull = timed.run.grid.pull_messages
+    asked: dict[str, float] = {}
 
     def pulled(message_ids: Iterable[str]) -> Iterable[Message]:
         for message_id in message_ids:
             assert clock.now - asked.setdefault(message_id, clock.now) < 12 * hour
         return pull(message_ids)
 
-    timed.run.grid.pull_messages = pulled
+    timed.run.grid.pull_messages = pulled  # type: ignore[method-assign]
     clock.expire = 10 * hour
     timed.run.strategy.start(timed.run.grid, timed.run.initial, observer=timed.run.watch)
     kinds = [kind for _, kind, client in timed.events()]

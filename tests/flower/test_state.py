@@ -32,8 +32,14 @@ def window(step: int, checkpoint: int = -1, attempt: str = "A") -> ClientState:
     )
 
 
+def state(files: StateFiles) -> ClientState:
+    last = files.last()
+    assert last is not None
+    return last
+
+
 def value(files: StateFiles) -> float:
-    return float(files.last().streams["exp_avg"]["w"].unique())
+    return float(state(files).streams["exp_avg"]["w"].unique())
 
 
 def five_windows(folder: Path) -> StateFiles:
@@ -55,7 +61,7 @@ def test_of_a_long_run_only_the_states_somebody_can_ask_for_are_left(tmp_path):
         wanted = {step, max(step - 1, 1), *(at for at in past[-2:] if at > 0)}
         assert kept.keys() == {f"step-{at:08d}.safetensors" for at in wanted}
     files.go_back({"A": -1, "B": checkpoints[-2]})
-    assert files.last().step == value(files) == checkpoints[-2]
+    assert state(files).step == value(files) == checkpoints[-2]
 
 
 @pytest.mark.parametrize("killed", [None, 0, 1, 2, 3, 4])
@@ -66,7 +72,7 @@ def test_a_client_that_was_deleted_is_new(killed, tmp_path, monkeypatch):
         if killed is not None:
             _kill_at(killed, patch)
         files.delete()
-    assert files.last() is None or files.last().step == 5
+    assert files.last() is None or state(files).step == 5
     assert killed is not None or not list(tmp_path.iterdir())
 
 
@@ -87,13 +93,13 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(tmp_path,
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    last = files.last()
+    last = state(files)
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "safe_open", fail)
         for call in (files.last, lambda: last.streams["exp_avg"]):
             with pytest.raises(OSError, match="Input/output error"):
                 call()
-    assert files.last().step == value(files) == 5
+    assert state(files).step == value(files) == 5
 
 
 def test_a_torn_last_file_makes_the_client_new(tmp_path):
@@ -124,16 +130,20 @@ def test_a_client_killed_at_any_moment_of_a_write_can_repeat_the_window(tmp_path
                 ended += 1
             else:
                 break
-        assert files.last().step == value(files)
+        assert state(files).step == value(files)
         assert value(files) in (5, 6)
-        assert files.at(5).step == value(files) == 5
+        at_5 = files.at(5)
+        assert at_5 is not None
+        assert at_5.step == value(files) == 5
         for step in (6, 7, 8):
             files.write(window(step, checkpoint=step - 1))
-            assert files.last().step == value(files) == step
+            assert state(files).step == value(files) == step
             assert len(list(files.folder.iterdir())) <= 4
-        assert files.at(7).step == value(files) == 7
+        at_7 = files.at(7)
+        assert at_7 is not None
+        assert at_7.step == value(files) == 7
     assert ended >= 2
-    assert begun.last().step == 5
+    assert state(begun).step == 5
 
 
 def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:

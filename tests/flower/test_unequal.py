@@ -60,14 +60,14 @@ def test_a_stated_pace_of_an_unknown_client_is_a_warning(tmp_path, caplog):
 
 def test_speeds_are_measured_and_kept_in_checkpoints(tmp_path):
     """All take the first window whole; the slow ones then follow what they reported."""
-    policy = {"step_seconds": {}}
+    policy: dict[str, Any] = {"step_seconds": {}}
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
-    options = {"schedule": (8,), "policy": policy, "checkpoints": checkpoints}
+    options: dict[str, Any] = {"schedule": (8,), "policy": policy, "checkpoints": checkpoints}
     run = unequal(tmp_path / "clients", **options)
 
     def at_their_paces(reply: Message) -> None:
         pace = PACES[f"client-{reply.metadata.src_node_id - 1}"]
-        metrics = reply.content[METRICS]
+        metrics: Any = reply.content[METRICS]
         metrics["seconds"] = pace * metrics["steps"]
 
     run.grid.on_training(at_their_paces)

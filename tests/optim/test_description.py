@@ -11,7 +11,7 @@ from torch import nn
 
 from flower_desloc import NEVER, SyncSchedule
 from flower_desloc.core.kinds import Kind, kind_of
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.states import kinds_of, state_decays, states_of
 from flower_desloc.core.streams import prime, stream_names
 from flower_desloc.optim import OPTIMIZERS, PaperAdam
@@ -103,7 +103,7 @@ def test_an_elementwise_optimizer_takes_the_same_step_on_shards(described):
             p.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(torch.cat(shards), whole[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.cat(tuple(shards)), whole[0], rtol=1e-12, atol=0)
 
 
 def test_optimizers_that_share_a_rate_say_so_both_ways():
@@ -146,7 +146,8 @@ def test_the_names_of_states_make_no_difference(formats, options, tmp_path):
         case = OptimizerCase(
             lambda p: cls(p, lr=0.02, betas=(0.9, 0.95), eps=1e-3), CASES["paper_adam"].oracle, 0.02
         )
-        periods = {PARAMS: 2, names["exp_avg"]: 4, names["exp_avg_sq"]: 6 if formats else NEVER}
+        rare: Period = 6 if formats else NEVER
+        periods = {PARAMS: 2, names["exp_avg"]: 4, names["exp_avg_sq"]: rare}
         run = Run(
             case,
             SyncSchedule(periods),

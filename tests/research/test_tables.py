@@ -53,7 +53,9 @@ def test_the_product_does_not_know_research():
 
 def test_the_authors_clock_is_what_its_command_prints():
     page = (RESEARCH / "paper.md").read_text()
-    _, *command = re.search(r"desloc (plan --params 1\.3e9 .*)", page)[1].split()
+    found = re.search(r"desloc (plan --params 1\.3e9 .*)", page)
+    assert found is not None
+    _, *command = found[1].split()
     heads, rows = draw.CSV["wall_clock"]()
     for column, head in list(enumerate(heads))[1::2]:
         bandwidth = 1000 * float(head.removesuffix(" Gbit/s"))
@@ -87,8 +89,8 @@ def a_run(folder, seed, loss):
         "exp_avg_sq": {"moved": 0.5, "norm": 5.0},
     }
     central = {"overall": {"activation_norm": 3.0}, "parts": {"a": {"loss": loss}}}
-    window = {"drift": moments, "evaluation": {"central": central}, "clients": {"0": {}}}
-    window["clients"]["0"]["param_norm"] = 4.0
+    clients = {"0": {"param_norm": 4.0}}
+    window = {"drift": moments, "evaluation": {"central": central}, "clients": clients}
     lines = (window, window, window | {"drift": {}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,12 +60,14 @@ def test_the_descent_is_that_of_the_core(make):
         replayed = Replayed(problem, coins, num_steps, 2, seed)
         federation = Federation(
             replayed,
-            lambda p, eta=eta: SGDM(p, lr=eta, momentum=theorem.BETA),
+            partial(SGDM, lr=eta, momentum=theorem.BETA),
             problem.num_workers,
         )
         measured = []
         for t, due in enumerate(replayed.due):
-            x = np.stack([module["x"].detach().numpy() for module, _ in federation.workers])
+            x = np.stack(
+                [module.get_parameter("x").detach().numpy() for module, _ in federation.workers]
+            )
             gradient = problem.full_gradient(x.mean(0))
             measured.append([gradient @ gradient, x.var(0).sum()])
             federation.run(Window(t, t + 1, frozenset(due)))

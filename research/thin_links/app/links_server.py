@@ -30,5 +30,5 @@ class LinkRecorder(RunRecorder):
 
 
 # The app has no option for another recorder, and only this benchmark needs one.
-server_app.RunRecorder = LinkRecorder  # type: ignore[misc]
+server_app.RunRecorder = LinkRecorder  # type: ignore[attr-defined]
 app = server_app.app

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -35,7 +36,7 @@ from flower_desloc.app.engines.simulation import federation_config, flwr_run, wi
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs.resume import cut_off_since
 from flower_desloc.app.sites.deployment import environment as flower
-from flower_desloc.app.sites.supervisor import ProcessError
+from flower_desloc.app.sites.supervisor import ProcessError, Supervised
 
 
 def slow(test):
@@ -307,7 +308,7 @@ def test_a_process_that_ignores_sigterm_in_another_session_is_ended_too(temp, mo
     )
     command = [sys.executable, "-c", parent]
     monkeypatch.setattr(superlink, "superlink_command", lambda *_: command)
-    monkeypatch.setattr(superlink.Supervised, "wait_for_log", lambda *_: None)
+    monkeypatch.setattr(Supervised, "wait_for_log", lambda *_: None)
 
     def started():
         return [command_line(p) for p in processes_with("FLWR_HOME", str(link.home))]
@@ -357,7 +358,8 @@ def test_the_apps_lines_are_shown_and_flowers_warnings():
 def test_the_log_of_a_run_is_without_the_words_of_the_command_that_reads_it(tmp_path):
     (tmp_path / "cwd").mkdir()
     says = ("sh", "-c", "echo of the run; echo check your network connection >&2")
-    link = superlink.SuperLink(tmp_path, os.environ, None, "127.0.0.1:1", None, enter=says)
+    process: Any = None
+    link = superlink.SuperLink(tmp_path, os.environ, process, "127.0.0.1:1", None, enter=says)
     assert [*link.log("1")] == ["of the run"]
 
 
@@ -372,10 +374,11 @@ def test_a_log_that_breaks_off_is_continued_without_repetition():
         def status(self, run_id):
             return superlink.RunStatus(next(self.states), "")
 
-    said = []
+    said: list[str] = []
+    link: Any = BrokenOnce()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation.typer, "echo", said.append)
-        assert simulation.follow(BrokenOnce(), "1", verbose=False).completed
+        patch.setattr("typer.echo", said.append)
+        assert simulation.follow(link, "1", verbose=False).completed
     assert said == ["one", "two", "three"]
 
 
@@ -631,7 +634,7 @@ def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, pla
 def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
     words = ["run.name=waits", "simulation.num_clients=2", "--workers", "1"]
     with place.start(tiny, *words) as process, ended(process):
-        lines = []
+        lines: list[str] = []
         while not (lines and lines[-1].startswith(said)):
             lines.append(process.stdout.readline())
             assert lines[-1], ["".join(lines), process.stderr.read()]

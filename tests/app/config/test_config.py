@@ -271,7 +271,7 @@ def test_what_is_stated_with_gradients_and_has_no_effect_is_refused(other):
 # -------------------------------------------------------------------------------------- Run config
 
 # what a user types after --run-config, for each key
-TYPED = {
+TYPED: dict[str, str | int | float] = {
     "num-steps": 96,
     "params-period": 8,
     "exp-avg-period": 24,

@@ -63,19 +63,23 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     streams = planned_streams(config)
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])
-    seen = {stream.name: [] for stream in streams if stream.name != PARAMS}
+    seen: dict[str, list[torch.Tensor]] = {
+        stream.name: [] for stream in streams if stream.name != PARAMS
+    }
     for step in range(60):
         x.grad = torch.randn(5, dtype=torch.float64) + 4 * math.cos(step / 5)
         torch.nn.utils.clip_grad_norm_([x], 1.0)
         optimizer.step()
-        for stream, values in seen.items():
-            values.append(optimizer.state[x][stream].clone())
+        for name, values in seen.items():
+            values.append(optimizer.state[x][name].clone())
     for stream in streams:
         for K in (1, 5, 20) if stream.name != PARAMS else ():
-            values = torch.stack(seen[stream.name])
+            taken = torch.stack(seen[stream.name])
             # Adam's own code multiplies in another order; a last bit may differ.
-            assert values.abs().max() <= stream.ceiling * (1 + 1e-9)
-            drift = (values[K:] - values[:-K]).abs().max()
+            assert stream.ceiling is not None
+            assert stream.beta is not None
+            assert taken.abs().max() <= stream.ceiling * (1 + 1e-9)
+            drift = (taken[K:] - taken[:-K]).abs().max()
             assert drift <= drift_bound(stream.beta, K, stream.ceiling) * (1 + 1e-9)
 
 
@@ -178,7 +182,9 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
     streams = build_streams(config, build_task(config).build_model())
     run = run_of(config)
     assert run.sizes == stream_bytes(streams)
-    assert recommended(run, Topology.STAR)["buffers"] == recommended(run, Topology.STAR)[PARAMS]
+    periods = recommended(run, Topology.STAR)
+    assert periods is not None
+    assert periods["buffers"] == periods[PARAMS]
 
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():

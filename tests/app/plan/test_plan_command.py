@@ -110,13 +110,18 @@ def test_where_no_period_is_affordable_the_plan_shows_what_long_ones_reach():
         )
 
 
+def period_for_a_star(said: str) -> int:
+    found = re.search(r"star: .*?sync.exp_avg_sq=(\d+)", said)
+    assert found is not None
+    return int(found[1])
+
+
 def test_a_recommended_period_beyond_the_run_is_said_to_average_nothing():
     said = plan("desloc_adopt", *SMALL, "--steps", 900, "--share", 0.02)
-    period = int(re.search(r"star: .*?sync.exp_avg_sq=(\d+)", said)[1])
-    assert period > 900
+    assert period_for_a_star(said) > 900
     assert "exp_avg_sq never averaged" in said.partition("Recommended")[2]
     once = plan("desloc_adopt", *SMALL, "--steps", 900, "--share", 0.02, "sync_once_at=[8]")
-    assert int(re.search(r"star: .*?sync.exp_avg_sq=(\d+)", once)[1]) > 900
+    assert period_for_a_star(once) > 900
     assert "never averaged" not in once
 
 

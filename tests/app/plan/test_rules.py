@@ -141,6 +141,8 @@ def test_advice_for_a_star_counts_what_a_delay_hides(delay):
     in_time = planned(16, 16, 96, bound=True, link=link)
     late = replace(in_time, delay=delay)
     before, after = (recommended(run, Topology.STAR) for run in (in_time, late))
+    assert before is not None
+    assert after is not None
     assert after[PARAMS] < before[PARAMS]
     assert late.with_periods(after).late_waiting() <= late.share * late.compute
     assert recommended(late, Topology.RING) == recommended(in_time, Topology.RING)

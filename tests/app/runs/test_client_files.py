@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -26,9 +27,9 @@ def state(output_dir: Path, key: str) -> None:
 
 
 def checkpoint(run: RunFolder, key: str) -> None:
-    about = {"run_key": key, "round": 1, "step": 2, "evaluated": 0, "versions": {}, "averages": {}}
+    about: dict[str, Any] = {"run_key": key, "round": 1, "step": 2, "evaluated": 0}
     run.checkpoints.mkdir(exist_ok=True)
-    Checkpoints(run.checkpoints).write(Checkpoint(**about))
+    Checkpoints(run.checkpoints).write(Checkpoint(**about, versions={}, averages={}))
 
 
 def looked_at(output_dir: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -79,7 +80,14 @@ def test_a_run_that_was_cut_off_is_exported_from_its_last_checkpoint(copy, run, 
 def test_of_a_run_without_a_window_there_is_nothing_to_export(copy, tmp_path):
     shutil.rmtree(copy / "final")
     (copy / "summary.json").unlink()
-    about = {"run_key": "k", "round": 0, "step": 0, "evaluated": 0, "versions": {}, "outer": {}}
+    about: dict[str, Any] = {
+        "run_key": "k",
+        "round": 0,
+        "step": 0,
+        "evaluated": 0,
+        "versions": {},
+        "outer": {},
+    }
     first, *_ = sorted(copy.glob("checkpoints/*"))
     averages = Checkpoint.read(first).averages
     begun = Checkpoints(tmp_path, 1, (copy / "config.yaml").read_text())
@@ -127,14 +135,14 @@ def test_the_card_of_a_model_and_data_from_the_hub_links_to_them(run):
     config = parse((run / "config.yaml").read_text())
     changes = {"model.config": {"vocab_size": 256}, "data.source": "org/text:a"}
     config = with_values(config, {"run.init_from": "org/base"} | changes)
-    data = ModelCard(card(config, summary(run))).data
+    data: Any = ModelCard(card(config, summary(run))).data
     assert (data.base_model, data.datasets) == ("org/base", ["org/text"])
 
 
 def test_the_card_of_a_custom_task_does_not_tell_settings_that_the_task_may_not_read(run):
     config = parse((run / "config.yaml").read_text())
     config = with_values(config, {"task": "cnn:CNN", "data.source": "org/text"})
-    page = ModelCard(card(config, summary(run)))
+    page: Any = ModelCard(card(config, summary(run)))
     assert page.data.datasets is None
     assert "| model and data | those of a custom task |" in page.text
     for setting in ("org/text", "partition", "a step", "precision"):

@@ -10,7 +10,9 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -432,7 +434,7 @@ def test_clients_that_leave_and_return_are_printed(tmp_path):
 
 def test_a_schedule_is_told_in_the_same_words_everywhere(finished):
     run = load(finished.path)
-    run.summary["config"] |= {"once_at": [20], "phases": {"exp_avg": 16}}
+    run.summary["config"].update(once_at=[20], phases={"exp_avg": 16})
     told = {"params": "every 16 and after 20", "exp_avg": "every 48 from 16 and after 20"}
     _, (panel, _) = figure(1, 2, 4)
     fill_averages(panel, run)
@@ -454,7 +456,7 @@ def test_a_terminal_shows_a_progress_bar_and_gets_its_cursor_back(tmp_path):
 
 def test_a_stream_that_flower_copies_into_a_log_gets_plain_lines(tmp_path):
     stream = Terminal()
-    stream.write = stream.write  # what Flower does to stdout
+    stream.write = stream.write  # type: ignore[method-assign]  # as Flower does to stdout
     record(tmp_path, steps=48, stream=stream, clients=1)
     assert "\x1b[" not in stream.getvalue()
 
@@ -464,10 +466,11 @@ def test_the_panels_of_the_overview_show_the_numbers_of_the_record(finished):
     _, (loss, sent, averages, drifts) = figure(2, 2, 7)
     fill_heldout_loss(loss, run)
     assert {text.get_text() for text in loss.texts} >= {*DOMAINS, "training"}
-    assert [*loss.lines[-1].get_ydata()] == [*heldout(run, "loss").y]
-    assert [*loss.lines[-1].get_xdata()] == [0, 48, 96, 144, 192]
+    assert [*np.asarray(loss.lines[-1].get_ydata())] == [*heldout(run, "loss").y]
+    assert [*np.asarray(loss.lines[-1].get_xdata())] == [0, 48, 96, 144, 192]
     fill_bytes(sent, [run])
-    widths = [bar.get_width() for bar in sent.patches[:3]]
+    bars: list[Any] = sent.patches[:3]
+    widths = [bar.get_width() for bar in bars]
     assert widths == [run.summary["bytes"]["measured"]["up"][stream] for stream in PERIODS]
     factors = {"39.6 MB, 2.00 times this run", "211 MB, 10.7 times this run →"}
     assert {text.get_text() for text in sent.texts} >= factors
@@ -475,4 +478,4 @@ def test_the_panels_of_the_overview_show_the_numbers_of_the_record(finished):
     assert [len(bars.get_paths()) for bars in averages.collections] == [12, 4, 2]
     fill(drifts, [run], DRIFT)
     for line, stream in zip(drifts.lines, PERIODS, strict=True):
-        assert [*line.get_ydata()] == [*drift(run)[stream].y]
+        assert [*np.asarray(line.get_ydata())] == [*drift(run)[stream].y]

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -43,7 +44,10 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.open, self.attributes, self.text, self.rows = [], [], [], []
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, Any]] = []
+        self.text: list[str] = []
+        self.rows: list[list[str]] = []
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
         assert not self.open
@@ -69,6 +73,11 @@ class Page(HTMLParser):
     @property
     def sections(self):
         return self.having("section", "id")
+
+
+def made(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
 
 
 @pytest.fixture(scope="session")
@@ -162,7 +171,7 @@ def test_the_settings_of_a_custom_task_say_that_it_reads_its_own_data(real):
 def test_the_parts_of_the_wall_clock_add_up_to_it(real):
     run = load(real / "desloc")
     parts = {"clients": 5.0, "averaging": 30.0, "evaluation": 16.0, "exchange": 87.0}
-    run.summary["seconds"] = {"total": 138.0, **parts}
+    run = replace(run, summary={**run.summary, "seconds": {"total": 138.0, **parts}})
     (tile,) = (tile for tile in tiles(run) if tile.name == "wall-clock")
     split = "clients 0:05, averaging 0:30, evaluation 0:16, exchange 1:27"
     assert (tile.value, tile.note) == ("2:18", split)
@@ -283,26 +292,27 @@ def test_data_parallelism_has_a_report(real, tmp_path, monkeypatch):
 
 def test_many_clients_are_drawn_as_bands(tmp_path):
     loaded = load(record(tmp_path, steps=96, clients=100, finish=False).path)
-    panel = draw_losses([loaded]).axes[0]
+    panel = made(draw_losses([loaded])).axes[0]
     assert len(panel.lines) == 1  # their mean
     assert len(panel.collections) == 2  # the bands of 10 to 90 % and of all
     losses = [c["losses"][0] for c in loaded.windows[0]["clients"].values()]
-    assert panel.lines[0].get_ydata()[0] == pytest.approx(np.mean(losses))
-    assert len(draw_timeline(loaded).axes[1].get_yticklabels()) < 20
+    assert np.asarray(panel.lines[0].get_ydata())[0] == pytest.approx(np.mean(losses))
+    assert len(made(draw_timeline(loaded)).axes[1].get_yticklabels()) < 20
 
 
 def test_a_figure_alone_explains_its_lines_and_axes(real, tmp_path):
     run = load(real / "desloc")
-    norms = draw_norms([run])
+    norms = made(draw_norms([run]))
     (legend,) = norms.legends
     assert [text.get_text() for text in legend.texts] == ["mean", *run.clients]
     drawn = norms.axes[1].lines  # update norms: the clients' and the mean
     colours = [line.get_color() for line in legend.get_lines()]
     assert [line.get_color() for line in drawn] == [*colours[1:], colours[0]]
-    heldout = draw_heldout([run])
+    heldout = made(draw_heldout([run]))
     assert "dashed: on the clients' data" in heldout.axes[0].texts[0].get_text()
     assert heldout.axes[1].get_xlabel() == "bytes, logarithmic, without step 0"
-    assert not draw_norms([load(record(tmp_path, clients=13, finish=False).path)]).legends
+    many = load(record(tmp_path, clients=13, finish=False).path)
+    assert not made(draw_norms([many])).legends
 
 
 def test_the_legend_of_four_streams_fits_into_the_overview(tmp_path, monkeypatch):
@@ -382,7 +392,8 @@ def test_modelled_time_is_measured_compute_and_a_star_for_every_average(tmp_path
     assert methods["DDP"].communication == pytest.approx(192 * one)
     for time in methods.values():
         assert time.compute == pytest.approx(12 * 3.1)
-        assert (time.steps[-1], time.seconds[-1]) == (192, pytest.approx(time.total))
+        assert time.steps[-1] == 192
+        assert time.seconds[-1] == pytest.approx(time.total)
 
 
 def test_local_adam_and_ddp_wait_for_the_slowest_of_sites_of_unequal_speed(tmp_path):
@@ -423,16 +434,16 @@ def test_seeds_are_one_row_with_mean_and_sample_standard_deviation(real):
         expected[name] = row
     rows = comparison(groups, DEFAULT_LINK).rows
     assert {name: cells[2:6] for name, *cells in rows} == expected
-    finals = {group.label: group.final("loss").mean for group in groups}
+    finals: dict[str, Any] = {group.label: group.final("loss").mean for group in groups}
     assert [name for name, *_ in rows] == sorted(finals, key=finals.__getitem__)
 
 
 def test_the_band_over_seeds_is_one_sample_standard_deviation(real):
     runs = [real / "desloc", real / "desloc-2"]
-    loss_by_step = draw_heldout([load(path) for path in find([real])]).axes[3]
+    loss_by_step = made(draw_heldout([load(path) for path in find([real])])).axes[3]
     finals = [summary(run)["evaluation"]["central"]["loss"]["final"] for run in runs]
-    assert loss_by_step.lines[0].get_xydata()[-1] == pytest.approx((8, np.mean(finals)))
-    corners = loss_by_step.collections[0].get_paths()[0].vertices
+    assert np.asarray(loss_by_step.lines[0].get_xydata())[-1] == pytest.approx((8, np.mean(finals)))
+    corners = np.asarray(loss_by_step.collections[0].get_paths()[0].vertices)
     last = corners[corners[:, 0] == 8][:, 1]
     assert last.max() - last.min() == pytest.approx(2 * np.std(finals, ddof=1))
 

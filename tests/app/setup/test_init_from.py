@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import tiny
@@ -76,7 +77,7 @@ def test_a_client_builds_the_servers_model_without_the_folder(kind, tied, tmp_pa
     theirs = a_model(tmp_path / "model", kind, tie_word_embeddings=tied)
     assert len([*(tmp_path / "model").glob("*.safetensors")]) > 1
     config = with_init_from(config_for(tmp_path / "model", "model.dtype=float64"))
-    begun = initial(config)
+    begun: Any = initial(config)
     shutil.rmtree(tmp_path / "model")
     ours = build_task(parse(dump(config))).build_model()
     assert begun.keys() == {PARAMS}

@@ -25,7 +25,9 @@ class SmallGPU:
     """Stands for ``torch.cuda`` and steps on it: a GPU that holds so many rows."""
 
     def __init__(self, rows, monkeypatch, error=torch.OutOfMemoryError):
-        self.rows, self.tried, self.shares, self.error = rows, [], [], error
+        self.rows, self.error = rows, error
+        self.tried: list[int] = []
+        self.shares: list[float] = []
         monkeypatch.setattr(steps, "measured_step", self.step)
         monkeypatch.setattr(
             torch.cuda,
@@ -148,6 +150,7 @@ def test_a_larger_part_would_not_fit_and_that_which_was_found_does(monkeypatch):
     config = auto(*words, "data.batch_size=64")
     found = with_micro_batch_size(config, GPU)
     size = found.data.micro_batch_size
+    assert isinstance(size, int)
     assert 1 < size < 64
     assert measured_step(found, GPU, size).peak <= 2e9
     assert measured_step(found, GPU, 2 * size).peak > 1.5e9  # the limit is on whole blocks

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -301,7 +302,7 @@ class Own(nn.Parameter):
 
 
 def test_a_model_without_memory_keeps_what_is_tied_and_types_of_ones_own():
-    model = meta_model(load("digits", f"task={__name__}:Tied"))
+    model: Any = meta_model(load("digits", f"task={__name__}:Tied"))
     assert model.one.weight is model.two.weight
     assert model.one.weight.is_meta
     assert type(model.own) is Own

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
 from processes import command_line, environment_of, has_ended, output_of, processes_with, wait_until
@@ -60,7 +62,9 @@ flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = flwr.common.constant.HEARTBEAT
 
 def test_a_key_is_a_p384_pair_readable_by_its_owner_only_and_never_overwritten(tmp_path):
     public = make_key(tmp_path / "key")
-    assert load_ssh_public_key(public.read_bytes()).curve.name == "secp384r1"
+    key = load_ssh_public_key(public.read_bytes())
+    assert isinstance(key, EllipticCurvePublicKey)
+    assert key.curve.name == "secp384r1"
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
     derived = output_of(["ssh-keygen", "-y", "-f", tmp_path / "key"])
     assert derived.split()[:2] == public.read_text().split()[:2]
@@ -82,7 +86,11 @@ def test_openssl_accepts_the_certificate_for_its_hosts_only(tmp_path):
 
 
 def test_flower_parses_a_node_config_back_to_the_same_values():
-    node_config = {"partition-id": 1, "data-path": 'C:\\a "b"/=c', "device": "cuda:1"}
+    node_config: dict[str, str | int] = {
+        "partition-id": 1,
+        "data-path": 'C:\\a "b"/=c',
+        "device": "cuda:1",
+    }
     assert parse_config_args([as_argument(node_config)]) == node_config
 
 
@@ -225,12 +233,16 @@ def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted():
         accepted.wait_until_online()
         with pytest.raises(ProcessError, match=r"2004\] Failed to activate SuperNode"):
             refused.wait_until_online()
+
+        def says(node: Supervised, words: str) -> bool:
+            return words in node.log()
+
         for node, words in [
             # It logs nothing else, and retries without end.
             (without_tls, "Connection attempt failed, retrying"),
             (without_key, "2001] SuperNode authentication is enabled"),
         ]:
-            wait_until(lambda node=node, words=words: words in node.log(), node.log)
+            wait_until(partial(says, node, words), node.log)
         # It is restarted, and refused again.
         retried = "Failed to activate SuperNode"
         wait_until(lambda: refused.log().count(retried) > 1, refused.log)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -135,7 +136,11 @@ class Client:
     def __init__(self, folder: Path, config: Config | None = None, **node: str | int) -> None:
         folder.mkdir(exist_ok=True)
         self.config = config or settings(folder)
-        here = {"partition-id": 0, "num-partitions": 1, "state-dir": str(folder / "state")}
+        here: dict[str, Any] = {
+            "partition-id": 0,
+            "num-partitions": 1,
+            "state-dir": str(folder / "state"),
+        }
         self.context = Context(1, 1, here | node, RecordDict(), {})
         self.file = StateFiles(folder / "state", "run", "client-0")
         self.versions = dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 0)
@@ -213,7 +218,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def assert_fails(client: Client, window, order: str, message: str) -> None:
     """Let rank 1 obey ``order`` in a window: all ranks end, and the state file stays as it was."""
     before = contents(client.file.folder)
-    other = build_worker.launcher.ranks.processes[1]
+    launcher = build_worker.launcher
+    assert launcher is not None
+    assert launcher.ranks is not None
+    other = launcher.ranks.processes[1]
     (Path(client.config.task_options["folder"]) / "order").write_text(order)
     with pytest.raises(RankError, match=f"rank 1 of this client's 2 processes {message}"):
         client.window(*window)
@@ -267,6 +275,7 @@ def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_
 
 def test_a_rank_that_fails_before_it_joins_is_reported():
     parallelism, cpu = Parallelism(2, "ddp"), torch.device("cpu")
+    assert build_worker.launcher is not None
     with pytest.raises(RankError, match=r"rank 1 .* failed: ModuleNotFoundError: .*no_such_module"):
         build_worker.launcher.get("no_such_module:build", "", parallelism, cpu)
 

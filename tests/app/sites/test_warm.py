@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -131,6 +132,7 @@ class Node:
     def ask(self, kind="train", content=None, reference="toy:app"):
         """Return the reply to a message; raises ``RuntimeError`` with the client's error."""
         self.begin(kind, content, reference)
+        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "answered\n", self.log.read_text()
         if (error := self.folder / "error").exists():
             raise RuntimeError(error.read_text())
@@ -147,6 +149,7 @@ class Node:
         request = message(kind, content), context(self.config, self.run)
         (self.folder / "request").write_bytes(pickle.dumps(request))
         print(json.dumps([reference, str(self.folder)]), file=self.process.stdin, flush=True)
+        assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 
     def begin_to_sleep(self):
@@ -208,7 +211,7 @@ def test_a_message_is_the_same_after_framing():
         "empty": torch.zeros(0, 3),
         "half": torch.arange(6, dtype=torch.float16).reshape(2, 3),
     }
-    records = {
+    records: dict[str, Any] = {
         "params": to_record(tensors),
         "none": ArrayRecord(),
         "config": ConfigRecord({"text": "é", "raw": b"\0", "many": [1, 2]}),
@@ -220,12 +223,15 @@ def test_a_message_is_the_same_after_framing():
     there.state["kept"] = MetricRecord({"many": [1, -2]})
     send(one, sent, there, ["more", None])
     received, at, more = receive(other)
+    assert received is not None
     assert received.content == sent.content == RecordDict(records)
     assert list(received.content) == list(records)
     assert (vars(received.metadata), more) == (vars(sent.metadata), ["more", None])
     assert at == there
     send(one, Message(Error(3, "why"), reply_to=sent), there, release=True)
-    assert receive(other)[0].error.reason == "why"
+    failed, *_ = receive(other)
+    assert failed is not None
+    assert failed.error.reason == "why"
     one.close()
     with pytest.raises(EOFError):
         receive(other)
@@ -294,7 +300,7 @@ def test_a_warm_client_goes_on_while_its_streams_travel_to_the_same_bits(node, t
     """With an evaluation on the way, whose parameters are not those that it trains."""
     first = replace(FIRST, ahead=2)
     moved = {"params": {name: tensor + 1 for name, tensor in PARAMS.items()}}
-    versions = FIRST.versions | {"params": 2}
+    versions = {**FIRST.versions, "params": 2}
     evaluation = WindowRequest(run_key="r", start=2, stop=2, versions=versions, streams=moved)
     due = frozenset(FIRST.versions)
     second = replace(evaluation, stop=5, before_merge=2, due=due, streams={})

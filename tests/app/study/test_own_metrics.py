@@ -88,6 +88,7 @@ def test_a_metric_is_in_every_view_under_its_name(tmp_path, mine):
     assert "error_rate" in {tile.name for tile in tiles(record)}
     assert {"top/1", "error_rate"} <= {*comparison(grouped([record]), DEFAULT_LINK).head}
     figure = draw_heldout([record])
+    assert figure is not None
     titles = [text.get_text() for panel in figure.axes for text in panel.texts]
     titles += [panel.get_title("left") for panel in figure.axes]
     assert any("error_rate" in title for title in titles)
@@ -117,6 +118,7 @@ def test_metrics_of_parts_are_told_from_metrics_with_a_slash(metrics, parts):
     assume(not any(a.endswith(f"/{b}") for a in metrics for b in metrics))
     every = {f"{part}/{name}": 1.0 for part in parts for name in metrics}
     record = evaluation_record(MetricRecord({**dict.fromkeys(metrics, 0.0), **every}))
+    assert record is not None
     assert record.overall == dict.fromkeys(metrics, 0.0)
     assert record.parts == {part: dict.fromkeys(metrics, 1.0) for part in parts}
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import active_children
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -63,7 +64,7 @@ def study(tmp_path, text, overrides=()):
 
 def search(score, start=0, most=9):
     """Return the scores of the positions that a search tries, in their order."""
-    scores = {}
+    scores: dict[int, float] = {}
     while positions := untried(scores, start, most):
         for position in positions:
             assert position not in scores, "tried twice"
@@ -237,7 +238,7 @@ def leave(store, run, end, *, diverged=False):
         heldout = EvaluationRecord(overall={"loss": loss}, parts={})
         folder.append_metrics(to_line(replace(window, central=heldout, federated=None)))
     plan = a_plan(config.sync, config.run.steps, clients=2)
-    status = "failed" if diverged else "completed"
+    status: Any = "failed" if diverged else "completed"
     folder.write_summary(build(read_lines(folder.metrics), config=config, plan=plan, status=status))
     outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
     outcome |= {"config": dump(config), "library": fingerprint()}
@@ -368,6 +369,7 @@ def test_code_that_changes_while_a_study_runs_stops_the_rest_of_it(mine):
     file.write_text("Task = 1\n")
     outcome = run_to_end(run, store.path)
     assert outcome["status"] == "failed"
+    assert outcome["error"] is not None
     assert "has changed since the study was started" in outcome["error"]
     assert store.failed_path(run).is_dir()
 
@@ -389,10 +391,11 @@ def test_runs_of_another_version_of_this_package_are_kept_and_counted(tmp_path, 
 # --- The runs ----------------------------------------------------------------------------------
 
 
-class Here:
+class Here(WorkerPool):
     """A pool of one worker: this process."""
 
-    jobs = free = 1
+    def __init__(self):
+        super().__init__(jobs=1)
 
     def start(self, run, store):
         self.run, self.store = run, store

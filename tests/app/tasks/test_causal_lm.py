@@ -231,7 +231,8 @@ def test_a_saved_tokenizer_is_loaded_by_name_of_its_folder(files, name, tmp_path
 
 def test_the_weights_start_with_the_papers_deviation(config):
     config = with_values(config, {"model": replace(config.model, hidden_size=64)})
-    matrix = CausalLM(config).build_model().model.layers[0].mlp.up_proj.weight
+    model: Any = CausalLM(config).build_model()
+    matrix = model.model.layers[0].mlp.up_proj.weight
     assert matrix.std().item() == pytest.approx(1 / math.sqrt(64), rel=0.05)
 
 
@@ -325,7 +326,7 @@ def test_a_term_that_the_task_cannot_compute_is_refused(config, monkeypatch):
 
 def test_the_model_has_the_shape_the_configuration_states(config):
     config = with_values(config, {"model.rope_theta": 500.0})
-    built = CausalLM(config).build_model().config
+    built: Any = CausalLM(config).build_model().config
     assert (built.hidden_size, built.intermediate_size, built.num_hidden_layers) == (32, 64, 2)
     assert built.rope_parameters["rope_theta"] == 500.0
     assert built.max_position_embeddings >= config.data.seq_len
@@ -441,7 +442,7 @@ def test_a_model_saved_without_a_word_is_loaded_by_transformers_with_equal_weigh
         config, {"model": replace(config.model, tie_word_embeddings=tied, dtype=dtype)}
     )
     task = CausalLM(config)
-    model = task.build_model()
+    model: Any = task.build_model()
     task.save(model, tmp_path / "final")
     assert capfd.readouterr() == ("", "")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
@@ -456,7 +457,7 @@ def test_a_model_saved_without_a_word_is_loaded_by_transformers_with_equal_weigh
 def test_a_saved_model_with_subwords_brings_its_tokenizer(config, files, tmp_path):
     config = with_values(config, {"data.tokenizer": files["byte_level"]})
     task = CausalLM(config)
-    model = task.build_model()
+    model: Any = task.build_model()
     vocab_size = load_tokenizer(files["byte_level"]).vocab_size
     assert model.get_input_embeddings().num_embeddings == vocab_size
     sums = task.evaluate(model, task.heldout()["a"])

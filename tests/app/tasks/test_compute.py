@@ -1,6 +1,7 @@
 """How a loss is computed: in parts, in bf16 or compiled, it is the same loss."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_the_server_evaluates_on_the_cpu_where_its_gpu_is_too_small(monkeypatch,
     config = load("quickstart", TINY)
     model = build_task(config).build_model()
     evaluate = server_app._evaluate_fn(config, model)
-    assert [evaluate(n, ArrayRecord())["loss"] for n in (1, 2)] == [2.0, 2.0]
+    found: list[Any] = [evaluate(n, ArrayRecord()) for n in (1, 2)]
+    assert [metrics["loss"] for metrics in found] == [2.0, 2.0]
     assert devices == ["cuda", "cpu", "cpu"]
     assert "on the CPU" in caplog.text
 
@@ -196,7 +198,8 @@ def test_the_configured_adam_is_pytorchs_fused_and_the_plain_one_to_rounding(nam
     fused = build_optimizer(config, ours.parameters())
     assert fused.defaults["fused"]
     same = {k: fused.defaults[k] for k in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
-    plain = type(fused)(theirs.parameters(), **same, foreach=False, fused=False)
+    make: Any = type(fused)
+    plain = make(theirs.parameters(), **same, foreach=False, fused=False)
     for t in range(5):
         for module, optimizer in ((ours, fused), (theirs, plain)):
             optimizer.zero_grad()

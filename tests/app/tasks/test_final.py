@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -84,9 +85,9 @@ def test_the_pipeline_continues_a_text(kind, tied, tokenizer, subwords, tmp_path
     name = "bytes" if tokenizer == "bytes" else subwords
     model = [f"model.type={kind}", f"model.tie_word_embeddings={tied}", f"data.tokenizer={name}"]
     task = build_task(load("quickstart", [*SMALL, *model]))
-    trained = task.build_model()
+    trained: Any = task.build_model()
     task.save(trained, tmp_path)
-    generate = pipeline("text-generation", str(tmp_path))
+    generate: Any = pipeline("text-generation", str(tmp_path))
     prompt, few = "def naïve", {"max_new_tokens": 8, "do_sample": False}
     [said] = generate(prompt, return_tensors=True, **few)
     start = load_tokenizer(str(name)).encode([prompt]).ids.tolist()
@@ -105,7 +106,7 @@ def test_the_pipeline_continues_a_text(kind, tied, tokenizer, subwords, tmp_path
 # ------------------------------------------------------------------------------------------ scores
 
 
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"query": "The capital of France is", "choices": ["Lyon", "Paris"], "gold": 1},
     {"query": "", "choices": ["yes", "no", "né"], "gold": 0},
     {"query": "q" * 80, "choices": ["a", "b"], "gold": 1},  # longer than the model's 64 bytes

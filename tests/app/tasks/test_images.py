@@ -253,7 +253,7 @@ def test_no_image_is_both_trained_on_and_held_out():
 
 @pytest.mark.parametrize(("side", "patch"), [(8, 2), (28, 7), (30, 6), (32, 8), (7, 1)])
 def test_patches_are_a_quarter_of_the_side_or_less(side, patch):
-    model = digits(f"data.image_size={side}", *SMALL).build_model()
+    model: Any = digits(f"data.image_size={side}", *SMALL).build_model()
     assert model.config.image_size == side
     assert model.config.patch_size == patch
 
@@ -316,7 +316,7 @@ def test_fairness_is_numpys_spread_between_the_clients(values):
 
 
 def test_fairness_of_text_is_by_loss_and_leaves_out_what_is_not_finite():
-    parts = {
+    parts: dict[str, dict[str, float | None]] = {
         "a": {"loss": 2.0, "perplexity": 7.4},
         "b": {"loss": 1.0, "perplexity": 2.7},
         "c": {"loss": None, "perplexity": None},
@@ -486,7 +486,8 @@ def test_images_may_be_arrays(tmp_path, feature, channels):
     path = parquet(tmp_path / "arrays.parquet", features, pixels=arrays, kind=["10", "9"] * 4)
     task = on(path, "data.validation_fraction=0.25", "data.batch_size=6")
     batch = task.client_data(Site(0, 1)).train_batch(0)
-    assert task.build_model().config.id2label == {0: "9", 1: "10"}
+    config: Any = task.build_model().config
+    assert config.id2label == {0: "9", 1: "10"}
     assert batch.images.shape == (6, channels, 8, 8)
     for image, label in zip(batch.images, batch.labels, strict=True):
         assert image.unique().numel() == 1
@@ -544,6 +545,7 @@ def test_columns_are_found_or_asked_for(tmp_path, overrides, told):
         fine=[0, 1] * 10,
         coarse=[0] * 20,
     )
-    assert on(path, "data.label_field=fine").build_model().config.num_labels == 2
+    config: Any = on(path, "data.label_field=fine").build_model().config
+    assert config.num_labels == 2
     with pytest.raises(ValueError, match=told):
         on(path, *overrides).build_model()

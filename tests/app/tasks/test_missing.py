@@ -104,7 +104,7 @@ def text(path: Path, **columns: list[Any]) -> Source:
 )
 def test_text_without_a_domain_is_refused_with_its_number(domains, names, tmp_path):
     source = text(tmp_path / "a.jsonl", text=prose("a", 60), site=domains * 20)
-    by_site = {"domain_field": "site", "source": source.source}
+    by_site: dict[str, Any] = {"domain_field": "site", "source": source.source}
     with pytest.raises(ValueError, match=r"of 60 rows 20 have no 'site' \(data\.domain_field\); "):
         read_text(Source(**by_site))
     corpus = read_text(Source(**by_site, drop_missing=True))

@@ -2,10 +2,10 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -119,10 +119,10 @@ class Drawn:
     """A client's data without a digest of its own."""
 
     num_examples = 7
-    description: ClassVar[dict[str, int]] = {"rows": 7}
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+        self.description: Mapping[str, int] = {"rows": 7}
 
     def train_batch(self, step: int) -> Any:
         assert step == 0

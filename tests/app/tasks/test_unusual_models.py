@@ -70,12 +70,13 @@ class Compiled(Plain):
     """The eager backend needs no compiler, and names tensors as every other does."""
 
     def build_model(self) -> nn.Module:
-        return torch.compile(super().build_model(), backend="eager")
+        model: Any = torch.compile(super().build_model(), backend="eager")
+        return model
 
 
 class PartlyCompiled(Plain):
     def build_model(self) -> nn.Module:
-        model = super().build_model()
+        model: Any = super().build_model()
         model[0] = torch.compile(model[0], backend="eager")
         return model
 
@@ -88,7 +89,7 @@ class Quantised(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> "Quantised":
-        kind = {"dtype": scale.dtype, "device": codes.device}
+        kind: dict[str, Any] = {"dtype": scale.dtype, "device": codes.device}
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, **kind)
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
@@ -98,7 +99,9 @@ class Quantised(Tensor):
         return ["codes", "scale"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # declared as a function of any arguments
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (aten.detach.default, aten._to_copy.default):
             return cls(args[0].codes.clone(), args[0].scale.clone())
         if func not in (aten.t.default, aten.mm.default, aten.addmm.default, aten.linear.default):
@@ -134,7 +137,7 @@ class Sparse(Plain):
 
 class ComplexBias(Plain):
     def build_model(self) -> nn.Module:
-        model = super().build_model()
+        model: Any = super().build_model()
         model[3].bias = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         return model
 
@@ -176,7 +179,7 @@ def test_a_compiled_model_has_the_names_of_its_run_without(tmp_path):
 
 def test_a_quantised_base_is_compared_and_counted_by_what_it_holds(tmp_path, monkeypatch):
     config = load("quickstart", settings(QuantisedBase))
-    model = QuantisedBase(config).build_model()
+    model: Any = QuantisedBase(config).build_model()
     needs = Needs(config)
     sizes = [part.nbytes for t in model.state_dict().values() for part in parts(t)]
     assert needs.weights == sum(sizes)
