@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.superlink.grid import InMemoryGrid
 
 from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.flower import exchange
@@ -24,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     if not config["bundles"]:
         # As in a simulation: array by array.
-        exchange.HttpGrid = InMemoryGrid  # type: ignore[attr-defined, assignment]
+        exchange.is_grid = lambda *_: False
     seconds = transfer(grid, int(config["values"]), int(config["tensors"]))
     Path(str(config["output"])).write_text(json.dumps(seconds))
 

@@ -137,8 +137,8 @@ def test_a_federation_of_coded_streams_is_algorithm_1_with_these_codes(name, for
 def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
     federation = run("adam", ALL_CODED, tmp_path)
     federation.start()
-    assert federation.watch.plan is not None
-    sizes, wire = federation.watch.plan.stream_bytes, federation.watch.plan.wire_bytes
+    assert federation.watch.run is not None
+    sizes, wire = federation.watch.run.stream_bytes, federation.watch.run.wire_bytes
     assert wire == wire_bytes(federation.strategy.state.templates, ALL_CODED, {})
     assert all(wire[name] < sizes[name] / 3 for name in ALL_CODED)
     due: list[str] = []
@@ -153,8 +153,8 @@ def test_with_an_evaluation_parameters_are_still_sent_once(tmp_path):
     with_it, without = (run("adam", ALL_CODED, tmp_path / name) for name in ("with", "without"))
     with_it.strategy.evaluate_clients, with_it.strategy.eval_every = True, 1
     assert_same(with_it.start(), without.start())
-    assert without.watch.plan is not None
-    last = without.watch.plan.wire_bytes[PARAMS] * 3  # the last average, evaluated
+    assert without.watch.run is not None
+    last = without.watch.run.wire_bytes[PARAMS] * 3  # the last average, evaluated
     total = [sum(sum(r.traffic.down.values()) for r in x.watch.records) for x in (with_it, without)]
     assert total[0] == total[1] + last
 

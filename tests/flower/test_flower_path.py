@@ -282,7 +282,8 @@ def test_of_a_worker_without_information_its_examples_and_data_are_stated(tmp_pa
     run = quadratic(tmp_path)
     run.start()
     stated = ClientInfo(num_examples=2, data_version="the same")
-    assert run.watch.plan.clients["client-1"] == stated
+    assert run.watch.run is not None
+    assert run.watch.run.clients["client-1"] == stated
 
 
 def test_data_that_changed_while_a_client_was_away_is_recorded(tmp_path):

@@ -589,10 +589,10 @@ def test_names_of_clients_cannot_act_on_a_terminal_or_a_figure(tmp_path):
     DesLoc(SyncSchedule(PERIODS), 2, evaluate_clients=False, run_key="run").start(
         InProcessGrid(federation, [{"m": m} for m in range(3)]), to_record(X0), observer=watch
     )
-    assert watch.plan is not None
-    info = watch.plan.clients["client-1"]
+    assert watch.run is not None
+    info = watch.run.clients["client-1"]
     assert info.device == "\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}"
     assert all(name.isprintable() for name in info.data)
-    data = client_data(watch.plan)
+    data = client_data(watch.run)
     draw_partition(data, tmp_path / "partition.png", task="causal_lm", title="t")
     assert (tmp_path / "partition.png").exists()

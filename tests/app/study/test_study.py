@@ -20,7 +20,7 @@ from command import accepted
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
-from recorded import a_plan, windows_of
+from recorded import a_run_info, windows_of
 from scripts import ROOT
 from tiny import TINY
 
@@ -237,9 +237,11 @@ def leave(store, run, end, *, diverged=False):
         loss = end + config.run.steps - window.step
         heldout = EvaluationRecord(overall={"loss": loss}, parts={})
         folder.append_metrics(to_line(replace(window, central=heldout, federated=None)))
-    plan = a_plan(config.sync, config.run.steps, clients=2)
+    run_info = a_run_info(config.sync, config.run.steps, clients=2)
     status: Any = "failed" if diverged else "completed"
-    folder.write_summary(build(read_lines(folder.metrics), config=config, plan=plan, status=status))
+    folder.write_summary(
+        build(read_lines(folder.metrics), config=config, run=run_info, status=status)
+    )
     outcome = {"status": "diverged" if diverged else "completed", "error": None, "seconds": 1.0}
     outcome |= {"config": dump(config), "library": fingerprint()}
     (folder.path / OUTCOME).write_text(json.dumps(outcome))
