@@ -14,6 +14,7 @@ import pytest
 from federation import assert_close, assert_same
 from flower_path import Run, oracle
 from flwr.app import Context, Message, RecordDict
+from light_task import WITH_LIGHT
 from processes import output_of, processes_with
 from tiny import summary
 
@@ -320,17 +321,17 @@ import os
 import sys
 import time
 
-from flower_desloc.app.tasks.image_classification.task import ImageClassification
+from light_task import Light
 
 
-class Stuck(ImageClassification):
+class Stuck(Light):
     def client_data(self, site):
         while site.partition == 1:
             time.sleep(1)
         return super().client_data(site)
 """
 SETTINGS = [
-    *("digits", "task=stuck:Stuck", "run.steps=4", "run.eval_every=0"),
+    *("quickstart", "task=stuck:Stuck", "run.steps=4", "run.eval_every=0"),
     *("sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=4", "evaluation.federated=false"),
     *("simulation.num_clients=3", "federation.on_failure=continue", "federation.timeout=15"),
 ]
@@ -341,7 +342,7 @@ SETTINGS = [
 def test_a_simulation_ends_although_a_client_hangs(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
     desloc = [Path(sys.executable).with_name("desloc"), "run", *SETTINGS, "--workers", "2"]
-    mark = {"STUCK_RUN": str(tmp_path)}
+    mark = {"STUCK_RUN": str(tmp_path), **WITH_LIGHT}
     said = output_of(desloc, cwd=tmp_path, env=os.environ | mark, timeout=500)
     assert "its process is killed" in said
     assert "Traceback" not in said

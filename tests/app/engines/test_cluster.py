@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
+from light_task import WITH_LIGHT
 from processes import output_of
 from test_simulation import BIN, SMALL
 from tiny import summary
@@ -23,9 +24,9 @@ SETTINGS = [*SMALL, "run.steps=16", "run.eval_every=8", "simulation.num_clients=
 
 TASK = """\
 import os
-from flower_desloc.app.tasks.causal_lm import CausalLM
+from light_task import Light
 
-class Traced(CausalLM):
+class Traced(Light):
     def client_data(self, site):
         if node := os.environ.get("DESLOC_TEST_NODE"):
             with open(f"{os.path.dirname(__file__)}/seen", "a") as file:
@@ -78,7 +79,7 @@ def test_two_nodes_end_with_the_weights_of_one_process_and_a_client_moves(
     cluster, tmp_path, monkeypatch
 ):
     (tmp_path / "traced.py").write_text(TASK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), WITH_LIGHT["PYTHONPATH"]]))
     monkeypatch.syspath_prepend(tmp_path)
     alone = run(tmp_path / "alone", "--engine", "inprocess")
     spread = run(tmp_path / "spread", "--ray-address", cluster)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from light_task import WITH_LIGHT
 from processes import output_of, wait_until
 from scripts import ROOT
 from tiny import TINY, summary
@@ -75,9 +76,9 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
 KILLED = """
 import os, signal
 from pathlib import Path
-from flower_desloc.app.tasks.image_classification.task import ImageClassification
+from light_task import Light
 
-class Killed(ImageClassification):
+class Killed(Light):
     def client_data(self, site):
         data = super().client_data(site)
         batch, flag = data.train_batch, Path(__file__).with_name("killed-once")
@@ -98,9 +99,10 @@ def test_a_killed_process_costs_no_client_its_window(tmp_path):
     (tmp_path / "killed_task.py").write_text(KILLED)
     words = ["task=killed_task:Killed", "run.steps=6", "run.eval_every=0", "sync.params=2"]
     words += ["sync.exp_avg=2", "sync.exp_avg_sq=2", "simulation.num_clients=5"]
-    command = [BIN / "desloc", "run", "digits", *words, "federation.on_failure=continue"]
-    said = output_of([*command, "--workers", "2"], cwd=tmp_path)
-    windows = list(read_lines(tmp_path / "runs" / "digits" / "metrics.jsonl"))
+    command = [BIN / "desloc", "run", "quickstart", *words, "federation.on_failure=continue"]
+    environment = os.environ | WITH_LIGHT
+    said = output_of([*command, "--workers", "2"], cwd=tmp_path, env=environment)
+    windows = list(read_lines(tmp_path / "runs" / "quickstart" / "metrics.jsonl"))
     assert (tmp_path / "killed-once").exists()
     assert [len(window["clients"]) for window in windows] == [0, 5, 5, 5]
     assert "the process that simulates client-1 has died" in said

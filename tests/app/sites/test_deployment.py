@@ -21,6 +21,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
+from light_task import WITH_LIGHT
 from processes import command_line, environment_of, has_ended, output_of, processes_with, wait_until
 from safetensors.torch import load_file
 from tiny import TINY, summary
@@ -51,6 +52,7 @@ SMALL = [
     *TINY,
     "evaluation.federated=false",
 ]
+LIGHT = ["task=light_task:Light", "task_options.seconds=0.02"]
 FAST_HEARTBEATS = """\
 import flwr.common.constant
 flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = flwr.common.constant.HEARTBEAT_MIN_INTERVAL
@@ -348,12 +350,21 @@ def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation
     """Client 1 keeps its state file; client 2 loses it, and is sent the averages it lacks."""
     # A killed SuperNode is refused for two of its heartbeats, 60 s by default.
     (tmp_path / "sitecustomize.py").write_text(FAST_HEARTBEATS)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path), WITH_LIGHT["PYTHONPATH"]])
     tolerant = ["federation.on_failure=continue", "federation.min_clients=1"]
     clocks = ["sync.params=20", "sync.exp_avg=never", "sync.exp_avg_sq=never"]
-    arguments = [*SMALL, *clocks, "sync_once_at=[20]", "run.steps=160", *tolerant, "--nodes", "3"]
+    arguments = [
+        *SMALL,
+        *LIGHT,
+        *clocks,
+        "sync_once_at=[20]",
+        "run.steps=160",
+        *tolerant,
+        "--nodes",
+        "3",
+    ]
     number = 0
-    with federation.start(*arguments, PYTHONPATH=path) as process:
+    with federation.start(*arguments, "--nodes", "3", PYTHONPATH=path) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:

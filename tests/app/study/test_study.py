@@ -19,6 +19,7 @@ import pytest
 from command import accepted
 from hypothesis import given
 from hypothesis import strategies as st
+from light_task import WITH_LIGHT
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
 from recorded import a_run_info, windows_of
 from scripts import ROOT
@@ -49,6 +50,7 @@ LONG = [
     *("simulation.num_clients=2", "evaluation.federated=false"),
 ]
 """Enough windows to be interrupted during a run."""
+LIGHT = [*LONG, "task=light_task:Light", "task_options.seconds=0.02"]
 
 
 def results(made, store):
@@ -500,13 +502,13 @@ def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
-    made, store = study(tmp_path, "seeds: [0, 1]", LONG)
+    made, store = study(tmp_path, "seeds: [0, 1]", LIGHT)
     folder, half = store.path, ".unfinished/*/*/*/metrics.jsonl"
     output = tmp_path / "output.txt"
     code = DEFAULT_SIGNALS + "from flower_desloc.app.cli import app; app()"
-    options = [*LONG, "--output-dir", str(tmp_path), "--jobs", "1"]
+    options = [*LIGHT, "--output-dir", str(tmp_path), "--jobs", "1"]
     command = [sys.executable, "-c", code, "study", str(tmp_path / "mine.yaml"), *options]
-    own = {**os.environ, "DESLOC_TEST": str(tmp_path)}
+    own = {**os.environ, **WITH_LIGHT, "DESLOC_TEST": str(tmp_path)}
 
     def done():
         return {run: (run / "summary.json").stat().st_mtime_ns for run in folder.glob("*/*seed-*")}
