@@ -41,6 +41,7 @@ def accuracies(text: str) -> list[float]:
     return [float(line.rpartition(" ")[2]) for line in text.splitlines() if "accuracy" in line]
 
 
+@pytest.mark.soak
 def test_it_learns_in_a_simulation(app, tmp_path, capsys):
     app([{"partition-id": i, "num-partitions": 4} for i in range(4)])
     measured = accuracies(capsys.readouterr().out)

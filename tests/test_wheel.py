@@ -94,6 +94,7 @@ def test_what_flower_sends_from_a_wheel_lacks_only_the_library(unpacked):
     assert clone - library == installed
 
 
+@pytest.mark.soak
 def test_a_run_that_extends_a_preset_completes_without_a_clone(wheel, tmp_path):
     cwd, programs = tmp_path / "cwd", tmp_path / "venv" / "bin"
     cwd.mkdir()

@@ -21,6 +21,7 @@ def gpu_sh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 def test_a_piece_is_rehearsed_and_not_repeated(tmp_path):
     first = gpu_sh(tmp_path, "--rehearse", "favg_opt")
     assert first.returncode == 0, first.stderr

@@ -337,7 +337,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_simulation_ends_although_a_client_hangs(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)

@@ -97,7 +97,7 @@ def cells(tmp_path) -> Path:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_miniature_is_measured_once_and_counts_what_the_interface_counts(cells, tmp_path):
     words = ("measure", "--cells", cells, "--results", tmp_path / "results")
@@ -177,7 +177,7 @@ def test_a_machine_without_fast_links_has_the_window_seconds_of_the_others():
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(cells, tmp_path, number):
     with start("measure", "--cells", cells, "--results", tmp_path / "results") as process:

@@ -604,7 +604,7 @@ def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, pla
     assert "INFO" not in output
 
 
-@slow
+@pytest.mark.soak
 def test_a_run_that_fails_exits_with_1_and_prints_the_error(tiny, place):
     code, output, errors = place.run(tiny, "run.name=raises")
     assert code == 1, output + errors
@@ -623,7 +623,7 @@ def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, pla
     assert "LICENSE" in errors
 
 
-@slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "said"),
     [

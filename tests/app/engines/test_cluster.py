@@ -73,7 +73,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return summary(folder / "quickstart")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_two_nodes_end_with_the_weights_of_one_process_and_a_client_moves(
     cluster, tmp_path, monkeypatch

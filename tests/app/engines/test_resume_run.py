@@ -149,7 +149,7 @@ def test_a_run_starts_with_the_model_of_another(whole, tmp_path):
         run(tmp_path, f"run.init_from={whole}", "model.hidden_size=64")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # two runs in Flower's simulation, on a busy machine
 def test_a_killed_run_is_resumed_by_one_command(whole, tmp_path):
     """In Flower's simulation, with the same bits as an uninterrupted run in one process."""

@@ -94,6 +94,7 @@ class Killed(Light):
 """
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_killed_process_costs_no_client_its_window(tmp_path):
     (tmp_path / "killed_task.py").write_text(KILLED)

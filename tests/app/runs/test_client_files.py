@@ -73,6 +73,7 @@ def test_what_no_run_has_written_is_left_alone(tmp_path):
     assert (tmp_path / ".clients" / "mine").exists()
 
 
+@pytest.mark.soak
 def test_the_state_of_killed_runs_goes_with_them(tmp_path):
     with tiny.failing_at(2):
         tiny.train(tmp_path, *RUN, "run.name=without", "run.checkpoint_every=0")

@@ -328,7 +328,7 @@ def test_a_failed_run_shows_the_log_of_the_node_that_failed(federation):
     assert federation.left() == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_process_or_file_is_left_after_a_federation_is_killed(federation):
     with federation.start(*SMALL, "run.steps=4", "--nodes", "1") as process:
         assert process.stdout is not None
@@ -344,7 +344,7 @@ def test_no_process_or_file_is_left_after_a_federation_is_killed(federation):
 RECEIVED, ONLINE = "Receiving: train message", "SuperNode ID: "
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_killed_supernodes_rejoin_the_run_with_or_without_their_state(federation, tmp_path):
     """Client 1 keeps its state file; client 2 loses it, and is sent the averages it lacks."""

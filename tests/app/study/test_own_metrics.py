@@ -144,7 +144,6 @@ def test_a_study_scores_by_any_metric(tmp_path, mine):
                 "method": {
                     "slow": {"config": "digits", "overrides": ["optimizer.lr=0.0001"]},
                     "fast": {"config": "digits", "overrides": ["optimizer.lr=0.01"]},
-                    "faster": {"config": "digits", "overrides": ["optimizer.lr=0.02"]},
                 },
                 "alpha": {"1": ["data.alpha=1"], "2": ["data.alpha=2"]},
             },

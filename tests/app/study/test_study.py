@@ -473,7 +473,7 @@ axes: {{data: {{none: [data.source={source}], some: []}}}}
     assert not store.failed_path(made.cells[0].run(0)).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
     text = "axes: {who: {A: [], B: [optimizer.lr=1e-3]}}"
@@ -499,7 +499,7 @@ def test_a_run_whose_worker_dies_is_retried_once(tmp_path):
     assert [len(row.runs) for row in results(made, store)] == [1, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_a_stopped_or_killed_study_resumes_where_it_was(tmp_path):
     made, store = study(tmp_path, "seeds: [0, 1]", LIGHT)

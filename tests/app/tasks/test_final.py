@@ -113,6 +113,7 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.soak
 def test_lm_eval_scores_local_questions(final, tmp_path):
     """With the task file of docs/how-to/large-models.md; the likelihoods by hand."""
     pytest.importorskip("lm_eval")
