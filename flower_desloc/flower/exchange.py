@@ -20,13 +20,12 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import Grid
-from google.protobuf.message import DecodeError  # of objects in a reply; Flower depends on it
 
 from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import printable, reason_of, shortened
-from flower_desloc.flower.internals import is_grid
+from flower_desloc.flower.internals import DecodeError, is_grid
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
