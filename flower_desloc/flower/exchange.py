@@ -22,10 +22,11 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from flower_desloc.core.types import Streams
+from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import printable, reason_of, shortened
-from flower_desloc.flower.internals import DecodeError, is_grid
+from flower_desloc.flower.internals import is_grid
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
@@ -40,7 +41,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in the text of an exception from Ray
 # Error codes of our own; Flower's end below.
 _NO_REPLY, _NOT_SENT, _OTHER_NODE, _FORGOTTEN, _UNUSABLE, _UNREADABLE = range(100, 106)
 # What Flower raises for objects that are no message; an error of the connection is none of these.
-_DECODING = (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError)
+_DECODING = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # and DecodeError
 _LONGEST_REASON = 1 << 16  # characters of an error that are read; Flower wraps the client's own
 
 
@@ -336,7 +337,7 @@ class Exchange:
             return None
         try:
             return next(iter(list(self._grid.pull_messages([message_id]))), None)
-        except _DECODING as error:
+        except (*_DECODING, internals.DecodeError) as error:  # imported when it is needed
             # Flower decodes the objects of a reply when it is pulled.
             return Error(_UNREADABLE, f"Flower cannot decode its reply: {reason_of(error)}")
 

@@ -52,7 +52,7 @@ _MODULES = {
     "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,
     "subprocess_executor": "flwr.supercore.superexec.executor",  # with another way to start
     "flwr_clientapp": "flwr.supernode.cli",  # a process for a message
-    "DecodeError": "google.protobuf.message",  # of objects in a reply; what Flower raises
+    "DecodeError": "flwr.supercore.protobuf.translation",  # of objects in a reply
     "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
     "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
     "message_pb2": "flwr.proto",  # a warm client forwards messages
