@@ -22,6 +22,7 @@ from paired import BLUE, GREEN, GREY, ORANGE, RED, Estimate, Line, Run, Table, f
 from small_runs import SEEDS, Cells, Study, periods
 
 from flower_desloc.flower import client
+from flower_desloc.flower.window import ClientWindow, train_window
 
 STEPS, JOINS = 2048, (1536, 1408)
 RATE = 0.0084
@@ -51,7 +52,7 @@ def counting(arm: Arm) -> Iterator[None]:
     if not arm.method.endswith("own count"):
         yield
         return
-    train_window, train = client.train_window, client.ClientWindow.train
+    train = ClientWindow.train
 
     def noting(worker: Any, request: Any, files: Any, ahead: Any) -> Any:
         _new_worker.set(int(files.folder.name.removeprefix("client-")) >= 4)
@@ -64,7 +65,7 @@ def counting(arm: Arm) -> Iterator[None]:
 
     with (
         patch.object(client, "train_window", noting),
-        patch.object(client.ClientWindow, "train", counting_own),
+        patch.object(ClientWindow, "train", counting_own),
     ):
         yield
 

@@ -1,32 +1,18 @@
-"""The client: one window, from the request to the reply, and the Flower app around it.
+"""The client: the Flower app that answers the server, one message after the other."""
 
-``open_window`` is what happens in a window, from top to bottom. The local steps in its middle are
-those of ``Worker.loss_at`` (``client_app``), or a training loop of the user's own
-(``DesLocClient.window``).
-"""
-
-import math
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from flower_desloc.core.averaging import distance
-from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS
-from flower_desloc.core.states import seed_states
-from flower_desloc.core.streams import check_finite, check_trainable
-from flower_desloc.core.types import Streams
-from flower_desloc.core.unequal import weight
-from flower_desloc.core.worker import LocalSteps, StepMetrics, Worker, own_loop
-from flower_desloc.flower.ahead import FirstSteps, StepsAhead
+from flower_desloc.core.schedule import GRADIENTS
+from flower_desloc.core.streams import check_trainable
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.ahead import StepsAhead
 from flower_desloc.flower.client_info import to_config
-from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
-from flower_desloc.flower.coding import encoded
+from flower_desloc.flower.client_state import StateFiles, client_name, state_files
 from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.messages import (
@@ -34,290 +20,19 @@ from flower_desloc.flower.messages import (
     ARE_YOU_THERE,
     GOODBYE,
     HELLO,
-    STATE_LOST,
-    STATE_NEW,
-    TOTALS,
     Settings,
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
-from flower_desloc.flower.not_finite import cause
-from flower_desloc.flower.replies import Metrics, WindowReply
-from flower_desloc.flower.window_events import Event, stream_decays, window_events
-from flower_desloc.flower.window_start import (
-    new_if_damaged,
-    params_to_use,
-    save_received,
-    window_start,
+from flower_desloc.flower.window import (
+    ClientWindow,
+    evaluate_average,
+    open_window,
+    train_window,
+    window_gradient,
 )
 
 Build = Callable[[Settings, Context], Worker]
-
-_LOST = WindowReply(metrics={"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
-"""The client lacks a stream that it was not sent; the server then sends everything."""
-
-
-class ClientWindow:
-    """The local steps of one client in one window.
-
-    A loop over it takes them one at a time: it yields the number of steps that the federation has
-    completed, and its body computes the gradients of a batch and calls ``optimizer.step()`` once.
-    """
-
-    reply: Message
-    """The reply to the server, once the window is closed (``DesLocClient.window``)."""
-
-    def __init__(self, worker: Worker, request: WindowRequest) -> None:
-        self.worker = worker
-        self.answer = _LOST
-        self.origin = max((request.versions[name] for name in request.resets), default=0)
-        """The step at which the optimizer's states were last reset."""
-        self.step = self.stop = request.start
-        """The steps that are completed, and those at the end."""
-        self.events: list[Event] = []
-        self.measured = StepMetrics()
-        self._local_steps: LocalSteps | None = None  # of the user's own loop, as are all below
-        self._hooks: list[RemovableHandle] = []
-        self._calls = 0  # of optimizer.step()
-
-    def __iter__(self) -> Iterator[int]:
-        module, optimizer = self.worker.module, self.worker.optimizer
-        self._hooks.append(optimizer.register_step_post_hook(self._count))
-        total = 0
-        for start, stop in self._parts():
-            self._local_steps = LocalSteps(module, optimizer, start, stop, self.origin)
-            for step in self._local_steps:
-                self._calls = 0
-                yield step
-                if self._calls > 1:
-                    raise RuntimeError(
-                        f"step {step} called optimizer.step() {self._calls} times; accumulate the "
-                        "gradients of several batches instead, or count each as a step"
-                    )
-                total += self._calls
-            self.measured += self._local_steps.metrics()
-        if self.measured.learning_rates and not total:
-            raise RuntimeError("no step called optimizer.step() of the Worker's optimizer")
-
-    def record(self, loss: Tensor | float, grad_norm: Tensor | float | None = None) -> None:
-        """Report the loss of this step, and the norm of its gradient, to the server."""
-        assert self._local_steps is not None, "outside of the loop over the window"
-        self._local_steps.record(loss, grad_norm)
-
-    def train(self) -> None:
-        """Take the local steps of the worker's ``loss_at``."""
-        for start, stop in self._parts():
-            self.measured += self.worker.steps(start, stop, self.origin)
-
-    def seed(self, names: Collection[str], step: int, then: Callable[[], None]) -> None:
-        """Let the optimizer seed the named states with the gradient of the next step."""
-        if self.worker.loss_at is not own_loop:
-            self.worker.seed(names, step)
-            then()
-            return
-
-        def before_the_first_step(*_: object) -> None:
-            hook.remove()
-            seed_states(self.worker.optimizer, names)
-            then()
-
-        hook = self.worker.optimizer.register_step_pre_hook(before_the_first_step)
-        self._hooks.append(hook)
-
-    def close(self) -> None:
-        """Leave no hook in the optimizer, which may be used again, and free the events' tensors."""
-        for hook in self._hooks:
-            hook.remove()
-        self.events = []
-
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """Yield the steps from one event to the next, and carry out the events between them."""
-        for step, act in self.events:
-            if step > self.step:
-                yield self.step, step
-                self.step = step
-            act()
-        if self.stop > self.step:
-            yield self.step, self.stop
-            self.step = self.stop
-
-    def _count(self, *_: object) -> None:
-        self._calls += 1
-
-
-@contextmanager
-def open_window(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead
-) -> Iterator[ClientWindow]:
-    """Open a window, in which all its local steps are to be taken; its answer has the due streams.
-
-    The state is saved before there is an answer. A client that is asked for a window again repeats
-    it from the state it had before. One that lacks a stream that was not sent says so, and takes no
-    step. One whose state file is damaged starts as a new one.
-    """
-    began = time.perf_counter()
-    window = ClientWindow(worker, request)
-    # Load the client's state and receive what was sent.
-    start = new_if_damaged(files, lambda: window_start(worker, request, files))
-    if start is None:
-        yield window
-        return
-    window.stop = request.start + request.steps if request.steps else request.stop
-    window.events = list(window_events(worker, request, start, window.seed))
-    merge_at = request.start + (request.before_merge if start.late_averages else 0)
-    done = ahead.claim(FirstSteps(files.folder, request.start, merge_at), worker)
-    if done is None:
-        worker.put(start.streams)
-    else:  # the worker is there already
-        window.step, window.measured = merge_at, done.steps
-        window.events = [(step, act) for step, act in window.events if step >= merge_at]
-
-    # The local steps.
-    try:
-        yield window
-    finally:
-        window.close()
-    if window.step < window.stop:
-        raise RuntimeError(f"the loop over a window ended before its last step, {window.stop}")
-
-    # Count and check.
-    steps = window.stop - request.start
-    counts = {name: steps + before for name, before in start.steps_since_average.items()}
-    streams = worker.take(request.versions)
-    metrics: dict[str, int | float | list[int] | list[float]] = {
-        **_measured(worker, request, window.measured),
-        "learning-rates": window.measured.learning_rates,
-        "update-norm": distance(streams[PARAMS], start.streams[PARAMS]),
-        "param-norm": distance(streams[PARAMS]),
-        "steps": steps,
-    }
-    metrics["seconds"] = time.perf_counter() - began + (done.seconds if done else 0.0)
-    if request.steps:
-        metrics["weights"] = _weights(worker, request, counts)
-    if not start.had_state:
-        metrics[STATE_NEW] = 1  # it may have had one, and with it work that was never averaged
-
-    def again(step: int) -> StepMetrics:
-        worker.put(start.streams)
-        return worker.steps(step, step + 1, window.origin)
-
-    # Before the state is saved: a stream that is never due would stay non-finite for ever.
-    retry = None if worker.loss_at is own_loop else again
-    _require_finite(worker, request, streams, window.measured, retry)
-
-    # Encode what is due, and save the rest.
-    due: Streams = {name: streams[name] for name in request.due}
-    residuals = start.residuals
-    if request.formats:
-        due, residuals = encoded(request, streams, start.references, residuals)
-    late = list(request.due) if request.ahead else []
-    kept = {n: stream for n, stream in streams.items() if n in late or n not in request.due}
-    files.write(
-        ClientState(
-            step=request.stop,
-            versions=request.versions,
-            steps_since_average=counts,
-            streams=kept,
-            late=late,
-            references=start.references,
-            residuals=residuals,
-            attempt=request.attempt,
-            checkpoint=request.checkpoint,
-        )
-    )
-    if request.ahead and worker.loss_at is not own_loop:
-        following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
-        ahead.allow(following, worker)
-    window.answer = WindowReply(metrics=metrics, streams=due)
-
-
-def train_window(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
-) -> WindowReply:
-    """Take the local steps of one window and return exactly the due streams."""
-    with open_window(worker, request, files, ahead or StepsAhead()) as window:
-        window.train()
-    return window.answer
-
-
-def window_gradient(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowReply:
-    """Return the gradient of the next batch, for data parallelism; nothing is saved."""
-    began = time.perf_counter()
-    params = new_if_damaged(files, lambda: params_to_use(worker, request, files))
-    if params is None:
-        return _LOST
-    worker.put({PARAMS: params})
-    grads, measured = worker.gradient(request.start)
-    streams = {GRADIENTS: grads}
-    _require_finite(worker, request, streams, measured, lambda step: worker.gradient(step)[1])
-    metrics = {
-        **_measured(worker, request, measured),
-        "param-norm": distance(params),
-        "seconds": time.perf_counter() - began,
-    }
-    return WindowReply(metrics=metrics, streams=streams)
-
-
-def evaluate_average(
-    worker: Worker, request: WindowRequest, files: StateFiles, ahead: StepsAhead | None = None
-) -> WindowReply:
-    """Evaluate the parameters that were sent on the client's held-out data, if it has any.
-
-    They are saved, so that the next window does not send them again. A client that was sent a
-    difference to parameters it does not hold says so, and the server sends them whole.
-    """
-    streams = new_if_damaged(files, lambda: save_received(worker, request, files))
-    if streams.keys() != request.streams.keys():
-        return _LOST
-    window = {"start-step": request.start, "stop-step": request.start}
-    if worker.evaluate is None:
-        return WindowReply(metrics={"num-examples": 0, **window})
-    with (ahead or StepsAhead()).kept(worker):
-        worker.put({name: streams[name] for name in (PARAMS, BUFFERS) if name in streams})
-        totals = worker.evaluate()
-    return WindowReply(
-        metrics={
-            "num-examples": worker.num_examples,
-            **window,
-            **worker.metrics(totals),
-            **{f"{TOTALS}{name}": value for name, value in totals.items()},
-        }
-    )
-
-
-def _measured(worker: Worker, request: WindowRequest, steps: StepMetrics) -> Metrics:
-    return {
-        "num-examples": worker.num_examples,
-        "train-loss": sum(steps.losses) / len(steps.losses) if steps.losses else math.nan,
-        "losses": steps.losses,
-        "grad-norms": steps.grad_norms,
-        "start-step": request.start,
-        "stop-step": request.stop,
-    }
-
-
-def _weights(worker: Worker, request: WindowRequest, counts: dict[str, int]) -> list[float]:
-    """Return the weight of this client in each average that is due, in the order of the names."""
-    due = sorted(request.due)
-    decays = stream_decays(worker, due)
-    return [
-        weight(decays[name], counts[name], request.stop - request.versions[name]) for name in due
-    ]
-
-
-def _require_finite(
-    worker: Worker,
-    request: WindowRequest,
-    streams: Streams,
-    steps: StepMetrics,
-    again: Callable[[int], StepMetrics] | None,
-) -> None:
-    """Raise ``FloatingPointError``, with the cause, if a stream has NaN or infinity."""
-    try:
-        for name, stream in streams.items():
-            check_finite(name, stream)
-    except ValueError as error:
-        raise cause(error, worker.optimizer, request.start, steps, again) from error
 
 
 class DesLocClient(ClientApp):

@@ -36,9 +36,9 @@ from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
 from flower_desloc.app.tasks import Site
 from flower_desloc.app.tasks.compute import share_rows
 from flower_desloc.flower.ahead import StepsAhead
-from flower_desloc.flower.client import evaluate_average, train_window
 from flower_desloc.flower.client_state import StateFiles
 from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.window import evaluate_average, train_window
 
 ROWS = 5
 TOLERANCE = 1e-12  # float64, summed in another order
