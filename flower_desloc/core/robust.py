@@ -76,7 +76,7 @@ class Gathered:
     Args:
         reference: The last averages, from which a client's update is measured.
         combine: Returns the average of a tensor from the clients' values, which all count once; by
-            default the weighted mean.
+            default the weighted mean. It returns a new tensor of their type, and changes none.
 
     """
 

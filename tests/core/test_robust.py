@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy.stats import trim_mean
+from scripts import ROOT
 
 from flower_desloc import Mean
 from flower_desloc.app.config import ConfigError, load
@@ -264,7 +265,10 @@ def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
 
 def test_every_average_of_the_policy_is_made_by_its_name():
     assert {field.name: field for field in fields(Policy)}["average"].default == "mean"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith("`average` |")]
     for name in AVERAGES:
+        assert f"`{name}`" in row
         assert Policy(average=name, min_clients=3).average == name
         made = averager(name, client(9), trim=1)
         for m in range(3):
