@@ -89,14 +89,17 @@ def _numbers(value: Any) -> Iterable[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """Settings that must be at their defaults where something else is set."""
+    """Settings that must be at their defaults where something else is set.
+
+    A setting that is on by default belongs into ``where``, and what excludes it into ``keys``.
+    """
 
     where: Callable[[Any], bool]
     keys: tuple[str, ...]
     why: str
-    """A template over the settings: ``{0.strategy}``."""
+    """A template over the settings, ``{0.strategy}``, in which null is None."""
     remedy: str = ""
-    """What to set; by default each key to its default."""
+    """What to set, as ``set KEY=VALUE`` with one key; by default each key to its default."""
 
     def problems(self, settings: Any, prefix: str = "") -> Iterator[str]:
         """Yield the settings that this excludes and that are stated nevertheless."""

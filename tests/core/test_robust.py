@@ -266,7 +266,7 @@ def test_an_outlier_stops_the_run_if_the_policy_is_to_stop(tmp_path):
 def test_every_average_of_the_policy_is_made_by_its_name():
     assert {field.name: field for field in fields(Policy)}["average"].default == "mean"
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    [row] = [line for line in page.splitlines() if line.startswith("`average` |")]
+    [row] = [line for line in page.splitlines() if line.startswith("`federation.average` |")]
     for name in AVERAGES:
         assert f"`{name}`" in row
         assert Policy(average=name, min_clients=3).average == name
