@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from flower_desloc.app.config.check import own_options
 from flower_desloc.app.config.run_config import SETTINGS
 from flower_desloc.core.robust import AVERAGES
 from flower_desloc.optim import OPTIMIZERS
@@ -72,8 +73,10 @@ def _optimizers() -> list[str]:
         "|---|---|---|---|",
     ]
     for name, described in OPTIMIZERS.items():
+        options = own_options(name)
         settings = ", ".join(
-            f"`{key}` {list(value) if isinstance(value, tuple) else value}"
+            f"`{'options.' * (key in options)}{key}` "
+            f"{[*value] if isinstance(value, tuple) else value}"
             for key, value in described.settings.items()
         )
         states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)

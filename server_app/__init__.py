@@ -211,7 +211,7 @@ def _warn_if_unbounded(config: Config) -> None:
             log(
                 WARNING,
                 "%s has no bound, as the square of its decay is not below the decay of %s: "
-                "sync_bound does nothing, and the run can spike after an average of %s",
+                "sync_bound does nothing for it, and the run can spike after an average of %s",
                 first,
                 second,
                 first,

@@ -35,7 +35,8 @@ class State:
     almost nothing."""
     divided_by: str = ""
     """Of a first moment: the second moment of the same gradients by whose root a step divides it.
-    Their decays bound it (``flower_desloc.optim.bounds``)."""
+    Their decays bound it (``flower_desloc.optim.bounds``). Where one of several has no bound, a
+    client that joins before all states were averaged starts with zeros in all."""
     ceiling: Callable[[int], float] | None = None
     """Bound on the values in a run of so many steps, for gradients of any size; None: there is no
     bound, or clipped gradients give one."""
@@ -52,7 +53,10 @@ def beta2(group: Group) -> float:
 
 
 def squared_gradient(p: Tensor, group: Group) -> Tensor:
-    """Return the square of a parameter's gradient, with weight decay that is added to it."""
+    """Return the square of a parameter's gradient, with weight decay that is added to it.
+
+    An optimizer that always decouples its decay, and has no such key in its groups, needs another.
+    """
     assert p.grad is not None
     decoupled = group.get("decouple") or group.get("decoupled_weight_decay")  # ours, PyTorch's
     decay = 0.0 if decoupled else group.get("weight_decay", 0.0)

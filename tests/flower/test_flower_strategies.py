@@ -198,7 +198,7 @@ def test_the_defaults_of_fedadam_are_flowers():
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
-@pytest.mark.parametrize("optimizer", ["adopt", "adam", "adamw", "amsgrad", "sgdm", "paper_adam"])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
 def test_the_presets_take_any_optimizer(preset, optimizer):
     check_streams(load(preset, f"optimizer.name={optimizer} optimizer.lr=0.1"))
 

@@ -58,8 +58,8 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     words = ["run.steps=60", f"optimizer.name={name}", "optimizer.lr=0.1"]
     config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
     config = with_values(config, {"optimizer.betas": (0.8, 0.9), "optimizer.momentum": 0.8})
-    if name == "amsgrad":
-        config.sync["max_exp_avg_sq"] = 7
+    for state in OPTIMIZERS[name].states:
+        config.sync.setdefault(state.name, 7)
     streams = planned_streams(config)
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])
