@@ -169,12 +169,12 @@ class SyncSchedule:
         known = list(streams)
         if GRADIENTS in self.periods:
             return  # only the server has states
-        for stream in self.periods:
-            if stream not in known:
-                raise ValueError(
-                    f"sync.{stream}: {optimizer} has no stream of that name; "
-                    f"its streams are {', '.join(known)}"
-                )
+        if unknown := [f"sync.{stream}" for stream in self.periods if stream not in known]:
+            raise ValueError(
+                f"{', '.join(unknown)}: {optimizer} has no stream of that name; its streams are "
+                f"{', '.join(known)}; leave out what it lacks (as overrides: "
+                f"{' '.join(f'{key}=null' for key in unknown)})"
+            )
         for stream in known:
             if stream not in self.periods:
                 raise ValueError(

@@ -30,9 +30,10 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
 
     ``config`` names a file in the folder ``presets``, or is the path of a YAML file. ``overrides``
     are ``key=value``, separated by blanks or as a list. A file may build on a preset with
-    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A file or
-    overrides that name another optimizer bring the defaults of that one, and must state its
-    learning rate. If they state ``sync.gradients``, all other settings of averages are dropped.
+    ``extends: NAME``; its ``sync`` section, if it has one, replaces the preset's. A period that is
+    null is left out. A file or overrides that name another optimizer bring the defaults of that
+    one, and must state its learning rate. If they state ``sync.gradients``, all other settings of
+    averages are dropped.
 
     Raises ``ConfigError`` for a missing file, an unknown key, a wrong type or an impossible
     value.
@@ -46,6 +47,9 @@ def load(config: str, overrides: str | Sequence[str] = (), *, presets: Path = PR
     merged = _on_top(_nested(overrides), merged)
     if isinstance(merged.setdefault("optimizer", {}), dict):
         merged["optimizer"] = _with_defaults(merged["optimizer"])
+    if periods := _section(merged, _SYNC):
+        stated = {key: period for key, period in periods.items() if values(period) is not None}
+        merged[_SYNC] = stated
     return _typed(merged)
 
 

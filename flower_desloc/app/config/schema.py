@@ -251,8 +251,9 @@ class Config:
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     sync: dict[str, Any] = field(default_factory=dict)
     """Period of every stream in local steps: params (K_x), exp_avg (K_u), exp_avg_sq (K_v), ...; or
-    `never`; or, for an optimizer state, `reset`: zero after every average of params. `gradients:
-    1`, alone, is data parallelism; as an override it replaces all settings of averages."""
+    `never`; or, for an optimizer state, `reset`: zero after every average of params; null leaves a
+    stream of the preset out. `gradients: 1`, alone, is data parallelism; as an override it replaces
+    all settings of averages."""
     sync_mode: str = one_of("periodic", "probabilistic")
     """`periodic`, or `probabilistic`: after each step with probability 1 / period."""
     sync_phase: dict[str, int] = field(default_factory=dict)
