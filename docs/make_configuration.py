@@ -28,7 +28,7 @@ _AS_YAML = {
 
 HEAD = """# Configuration
 
-A run is configured by a preset of `configs/` or a YAML file of your own, and overrides:
+Configure a run by a preset of `configs/` or a YAML file, and overrides:
 
 ```bash
 desloc run quickstart sync.params=32 optimizer.name=adamw run.seed=3
@@ -40,8 +40,8 @@ The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
 A file may build on a preset with `extends: quickstart`, or on another file with `extends:
-base.yaml`; it then states what differs. Its `sync` section replaces the other's as a whole. Under
-`flwr run` relative paths start at the folder where the SuperLink was started.
+base.yaml`; it then states what differs. Its `sync` section replaces the other's. Under
+`flwr run` relative paths start where the SuperLink was started.
 
 A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
 is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
