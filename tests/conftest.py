@@ -1,7 +1,9 @@
 """One thread and one Hypothesis profile: every run of the tests is the same run."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +30,18 @@ _PAGE = "app.runs.report.write_page"
 _PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partition.draw_partition")
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_cluster.py": _PICTURES,
-    "test_examples.py": _PICTURES,
+    "test_compared_runs.py": _PICTURES,
+    "test_example_runs.py": _PICTURES,
     "test_export.py": _PICTURES,
     "test_final.py": _PICTURES,
     "test_flower_strategies.py": _PICTURES,
-    "test_images.py": (_PAGE, "app.runs.figures.overview.draw"),
+    "test_image_files.py": (_PAGE, "app.runs.figures.overview.draw"),
+    "test_image_runs.py": (_PAGE, "app.runs.figures.overview.draw"),
     "test_init_from.py": _PICTURES,
     "test_outputs.py": _PICTURES,
+    "test_own_optimizers.py": _PICTURES,
     "test_preflight.py": _PICTURES,
+    "test_private_data.py": _PICTURES,
     "test_resume_run.py": _PICTURES,
     "test_streaming_text.py": _PICTURES,
     "test_study.py": _PICTURES,
@@ -48,4 +54,17 @@ def _not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _NOT_DRAWN.get(request.path.name, ()):
             patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def in_the_examples() -> Iterator[None]:
+    """Be where a user is who types the commands of docs/how-to/own-task.md."""
+    from flower_desloc.app.config.imports import IMPORT_FROM
+
+    examples = Path(__file__).resolve().parents[1] / "examples"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(examples)
+        patch.setenv(IMPORT_FROM, str(examples))
+        patch.setattr(sys, "path", [*sys.path])
         yield

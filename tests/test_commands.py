@@ -41,7 +41,7 @@ NOT_HERE = {
     "needs a container engine; test_docs.py reads the files": ("docker", "F=", "$F"),
     "run by test_toy.py": ("desloc toy",),
     "run by test_plan_command.py": ("desloc plan",),
-    "run by test_images.py": ("desloc partition",),
+    "run by test_partition.py": ("desloc partition",),
     "needs runs: test_report.py": ("desloc report",),
     "needs a run: test_export.py": ("desloc export",),
     "needs a run: test_final.py": ("lm_eval",),
