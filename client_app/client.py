@@ -46,9 +46,9 @@ class WorkerBuilder:
 
     def _parts_of(self, config: Settings, node: NodeConfig) -> RunParts:
         alike = {key: str(text) for key, text in config.items() if key in ALIKE}
-        sent = str(config["settings"]), alike, device_of(node), site_of(node).data_path
+        sent = str(config["settings"]), alike, device_of(node)
         if self._parts is None or self._parts[0] != sent:
-            self._parts = sent, RunParts(*sent)
+            self._parts = sent, RunParts(*sent, site_of(node).data_path)
         return self._parts[1]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -51,7 +51,8 @@ class RunParts:
         self.stated = parse(settings)
         self.device = device
         self._alike, self._data_path = alike, data_path
-        self._data: dict[Site, ClientData] = {}
+        # Of hundreds of simulated clients, each has a part of one data set.
+        self._data = lru_cache(maxsize=1024)(self._client_data)
 
     @cached_property
     def config(self) -> Config:
@@ -99,7 +100,7 @@ class RunParts:
         ``loss`` takes the place of the task's.
         """
         config, task, site = self.config, self.task, site_of(node)
-        micro_batch, data = config.data.micro_batch_size, self._data_of(site)
+        micro_batch, data = config.data.micro_batch_size, self._data(site)
         assert not isinstance(micro_batch, str), "with_micro_batch_size gives it a number"
         loss = loss or task.loss
 
@@ -128,16 +129,14 @@ class RunParts:
             data_version=version,
         )
 
-    def _data_of(self, site: Site) -> ClientData:
+    def _client_data(self, site: Site) -> ClientData:
         if site.data_path is not None and not getattr(self.task, "reads_data_path", False):
             raise ValueError(
                 f"data-path={site.data_path}: task={self.config.task} does not state that it reads "
                 "site.data_path, and may train on other data; let client_data read that path, and "
                 "set reads_data_path = True in its class, or leave data-path out of the node config"
             )
-        if site not in self._data:
-            self._data[site] = self.task.client_data(site)
-        return self._data[site]
+        return self.task.client_data(site)
 
 
 def device_of(node: NodeConfig) -> torch.device:
