@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_desloc import DesLoc, SyncSchedule
-from flower_desloc.flower import exchange
+from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import from_array, to_array
 from flower_desloc.flower.observer import Observer, WindowRecord
 from flower_desloc.flower.policy import Policy
@@ -23,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     if not config["bundles"]:
         # As in a simulation: array by array.
-        exchange.is_grid = lambda *_: False  # type: ignore[attr-defined]
+        internals.is_grid = lambda *_: False
     seconds = transfer(grid, int(config["values"]), int(config["tensors"]))
     Path(str(config["output"])).write_text(json.dumps(seconds))
 

@@ -26,7 +26,6 @@ from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import printable, reason_of, shortened
-from flower_desloc.flower.internals import is_grid
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
@@ -82,14 +81,14 @@ class Exchange:
         self._templates = templates
         self._grid, self._timeout = grid, timeout
         self._quorum, self._grace = quorum, grace
-        self._is_deployment = is_grid(grid, "HttpGrid")
+        self._is_deployment = internals.is_grid(grid, "HttpGrid")
         self.probe: Probe | None = None
         """How to find out whether a silent node has lost its request; None: it cannot."""
         if self._is_deployment:
             poll_for_objects_often(lambda: most_objects(self._templates))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
-        if is_grid(grid, "InMemoryGrid"):
+        if internals.is_grid(grid, "InMemoryGrid"):
             # Imported here: it needs Ray.
             from flower_desloc.flower.worker_pool import replace_dead_workers
 
@@ -452,8 +451,7 @@ def poll_for_objects_often(most: Callable[[], int]) -> None:
     and 10 seconds, so that it reads a reply up to half its upload time late. Flower's limit of 500
     attempts would be four minutes now; its limit of two hours stays.
     """
-    from flower_desloc.flower.internals import http_grid, pull_objects
-
+    pull_objects = internals.pull_objects
     often = partial(pull_objects, initial_backoff=0.1, backoff_cap=0.5, max_tries_per_object=None)
 
     def bounded(object_ids: list[str], **options: Any) -> dict[str, bytes]:
@@ -461,7 +459,7 @@ def poll_for_objects_often(most: Callable[[], int]) -> None:
             raise ValueError(f"it has {len(object_ids)} objects, expected at most {limit}")
         return often(object_ids, **options)
 
-    http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
+    internals.http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
 
 
 def event_kind(reply: Message) -> EventKind:

@@ -153,7 +153,9 @@ def test_a_run_with_bundles_gives_the_same_bits(formats, understood, tmp_path, m
 
     monkeypatch.setattr(bundles, "_SMALL", 200)  # the matrix is not bundled, the others are
     plain = run(tmp_path / "plain")
-    monkeypatch.setattr("flower_desloc.flower.exchange.is_grid", lambda _, name: name == "HttpGrid")
+    monkeypatch.setattr(
+        "flower_desloc.flower.internals.is_grid", lambda _, name: name == "HttpGrid"
+    )
     deployed = run(tmp_path / "deployed")
     assert plain[:2] == deployed[:2]
     assert (plain[2], deployed[2]) == (False, understood)

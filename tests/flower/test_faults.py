@@ -161,7 +161,9 @@ def test_clients_that_come_and_go_are_recorded(tmp_path):
 def test_a_node_that_has_lost_its_request_is_not_waited_for(tmp_path, monkeypatch):
     """Flower tells of a dead node only while it is dead, and never hands out a message twice."""
     monkeypatch.setattr("flower_desloc.flower.exchange.Probe", partial(Probe, after=0.0))
-    monkeypatch.setattr("flower_desloc.flower.exchange.is_grid", lambda _, name: name == "HttpGrid")
+    monkeypatch.setattr(
+        "flower_desloc.flower.internals.is_grid", lambda _, name: name == "HttpGrid"
+    )
     faults = faulty("adam", None, tmp_path, timeout=10**6)
     faults.lose_request_at(node=2, window=3)  # what it was asked is gone with its process
     assert_close(faults.run.start(), faults.expected())
@@ -244,7 +246,7 @@ def test_between_two_looks_for_a_reply_passes_little_time(
     monkeypatch.setattr(time, "sleep", pauses.append)
     if deployment:
         monkeypatch.setattr(
-            "flower_desloc.flower.exchange.is_grid", lambda _, name: name == "HttpGrid"
+            "flower_desloc.flower.internals.is_grid", lambda _, name: name == "HttpGrid"
         )
     assert not ask(Slow(seconds)).has_error()
     assert longest / 2 < max(pauses) <= 1.1 * longest
