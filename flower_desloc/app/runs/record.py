@@ -13,7 +13,7 @@ from flower_desloc.app.config import parse
 from flower_desloc.app.config.units import count_text, schedule_text
 from flower_desloc.app.config.yaml12 import YAMLError, read, values
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
-from flower_desloc.app.runs.summary import build, not_started
+from flower_desloc.app.runs.summary import build, known_from
 from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.schedule import PARAMS, Period, SyncSchedule
 from flower_desloc.optim import OPTIMIZERS
@@ -161,7 +161,7 @@ def load(path: Path) -> RunRecord:
         with _reading(folder.config, "not a configuration of this version"):
             settings = parse(text)
             steps, sizes = settings.run.steps, _sizes(lines)
-            run = not_started(settings, steps, sizes)
+            run = known_from(settings, steps, sizes)
             summary = build(lines, config=settings, run=run, status="unfinished")
             return RunRecord(path, config, lines, summary)
     with _reading(folder.summary, "not the summary of a run"):

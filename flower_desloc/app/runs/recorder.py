@@ -53,7 +53,7 @@ class RunRecorder(Observer):
             self._views.append(TerminalView(config, folder.path, stream))
 
     def started(self, run: RunInfo) -> None:
-        """Keep the run, and draw the partition of the data."""
+        """Keep what is known of the run, and draw the partition of the data."""
         self._run = run
         self._for_views(lambda view: view.started(run))
         for line in read_lines(self._folder.metrics):  # of a run that resumes

@@ -30,8 +30,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "flower-desloc": __version__}
 
 
-def not_started(config: Config, steps: int = 0, sizes: Mapping[str, int] | None = None) -> RunInfo:
-    """Return what is known of a run that no strategy has told of."""
+def known_from(config: Config, steps: int = 0, sizes: Mapping[str, int] | None = None) -> RunInfo:
+    """Return what the configuration alone tells of a run."""
     schedule = build_schedule(config)
     return RunInfo(
         schedule=schedule, num_steps=steps, num_windows=0, stream_bytes=sizes or {}, clients={}
@@ -53,7 +53,7 @@ def build(
     together. Those of the other methods are for the same steps, and for the clients that took part
     in each window. The analytic download is that of clients that took part in all of them.
     """
-    lines, run = list(lines), run or not_started(config)
+    lines, run = list(lines), run or known_from(config)
     schedule = run.schedule
     windows = [line for line in lines if line["round"] > 0]
     names = set(run.clients).union(*(line["clients"] for line in windows))

@@ -40,11 +40,11 @@ class TerminalView:
         self._bar: Progress | None = None
         self._print(f"run {config.run.name}: waiting for its clients to start and load their data")
 
-    def started(self, run_info: RunInfo) -> None:
+    def started(self, run: RunInfo) -> None:
         """Print what will run, and show the progress bar if there can be one."""
-        self._run, self._schedule = run_info, run_info.schedule
-        wire = run_info.wire_bytes or run_info.stream_bytes
-        self._uploads = Uploads(self._schedule, run_info.stream_bytes, wire, run_info.num_steps)
+        self._run = run
+        wire = run.wire_bytes or run.stream_bytes
+        self._uploads = Uploads(self._run.schedule, run.stream_bytes, wire, run.num_steps)
         self._sent_up = 0
         self._elapsed = 0.0  # of all lines so far, as in the summary
         self._steps, self._seconds = 0, 0.0  # of the windows so far
@@ -61,7 +61,7 @@ class TerminalView:
                 console=Console(file=self._stream),
                 refresh_per_second=4,
             )
-            self._bar.add_task(self._config.run.name, total=run_info.num_steps, state="")
+            self._bar.add_task(self._config.run.name, total=run.num_steps, state="")
             self._bar.start()
 
     def joined(self, client: str, info: ClientInfo) -> None:
@@ -96,7 +96,7 @@ class TerminalView:
         # Data parallelism has a window per step, too many to print.
         elif line["round"] and line["round"] % -(-self._run.num_windows // _MAX_WINDOW_LINES) == 0:
             number = f"{line['round']:{len(str(self._run.num_windows))}}/{self._run.num_windows}"
-            synced = f"{' '.join(line['streams']):{len(' '.join(self._schedule.periods))}}"
+            synced = f"{' '.join(line['streams']):{len(' '.join(self._run.schedule.periods))}}"
             self._print(
                 f"{step}  window {number}  synced {synced}  loss {loss:>6}"
                 f"  up {self._traffic()}  {left}"
@@ -112,26 +112,24 @@ class TerminalView:
         self._print("\n" + closing(record))
 
     def _opening(self) -> Iterator[str]:
-        run_info, run = self._run, self._config.run
-        sizes = ", ".join(
-            f"{s} {units.bytes_text(size)}" for s, size in run_info.stream_bytes.items()
-        )
+        run = self._run
+        sizes = ", ".join(f"{s} {units.bytes_text(size)}" for s, size in run.stream_bytes.items())
         yield (
-            f"run {run.name}: {run_info.num_steps} steps in {run_info.num_windows} windows, "
-            f"{len(run_info.clients)} clients, {self._config.optimizer.name}"
+            f"run {self._config.run.name}: {run.num_steps} steps in {run.num_windows} windows, "
+            f"{len(run.clients)} clients, {self._config.optimizer.name}"
         )
-        averaged = units.schedule_text(self._schedule, self._config.sync_delay)
+        averaged = units.schedule_text(self._run.schedule, self._config.sync_delay)
         yield f"averaged: {averaged}"
         yield f"size: {sizes}"
         if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
             sizes = ", ".join(
-                f"{s} {f} {units.bytes_text(run_info.wire_bytes[s])}" for s, f in wire.items()
+                f"{s} {f} {units.bytes_text(run.wire_bytes[s])}" for s, f in wire.items()
             )
             yield f"compressed: {sizes}"
-        for client, info in [*run_info.clients.items()][:_MAX_NAMED_CLIENTS]:
+        for client, info in [*run.clients.items()][:_MAX_NAMED_CLIENTS]:
             yield f"client {client}{_info(info)}"
-        if len(run_info.clients) > _MAX_NAMED_CLIENTS:
-            yield f"and {len(run_info.clients) - _MAX_NAMED_CLIENTS} more clients"
+        if len(run.clients) > _MAX_NAMED_CLIENTS:
+            yield f"and {len(run.clients) - _MAX_NAMED_CLIENTS} more clients"
         yield f"folder: {self._folder}"
 
     def _traffic(self) -> str:
