@@ -119,7 +119,7 @@ class StudyRun:
     code: str = ""
     """A digest of the user's own code (``code_digest``) when the study was started."""
     files: str = ""
-    """A digest of the files of ``data.source`` then (``files_digest``)."""
+    """A digest of the files of ``data.source`` then (``files_once``)."""
 
     @cached_property
     def folder(self) -> str:
@@ -169,10 +169,12 @@ def code_once(modules: tuple[str, ...]) -> str:
     return code_digest(modules)
 
 
-def files_digest(source: str) -> str:
-    """Return a digest of local files: names, sizes, and their first and last mebibyte.
+@cache  # as code_once: a study has one version of the data
+def files_once(source: str) -> str:
+    """Return a digest of local files when this process first needed it.
 
-    It is empty if ``source`` names none, as for a data set of the hub.
+    It is that of their names, sizes, and first and last mebibyte; empty if ``source`` names none,
+    as for a data set of the hub.
     """
     root = Path(source).expanduser()
     state = xxh3_128()
@@ -182,15 +184,9 @@ def files_digest(source: str) -> str:
             state.update(f"{path.relative_to(root)} {size};".encode())
             with path.open("rb") as file:
                 state.update(file.read(_ENDS))
-                file.seek(max(0, size - _ENDS))
+                file.seek(max(_ENDS, size - _ENDS))
                 state.update(file.read(_ENDS))
     return state.hexdigest() if root.exists() else ""
-
-
-@cache  # as code_once: a study has one version of the data
-def files_once(source: str) -> str:
-    """Return the digest of local files when this process first needed it."""
-    return files_digest(source)
 
 
 @cache
