@@ -1,18 +1,16 @@
 """Runs of tasks whose models are compiled, quantised, in half precision, or cannot be trained."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from light_task import Light
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
-from flower_desloc.app.config import Config, ConfigError, load
+from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.runs.export import export
 from flower_desloc.app.setup.build import build_streams
 from flower_desloc.app.setup.measured_step import measured_step
@@ -23,47 +21,12 @@ from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 aten = torch.ops.aten
 
 
-class Plain:
-    """Least squares with two layers and BatchNorm; as in docs/how-to/own-task.md."""
-
-    def __init__(self, config: Config) -> None:
-        self.seed = config.run.seed
+class Plain(Light):
+    """Two layers and BatchNorm."""
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
-
-    def client_data(self, site: Any) -> Any:
-        def batch(number: int) -> tuple[Tensor, Tensor]:
-            draw = torch.Generator().manual_seed(100 * site.partition + number)
-            inputs = torch.randn(16, 4, generator=draw)
-            return inputs, torch.sin(inputs[:, :2] + site.partition)
-
-        return SimpleNamespace(
-            num_examples=16,
-            description={"rows": 16},
-            train_batch=batch,
-            heldout=lambda: [batch(-1)],
-        )
-
-    def heldout(self) -> Any:
-        return {"rows": self.client_data(SimpleNamespace(partition=0)).heldout()}
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return mse_loss(model(batch[0]), batch[1])
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, batches: Any) -> Mapping[str, float]:
-        model.eval()
-        losses = [self.loss(model, batch).item() for batch in batches]
-        return {"squares": sum(losses), "batches": len(losses)}
-
-    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        return {"loss": sums["squares"] / sums["batches"]}
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        state = {k: v for k, v in model.state_dict().items() if type(v) is Tensor}
-        save_file(state, folder / "model.safetensors")
 
 
 class Compiled(Plain):
