@@ -1,5 +1,6 @@
 """Laws of the task: batches, tokens, the model, its measures and its files."""
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -21,8 +22,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flower_desloc.app.config import Config
+from client_app.worker import RunParts
+from flower_desloc.app.config import Config, dump, load
 from flower_desloc.app.tasks import Site
+from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.app.tasks.causal_lm import CausalLM, TextBatch, evaluation
 from flower_desloc.app.tasks.causal_lm.batches import heldout_batches, random_batch
 from flower_desloc.app.tasks.causal_lm.corpus import read
@@ -188,6 +191,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         tokenizer.train_from_iterator(prose("a"), vocab_size=300, show_progress=False, **options)
         tokenizer.save(str(path / f"{name}.json"))
     return {name: str(path / f"{name}.json") for name in kinds}
+
+
+def test_a_site_with_other_tokens_is_turned_away(files, tmp_path):
+    ours, path = Path(files["byte_level"]).read_text(), tmp_path / "tokenizer.json"
+
+    def parts(text: str) -> RunParts:
+        path.write_text(text)
+        load_tokenizer.cache_clear()
+        return RunParts(dump(config), alike, torch.device("cpu"))
+
+    config = load("quickstart", [f"data.tokenizer={path}"])
+    alike: dict[str, str] = {}
+    task = parts(ours).task
+    alike = required_alike(task, task.build_model())
+    parts(ours).build_model()
+    content = json.loads(ours)
+    tokens = content["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]  # as many tokens as before
+    with pytest.raises(ValueError, match=r"^the tokens of task=causal_lm differ from the server's"):
+        parts(json.dumps(content)).build_model()
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte_level", "no_end", "word_piece", "unigram"])
