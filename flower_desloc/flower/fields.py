@@ -91,7 +91,7 @@ def _numbers(value: Any) -> Iterable[float]:
 class Exclusion:
     """Settings that must be at their defaults where something else is set.
 
-    A setting that is on by default belongs into ``where``, and what excludes it into ``keys``.
+    A setting that is on by default belongs in ``where``, and what excludes it in ``keys``.
     """
 
     where: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""What all sites must have alike and nobody sends: frozen parameters, and a tokenizer."""
+"""What must be equal at all sites, and is not sent: frozen parameters, and the vocabulary."""
 
 from torch import nn
 

@@ -45,7 +45,7 @@ def test_the_run_of_another_command_is_not_offered_while_it_runs(tmp_path):
     with RunFolder(tmp_path / "desloc-2").claimed():
         assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc"
     assert cut_off_since(Config(), tmp_path, 0.0) == tmp_path / "desloc-2"
-    # One that was gone on with is the one that was named, whatever its folder is called.
+    # A resumed run is the one that run.resume names, whatever its folder is called.
     other = (tmp_path / "desloc").rename(tmp_path / "other")
     for began in (0.0, time.time() + 60):  # though it has written no checkpoint of its own yet
         config = load("quickstart", f"run.resume={other}")

@@ -19,7 +19,7 @@ from flower_desloc.app.sites.supervisor import ProcessError, Supervised
     ("clients", "cpus", "workers", "cores", "ray_cpus"),
     [
         (4, 1, None, 2, None),  # Ray's own choice: an actor for every core
-        (4, 1, None, 64, 4),  # not sixty actors for nobody
+        (4, 1, None, 64, 4),  # no more actors than clients
         (4, 2, None, 64, 8),
         (4, 8, None, 2, 8),  # a client wants more cores than there are: one at a time
         (4, 2, 3, 2, 6),

@@ -59,7 +59,7 @@ def main(grid, context):
     print("server: imported", __file__, flower_desloc.__file__)
     if "raises" in context.run_config["overrides"]:
         raise ValueError("the app has had enough")
-    while len(nodes := list(grid.get_node_ids())) < 2:  # they come up beside the ServerApp
+    while len(nodes := list(grid.get_node_ids())) < 2:  # they start beside the ServerApp
         time.sleep(0.01)
     ask = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in nodes]
     for reply in grid.send_and_receive(ask):
@@ -247,7 +247,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tiny, place, number, said):
         assert place.left() != []
         process.send_signal(number)
         _, errors = process.communicate(timeout=600)
-    if number == signal.SIGKILL:  # then nobody waits for the supervisor
+    if number == signal.SIGKILL:  # the command cannot wait for its supervisor then
         assert process.returncode == -number, errors
         wait_until(lambda: place.left() == [], place.left)
     else:
