@@ -9,7 +9,7 @@
 # it says "complete". FOLDER holds a text file or folder for each domain; without it the text is that of the
 # quickstart. --rehearse runs the pieces on the CPU, with small models, into FOLDER/rehearsal. It leaves
 # out bf16, and compiles the model only in client_step.
-# Then: python benchmarks/gpu_tables.py draws docs/gpu.png and prints the tables.
+# Then: python benchmarks/gpu_tables.py draws docs/images/gpu.png and prints the tables.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

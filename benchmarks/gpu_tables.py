@@ -1,6 +1,6 @@
 """What gpu.sh has measured, as tables and a picture.
 
-python benchmarks/gpu_tables.py [--results FOLDER] [--picture docs/gpu.png]
+python benchmarks/gpu_tables.py [--results FOLDER] [--picture docs/images/gpu.png]
 """
 
 import json
@@ -73,7 +73,7 @@ def draw(optimizers: Result, client: Result, path: Path) -> None:
 
 
 def main(
-    results: Path = HERE / "results", picture: Path = HERE.parent / "docs" / "gpu.png"
+    results: Path = HERE / "results", picture: Path = HERE.parent / "docs" / "images" / "gpu.png"
 ) -> None:
     """Print what gpu.sh has measured as tables, and draw a picture."""
     paths = results.glob("gpu_*.json")
