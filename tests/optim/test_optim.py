@@ -1,5 +1,6 @@
 """Laws of the local optimizers, against naive float64 formulas and PyTorch's own."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -243,20 +244,29 @@ def test_a_sparse_gradient_is_refused(ours):
         ours([x]).step()
 
 
-HYPERPARAMETERS = [(name, key) for name in OURS for key in ("lr", *OURS[name].settings)]
+def invalid(key: str, default: Any) -> Iterator[tuple[str, float, Any]]:
+    """Yield the name of a number that is invalid, the number, and the setting with it."""
+    below_1 = key in ("betas", "momentum")
+    for number in (-1e-9, float("nan"), *((1.0,) if below_1 else ())):
+        if not isinstance(default, tuple):
+            yield key, number, number
+            continue
+        for i in range(len(default)):
+            yield f"beta{i + 1}", number, (*default[:i], number, *default[i + 1 :])
 
 
-@pytest.mark.parametrize("bad", [-1e-9, float("nan"), 1.0])
-@pytest.mark.parametrize(("name", "key"), HYPERPARAMETERS)
-def test_an_invalid_hyperparameter_is_refused_by_name_and_value(name, key, bad):
-    if bad == 1 and key not in ("betas", "momentum"):
-        return
-    default = OURS[name].settings.get(key)
-    for i in range(len(default)) if isinstance(default, tuple) else [None]:
-        value = bad if i is None else (*default[:i], bad, *default[i + 1 :])
-        what = key if i is None else f"beta{i + 1}"
-        with pytest.raises(ValueError, match=f"{what} must be .*got {bad}"):
-            made(name, parameters(), **{key: value})
+REFUSED = [
+    (name, key, *case)
+    for name, described in OURS.items()
+    for key, default in {"lr": 0.05, **described.settings}.items()
+    for case in invalid(key, default)
+]
+
+
+@pytest.mark.parametrize(("name", "key", "what", "number", "value"), REFUSED)
+def test_an_invalid_hyperparameter_is_refused_by_name_and_value(name, key, what, number, value):
+    with pytest.raises(ValueError, match=f"{what} must be .*got {number}"):
+        made(name, parameters(), **{key: value})
 
 
 def test_the_papers_adam_refuses_an_eps_of_zero():

@@ -59,8 +59,8 @@ def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     config = load("quickstart", words)
     betas = (0.8, 0.9, 0.95)[: len(config.optimizer.betas)]
     sync = {PARAMS: 8, **{state.name: 7 for state in OPTIMIZERS[name].states}}
-    values = {"optimizer.betas": betas, "optimizer.momentum": 0.8, "sync": sync}
-    config = with_values(config, values)
+    changed = {"optimizer.betas": betas, "optimizer.momentum": 0.8, "sync": sync}
+    config = with_values(config, changed)
     streams = planned_streams(config)
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])
