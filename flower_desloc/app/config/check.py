@@ -129,7 +129,15 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.name in OPTIMIZERS and optimizer.options.keys() - own_options(optimizer.name):
+    if optimizer.name not in OPTIMIZERS:
+        return
+    betas = OPTIMIZERS[optimizer.name].settings.get("betas")
+    if betas is not None and len(optimizer.betas) != len(betas):
+        yield (
+            f"optimizer.betas={[*optimizer.betas]}: takes {len(betas)} values where "
+            f"{optimizer.name=!s}, got {len(optimizer.betas)}"
+        )
+    if optimizer.options.keys() - own_options(optimizer.name):
         keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
             f"{optimizer.options=}: they are for an optimizer named by its import path; for "

@@ -147,8 +147,8 @@ class Optimizer:
     and needs its own lr (adam, adamw and amsgrad share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
-    betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment."""
+    betas: tuple[float, ...] = bounded((0.95, 0.9999), 0, below=1)
+    """Decays of the moments, as many as the optimizer has."""
     momentum: float = bounded(0.9, 0, below=1)
     """Decay of the momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)
