@@ -355,6 +355,15 @@ def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
     assert load("base", "sync.exp_avg=null", presets=folder).sync == {"params": 4}
 
 
+def test_an_empty_dictionary_clears_what_is_below_it_and_overrides_fill_it_again(presets):
+    more = "task: own:Task\nwire: {params: int8}\ntask_options: {a: 1}\n"
+    folder = presets(base=BASE + more)
+    assert load("base", "wire={} task_options={} run={}", presets=folder).run.steps == 96
+    words = "task_options.c=3 sync={} wire={} task_options={} sync.params=3 task_options.b=2"
+    filled = load("base", words, presets=folder)
+    assert (filled.sync, filled.wire, filled.task_options) == ({"params": 3}, {}, {"b": 2})
+
+
 def test_periods_that_another_optimizer_lacks_are_left_out_by_what_the_error_names():
     """A preset's periods are merged, so there has to be a word that removes one."""
     words = "optimizer.name=sgdm optimizer.lr=0.1 sync={params: 8, momentum_buffer: 16}"
