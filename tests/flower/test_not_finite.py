@@ -76,9 +76,10 @@ def test_an_eps_of_zero_is_named():
         "data.domains=['a']: no such domain",
         "ConfigError: task=mine:Task: it lacks loss",
         "data.tokenizer: it has 5 tokens",
+        "ValueError: parameter 'table.weight' has sparse gradients",
     ],
 )
-def test_continuing_is_not_offered_where_every_client_has_the_wrong_setting(reason):
+def test_continuing_is_not_offered_where_every_client_has_what_is_wrong(reason):
     with pytest.raises(FederationError) as error:
         Policy().fail("client-0 is left out", reason)
     assert str(error.value) == f"client-0 is left out: {reason}"
