@@ -434,6 +434,7 @@ WRONG = {
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
     "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
+    "sync={params:8}": ["sync={params:8}", "write {params: 8}, with a blank after the colon"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],

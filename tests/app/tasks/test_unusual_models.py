@@ -166,6 +166,8 @@ def test_a_model_that_cannot_be_saved_says_what_failed_and_a_resume_only_saves_i
     with pytest.raises(ValueError, match=r"all steps are done, but the save .*Unsaved.*storage"):
         run(Unsaved, tmp_path, "run.checkpoint_every=1")
     [folder] = tmp_path.glob("*/")
+    with pytest.raises(ValueError, match=r"the save of task=.*Unsaved failed \(invalid python"):
+        export(folder)
     monkeypatch.setattr(Unsaved, "save", Light.save)
     run(Unsaved, tmp_path, "run.checkpoint_every=1", f"run.resume={folder}")
     found = tiny.summary(folder)
