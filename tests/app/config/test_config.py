@@ -20,6 +20,7 @@ from flower_desloc.app.config import (
     parse,
 )
 from flower_desloc.app.config.overrides import override
+from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
 from flower_desloc.app.setup.build import build_schedule, check_streams
 
@@ -172,6 +173,20 @@ def test_blanks_in_the_brackets_or_quotes_around_a_value_separate_no_overrides()
         assert quickstart(overrides).data.domains == ["a b", "c"]
     assert quickstart("data.source='my  file' run.seed=3").data.source == "my  file"
     assert quickstart("data.source='tis run.seed=3").data.source == "'tis"
+
+
+def test_paths_anywhere_in_the_options_of_a_task_become_absolute(tmp_path, monkeypatch):
+    (tmp_path / "a b").touch()
+    monkeypatch.chdir(tmp_path)
+    options = {"one": "./a b", "all": ["./a b", "a b", 3], "deep": {"x": ["./a b"], "y": "./c"}}
+    words = ["task=own:Task", *(override(f"task_options.{k}", v) for k, v in options.items())]
+    found = absolute_paths(quickstart(words))
+    there = str(tmp_path / "a b")
+    expected = {"one": there, "all": [there, "a b", 3], "deep": {"x": [there], "y": "./c"}}
+    assert found == {f"task_options.{key}": value for key, value in expected.items()}
+    again = [*words, *(override(key, value) for key, value in found.items())]
+    assert quickstart(again).task_options == expected
+    assert not absolute_paths(quickstart(again))
 
 
 def test_loading_twice_shares_nothing():
