@@ -45,7 +45,8 @@ base.yaml`; it then states what differs. Its `sync` section replaces the other's
 
 A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
 is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
-number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary.
+number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary, which
+later overrides fill.
 
 What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
 `num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,

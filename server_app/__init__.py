@@ -28,6 +28,7 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
+from flower_desloc.app.setup.meta_model import task_errors
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
@@ -110,7 +111,8 @@ def _run(grid: Grid, context: Context) -> None:
             hooks=[] if isinstance(grid, InProcessGrid) else [Preflight(config, folder.path)],
         )
         install(model, from_record(result.arrays))
-        folder.write_final(lambda path: task.save(model, path))
+        with task_errors(f"all steps are done, but the save of task={config.task} failed"):
+            folder.write_final(lambda path: task.save(model, path))
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
 
 

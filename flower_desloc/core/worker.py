@@ -175,8 +175,7 @@ class Worker:
         for step in steps:
             loss = self.loss_at(step)
             loss.backward()
-            if step == start:
-                self._require_dense()
+            self._require_dense(params)
             steps.record(loss, clip(params, self.clipping))
             factor = self.lr_schedule(step)
             for group in groups:
@@ -194,7 +193,7 @@ class Worker:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_at(step)
         loss.backward()
-        self._require_dense()
+        self._require_dense(trained_by(self.optimizer))
         grads = {
             key: torch.zeros_like(p) if p.grad is None else p.grad
             for key, p in trained(self.module, self.optimizer).items()
@@ -210,14 +209,17 @@ class Worker:
         """
         self.module.train()
         self.loss_at(step).backward()
-        clip(trained_by(self.optimizer), self.clipping)
+        params = trained_by(self.optimizer)
+        self._require_dense(params)
+        clip(params, self.clipping)
         seed_states(self.optimizer, names)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _require_dense(self) -> None:
-        for key, p in trained(self.module, self.optimizer).items():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise sparse_gradient(key)
+    def _require_dense(self, params: list[Tensor]) -> None:
+        for sparse in params:
+            if sparse.grad is not None and sparse.grad.layout != torch.strided:
+                named = trained(self.module, self.optimizer).items()
+                raise sparse_gradient(next(key for key, p in named if p is sparse))
 
     def stream_names(self) -> tuple[str, ...]:
         """Return the names of its streams, after priming the optimizer if it was not."""

@@ -10,8 +10,10 @@ from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
 
-_OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
-"""Begins an error that names a setting of the run."""
+_OF_EVERY_CLIENT = re.compile(
+    r"(\w+: )?(parameter '|(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:])"
+)
+"""Begins an error that names a setting of the run, or a parameter of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +93,10 @@ class Policy:
         ``reason`` is the client's.
         """
         if self.on_failure == "stop":
-            # Every client has the settings of the run, so none would remain.
+            # Every client has the settings and the model of the run, so none would remain.
             advice = (
                 ""
-                if _OF_A_SETTING.match(reason)
+                if _OF_EVERY_CLIENT.match(reason)
                 else (
                     " (federation.on_failure=continue leaves a failed client out, while "
                     f"federation.min_clients={self.min_clients} others remain)"

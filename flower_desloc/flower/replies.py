@@ -208,10 +208,10 @@ class Evaluation:
         least = 0.0 if metrics else -_LARGEST
         for name, total in totals.items():
             if not least <= total <= _LARGEST:
-                wanted = "at least 0" if metrics else f"at least {least:g}"
-                raise ValueError(
-                    f"its total of {name} is {total}; it must be {wanted} and at most {_LARGEST:g}"
-                )
+                wanted = f"it must be at least {least:g} and at most {_LARGEST:g}"
+                if math.isnan(total):
+                    wanted = "look for NaN in the parameters, the held-out data and the evaluation"
+                raise ValueError(f"its total of {name} is {total}; {wanted}")
         own = {printable(k): v for k, v in figures.items() if not k.startswith(TOTALS)}
         if metrics is not None:
             own = _computed(metrics, totals) if figures else {}

@@ -210,11 +210,13 @@ class RoundLoop:
             hook.gave_up(self.round.failures)
         # A node that cannot take part is not in ``left_out``: it has no name.
         nodes = {e.client: e.what for e in self._events if e.client.startswith("node ")}
+        silent = self.members.silent
+        wait = f"; federation.timeout={self.policy.timeout:g} is the longest wait in seconds"
         kind = DivergedError if self.round.diverged else WindowError
         raise kind(
             f"{self.round} stayed below federation.min_clients={self.policy.min_clients} "
             f"through federation.repeats={self.policy.repeats} repeats; "
-            f"left out: {nodes | self.round.left_out}{self.members.silent}"
+            f"left out: {nodes | self.round.left_out or 'none'}{silent}{wait if silent else ''}"
         )
 
     def without_state(self, node_id: int) -> Member:

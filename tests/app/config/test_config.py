@@ -20,6 +20,7 @@ from flower_desloc.app.config import (
     parse,
 )
 from flower_desloc.app.config.overrides import override
+from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
 from flower_desloc.app.config.schema import Optimizer
 from flower_desloc.app.setup.build import build_schedule, check_streams
@@ -174,6 +175,20 @@ def test_blanks_in_the_brackets_or_quotes_around_a_value_separate_no_overrides()
         assert quickstart(overrides).data.domains == ["a b", "c"]
     assert quickstart("data.source='my  file' run.seed=3").data.source == "my  file"
     assert quickstart("data.source='tis run.seed=3").data.source == "'tis"
+
+
+def test_paths_anywhere_in_the_options_of_a_task_become_absolute(tmp_path, monkeypatch):
+    (tmp_path / "a b").touch()
+    monkeypatch.chdir(tmp_path)
+    options = {"one": "./a b", "all": ["./a b", "a b", 3], "deep": {"x": ["./a b"], "y": "./c"}}
+    words = ["task=own:Task", *(override(f"task_options.{k}", v) for k, v in options.items())]
+    found = absolute_paths(quickstart(words))
+    there = str(tmp_path / "a b")
+    expected = {"one": there, "all": [there, "a b", 3], "deep": {"x": [there], "y": "./c"}}
+    assert found == {f"task_options.{key}": value for key, value in expected.items()}
+    again = [*words, *(override(key, value) for key, value in found.items())]
+    assert quickstart(again).task_options == expected
+    assert not absolute_paths(quickstart(again))
 
 
 def test_loading_twice_shares_nothing():
@@ -348,6 +363,15 @@ def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
     assert load("base", "sync.exp_avg=null", presets=folder).sync == {"params": 4}
 
 
+def test_an_empty_dictionary_clears_what_is_below_it_and_overrides_fill_it_again(presets):
+    more = "task: own:Task\nwire: {params: int8}\ntask_options: {a: 1}\n"
+    folder = presets(base=BASE + more)
+    assert load("base", "wire={} task_options={} run={}", presets=folder).run.steps == 96
+    words = "task_options.c=3 sync={} wire={} task_options={} sync.params=3 task_options.b=2"
+    filled = load("base", words, presets=folder)
+    assert (filled.sync, filled.wire, filled.task_options) == ({"params": 3}, {}, {"b": 2})
+
+
 def test_periods_that_another_optimizer_lacks_are_left_out_by_what_the_error_names():
     """A preset's periods are merged, so there has to be a word that removes one."""
     words = "optimizer.name=sgdm optimizer.lr=0.1 sync={params: 8, momentum_buffer: 16}"
@@ -419,6 +443,7 @@ WRONG = {
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
     "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
+    "sync={params:8}": ["sync={params:8}", "write {params: 8}, with a blank after the colon"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
