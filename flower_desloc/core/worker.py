@@ -168,7 +168,9 @@ class Worker:
         ``origin`` is the step at which the optimizer's states were last reset; it counts from
         there.
         """
-        params, groups = trained_by(self.optimizer), self.optimizer.param_groups
+        groups = self.optimizer.param_groups
+        # The last bits of a norm depend on the order: that of clip_grad_norm_(module.parameters()).
+        params = list(trained(self.module, self.optimizer).values())
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         steps = LocalSteps(self.module, self.optimizer, start, stop, origin)
@@ -210,7 +212,7 @@ class Worker:
         """
         self.module.train()
         self.loss_at(step).backward()
-        clip(trained_by(self.optimizer), self.clipping)
+        clip(list(trained(self.module, self.optimizer).values()), self.clipping)
         seed_states(self.optimizer, names)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -242,7 +244,7 @@ class Worker:
         return take(self.module, self.optimizer, names)
 
 
-def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+def clip(params: Sequence[Tensor], clipping: Clipping) -> Tensor:
     """Clip the gradients of ``params`` in place; return their norm before that."""
     grads = [p.grad for p in params if p.grad is not None]
     norm = get_total_norm(grads)
