@@ -82,7 +82,7 @@ class Case:
             present=self.present,
             takes=self.takes if self.paces else None,
             weights=[1.0, 2.0, 3.0] if self.by_examples else None,
-            bound=moment_ratios(adam)["exp_avg"] if self.bound else None,
+            bound=moment_ratios(adam)["exp_avg"][0] if self.bound else None,
         )
 
 

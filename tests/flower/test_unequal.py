@@ -112,7 +112,7 @@ def test_a_weight_is_what_the_workers_own_gradients_make_of_a_moment(taken, more
 def test_a_reply_without_its_weights_is_refused(weights):
     metrics = {} if weights is None else {"weights": weights}
     with pytest.raises(ValueError, match="its weights are"):
-        shares(metrics, ["params", "exp_avg", "exp_avg_sq"])
+        shares(metrics, {key: {} for key in ["params", "exp_avg", "exp_avg_sq"]})
 
 
 @pytest.mark.parametrize(
