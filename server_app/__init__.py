@@ -28,9 +28,11 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_of
 from flower_desloc.core.streams import BUFFERS, check_like, digest, install
@@ -73,7 +75,7 @@ def _run(grid: Grid, context: Context) -> None:
     config = _with_local_buffers(config, streams)
     schedule = build_schedule(config)
     schedule.require([PARAMS, *streams], config.optimizer.name)
-    _warn_if_unbounded(config)
+    _warn_if_unbounded(config, model)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
     if not isinstance(grid, InProcessGrid) and not output_dir.expanduser().is_absolute():
@@ -92,6 +94,7 @@ def _run(grid: Grid, context: Context) -> None:
         strategy = _strategy(
             config,
             schedule,
+            outer=build_outer(config, model),
             states=streams,
             metrics=task.metrics,
             # The folder's name is unique here, the suffix makes it unique elsewhere.
@@ -151,6 +154,7 @@ def _strategy(
     config: Config,
     schedule: SyncSchedule,
     *,
+    outer: OuterOptimizer | None,
     checkpoints: Checkpoints,
     resume: Checkpoint | None,
     **options: Any,
@@ -164,7 +168,6 @@ def _strategy(
         "evaluate_clients": config.evaluation.federated,
     }
     saved: dict[str, Any] = {"checkpoints": checkpoints, "resume": resume}
-    outer = build_outer(config)
     match config.strategy:
         case "desloc" if GRADIENTS in config.sync:
             assert outer is not None
@@ -199,20 +202,21 @@ def _with_local_buffers(config: Config, streams: Container[str]) -> Config:
     return replace(config, sync={**config.sync, BUFFERS: NEVER})
 
 
-def _warn_if_unbounded(config: Config) -> None:
+def _warn_if_unbounded(config: Config, model: nn.Module) -> None:
     """Warn where ``sync_bound`` would apply to the optimizer, and its betas have no bound."""
     if config.strategy != "desloc" or not config.sync_bound:
         return
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    optimizer = build_optimizer(config, param_groups(config, model))
     states = states_of(optimizer)
-    for first, ratio in moment_ratios(optimizer).items():
+    for first, ratios in moment_ratios(optimizer).items():
         second = states[first].divided_by
-        if ratio is None and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
+        if None in ratios and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
             log(
                 WARNING,
-                "%s has no bound, as the square of its decay is not below the decay of %s: "
+                "%s has no bound%s, as the square of its decay is not below the decay of %s: "
                 "sync_bound does nothing for it, and the run can spike after an average of %s",
                 first,
+                " in some of optimizer.groups" if any(ratios) else "",
                 second,
                 first,
             )

@@ -40,6 +40,7 @@ _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_init_from.py": _PICTURES,
     "test_outputs.py": _PICTURES,
     "test_own_optimizers.py": _PICTURES,
+    "test_param_groups.py": _PICTURES,
     "test_preflight.py": _PICTURES,
     "test_private_data.py": _PICTURES,
     "test_resume_run.py": _PICTURES,

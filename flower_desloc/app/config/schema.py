@@ -4,7 +4,7 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
@@ -36,8 +36,8 @@ class Run:
     """Start from the model of another run, its folder or one of its checkpoints; or from a model of
     transformers, a folder or a name on the hub, whose architecture replaces the section model."""
     preflight: str = one_of("stop", "warn")
-    """Action when the run, without its activations, needs more memory than there is, or clearly
-    more disk space: `stop`, with the reason, or `warn` and start."""
+    """If the run, without activations, needs more memory or clearly more disk space than there is:
+    `stop`, with the reason, or `warn`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Data:
     """Side in pixels that every image is resized to; null: not resized, all must have one size."""
     streaming: bool = False
     """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
-    it. With max_bytes=0, text of any source is read while it is trained on, never as a whole."""
+    it. With max_bytes=0, text of any source is read while it is trained on."""
     weights: list[float] = field(default_factory=list)
     """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal.
     Needs streaming with max_bytes=0."""
@@ -122,7 +122,7 @@ class Data:
     has no validation part."""
     drop_missing: bool = False
     """Leave out rows that have no label, domain, text or image; false: refuse them, with their
-    number. Text that is streamed is always left out if it is missing."""
+    number. Missing text of a stream is always left out."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
     `tokenizer.json`, or a name or folder."""
@@ -131,9 +131,28 @@ class Data:
     batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
-    """Examples that go through the model at once, in a step and in an evaluation; divides
-    batch_size. `auto`: as many as fit into each client's GPU, found by halving the batch, and 1 on
-    a CPU; null: the whole batch."""
+    """Examples that go through the model at once; divides batch_size. `auto`: as many as fit into
+    each client's GPU, found by halving the batch, and 1 on a CPU; null: the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """An entry of ``optimizer.groups``: which parameters, and their own settings.
+
+    A setting that is null is that of the section ``optimizer``.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "norms_and_biases")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+    names: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    lr: float | None = bounded(None, 0)
+    betas: tuple[float, float] | None = bounded(None, 0, below=1)
+    momentum: float | None = bounded(None, 0, below=1)
+    eps: float | None = bounded(None, 0)
+    weight_decay: float | None = bounded(None, 0)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +160,10 @@ class Optimizer:
     """The local optimizer of every client."""
 
     name: str = one_of(*OPTIMIZERS, or_path=True)
-    """One of the optimizers in the table below; or any torch.optim.Optimizer by its import path,
-    such as `pytorch_optimizer:Lion`, which gets lr and options; clipping applies too, the other
-    settings of this section do not. Another optimizer than that of the preset has its own defaults
-    and needs its own lr (adam, adamw and amsgrad share one)."""
+    """One of the table below; or a torch.optim.Optimizer by its import path, such as
+    `pytorch_optimizer:Lion`, to which only lr, options, groups and clipping apply. Another
+    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw and amsgrad
+    share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
@@ -161,8 +180,13 @@ class Optimizer:
     """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
     are set."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments, of an optimizer named by its import path; or settings of one in the table
-    that have no key of their own. A list becomes a tuple."""
+    """Arguments of an optimizer named by its import path, or settings of one in the table without a
+    key of their own. Lists become tuples."""
+    groups: list[ParamGroup] = field(default_factory=list)
+    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.head.*"],
+    lr: 0.001}]`. A parameter must match one of names (shell patterns), and one of kinds, where they
+    are stated. Kinds: `embeddings`, `norms_and_biases` (below two dimensions), `matrices` (all
+    others). A name without a match or a parameter in two entries is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +223,7 @@ class LRSchedule:
     warmup_steps: int | None = bounded(None, 0)
     """Steps of linear warm-up; null: a twelfth of the run."""
     decay_steps: int | None = bounded(None, 0)
-    """Steps of wsd's decay; null: the last tenth of the run, as in the paper."""
+    """Steps of wsd's decay; null: the last tenth of the run."""
     final: float = bounded(0.0, 0, 1)
     """Fraction of the peak rate at which cosine ends."""
 
@@ -222,8 +246,8 @@ class Evaluation:
     """The evaluation of the averaged model."""
 
     central: bool = True
-    """Evaluate on the server, on its GPU if it has one, on held-out text of every domain, or images
-    of every label."""
+    """Evaluate on the server, on its GPU if it has one, with held-out data of every domain or
+    label."""
     federated: bool = True
     """Evaluate on every client, on its own held-out part."""
     sequences: int = bounded(64, 1)
