@@ -1,7 +1,7 @@
 """The ServerApp: configuration -> strategy -> training -> the run's folder."""
 
 import secrets
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flower_desloc.app.config import Config, ConfigError, dump, load_run_config
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
+from flower_desloc.app.runs.best import KeepBest
 from flower_desloc.app.runs.resume import to_resume
 from flower_desloc.app.setup.build import (
     build_optimizer,
@@ -46,6 +47,7 @@ from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
+from flower_desloc.flower.rounds import RoundHook
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.optim.bounds import moment_ratios
@@ -103,18 +105,31 @@ def _run(grid: Grid, context: Context) -> None:
             resume=checkpoint,
             code=code_of(user_modules(config)),
         )
-        result = strategy.start(
+
+        def save(path: Path) -> None:
+            install(model, from_record(strategy.state.model()))
+            task.save(model, path)
+
+        strategy.start(
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), **required_alike(task, model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             observer=recorder,
-            # In one process everything is on this machine, which `desloc run` has checked.
-            hooks=[] if isinstance(grid, InProcessGrid) else [Preflight(config, folder.path)],
+            hooks=[*_hooks(config, grid, folder, strategy, save)],
         )
-        install(model, from_record(result.arrays))
-        folder.write_final(lambda path: task.save(model, path))
+        folder.write_final(save)
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
+
+
+def _hooks(
+    config: Config, grid: Grid, folder: RunFolder, strategy: DesLoc, save: Callable[[Path], None]
+) -> Iterator[RoundHook]:
+    if not isinstance(grid, InProcessGrid):
+        # In one process everything is on this machine, which `desloc run` has checked.
+        yield Preflight(config, folder.path)
+    if config.run.keep_best:
+        yield KeepBest(config, folder, save, lambda: strategy.loop.checkpoint)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _PAGE = "app.runs.report.write_page"
 _PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partition.draw_partition")
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
+    "test_best.py": _PICTURES,
     "test_cluster.py": _PICTURES,
     "test_compared_runs.py": _PICTURES,
     "test_example_runs.py": _PICTURES,

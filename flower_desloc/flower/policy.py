@@ -47,8 +47,8 @@ class Policy:
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = bounded(3600.0, above=0)
     """Seconds to wait for the next reply, in the clients' order; at least what a whole window
-    takes. A client that has replied before is waited for at most five times as long as the slowest
-    client took last, and at least a minute."""
+    takes. After its first reply a client is waited for at most five times the slowest client's last
+    time, and at least a minute."""
     grace: float | None = bounded(None, 0)
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""

@@ -38,6 +38,11 @@ _EXCLUSIONS: Final = (
         why="only strategy=desloc has it, and strategy={0.strategy} is Flower's own",
     ),
     Exclusion(
+        where=lambda config: not config.run.keep_best,
+        keys=("run.patience",),
+        why="it waits for a better value of run.keep_best, which is not set",
+    ),
+    Exclusion(
         where=lambda config: GRADIENTS in config.sync,
         keys=("sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"),
         why="sync.gradients averages every step, and optimizer is then the server's",

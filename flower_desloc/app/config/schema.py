@@ -30,11 +30,16 @@ class Run:
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
-    """Resume a run that was interrupted: its folder, one of its checkpoints, or `auto`: the last
+    """Resume an interrupted run: its folder, one of its checkpoints, or `auto`: the last
     run of this name in the output folder, or a new one if that is complete."""
+    keep_best: str = ""
+    """Metric, such as `loss` or `federated/accuracy`, whose best model is kept in `best/`; of your
+    own metric `max:NAME` or `min:NAME`."""
+    patience: int | None = bounded(None, 1)
+    """Stop after this many evaluations in a row without a better keep_best; null: never."""
     init_from: str = ""
-    """Start from the model of another run, its folder or one of its checkpoints; or from a model of
-    transformers, a folder or a name on the hub, whose architecture replaces the section model."""
+    """Start from the model of another run (its folder or a checkpoint) or of transformers (a folder
+    or a name on the hub), whose architecture replaces the section model."""
     preflight: str = one_of("stop", "warn")
     """If the run, without activations, needs more memory or clearly more disk space than there is:
     `stop`, with the reason, or `warn`."""
@@ -76,8 +81,8 @@ class Model:
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
-    """Compile the loss and the steps of this project's optimizers with `torch.compile`. The first
-    compilation takes a minute or more and is cached. Needs a C++ compiler."""
+    """`torch.compile` the loss and the steps of this project's optimizers. The first time takes a
+    minute or more. Needs a C++ compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ class Data:
     Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha). For images labels replace
     domains, and `pathological`, classes_per_client labels each, replaces `by_domain`."""
     alpha: float = bounded(0.5, 1e-6)
-    """Concentration of the Dirichlet and quantity partitions; a smaller one is more unequal."""
+    """Concentration of the Dirichlet and quantity partitions; smaller is more unequal."""
     classes_per_client: int = bounded(2, 1)
     """Labels of each client in the pathological partition."""
     validation_fraction: float = bounded(0.1, 0.001, 0.5)
@@ -177,8 +182,7 @@ class Optimizer:
     clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
     clip_value: float | None = bounded(None, 1e-12)
-    """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
-    are set."""
+    """Clip each coordinate of the gradient; after the norm, if both are set."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of an optimizer named by its import path, or settings of one in the table without a
     key of their own. Lists become tuples."""
@@ -211,7 +215,7 @@ class FedAdam:
     lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
     tau: float = bounded(1e-3, 1e-12)
-    """Stability term; a larger one makes the rates of the coordinates more equal."""
+    """Stability term; a larger one makes coordinates' rates more equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,13 +266,13 @@ class Config:
 
     run: Run = field(default_factory=Run)
     task: str = one_of("causal_lm", "image_classification", or_path=True)
-    """`causal_lm`, predicting the next token of text, or `image_classification`; or a task of your
-    own by its import path, `module:Class`."""
+    """`causal_lm` (text), `image_classification`, or a task of your own by its import path,
+    `module:Class`."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Settings of a task of your own, under any names."""
     strategy: str = one_of("desloc", "fedavg", "fedadam")
-    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps the parameters
-    are averaged and every client starts a new optimizer; sync then holds params only."""
+    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps parameters are
+    averaged and clients start new optimizers; sync then holds params only."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -289,8 +293,8 @@ class Config:
     """Local steps that every client takes before it merges an average, corrected for the delay. A
     shorter window merges at its end."""
     sync_bound: bool = True
-    """After an average of Adam's first or second moment, bound the first moment of every client by
-    its second: |u| <= c sqrt(v). `false` is the paper's letter, under which a run can spike."""
+    """Bound Adam's first moment by its second after an average of either: |u| <= c sqrt(v). `false`
+    is the paper's letter, under which a run can spike."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
     with a scale each. The quantisation error of params and first moments is sent later."""
