@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from logging import INFO
 from math import isfinite
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.runs.folder import RunFolder, read_lines, read_summary, replaced
-from flower_desloc.app.runs.metric import DIRECTIONS, chooser
+from flower_desloc.app.runs.metric import DIRECTIONS, Direction, chooser
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
@@ -41,7 +41,7 @@ class Criterion:
         where = where or ("central" if evaluation.central else "federated")
         if not getattr(evaluation, where):
             raise ConfigError(f"run.keep_best={stated}: needs evaluation.{where}=true")
-        better = chooser(direction or DIRECTIONS.get(metric))
+        better = chooser(cast(Direction | None, direction) or DIRECTIONS.get(metric))
         if better is None:
             raise ConfigError(
                 f"run.keep_best={stated}: whether more or less of {metric} is better is not known; "
