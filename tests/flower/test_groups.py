@@ -102,8 +102,9 @@ def test_a_parameter_trains_as_if_all_had_the_settings_of_its_group(
 
     def ends(kind: str) -> list[State]:
         made = OptimizerCase(makes(name, OTHER[name] | more)[kind], case.oracle, case.lr)
-        folder = tmp_path / kind
-        return Run(made, schedule, folder, problem=OneSided(), policy=policy, **options).start()
+        size = {"num_clients": 2, "num_steps": 8}
+        small = {**size, "problem": OneSided(), "policy": policy, **options}
+        return Run(made, schedule, tmp_path / kind, **small).start()
 
     base, other, grouped = (ends(kind) for kind in ("base", "other", "grouped"))
     others = [*SHAPES][1::2]
@@ -162,6 +163,7 @@ def test_groups_of_equal_settings_are_as_one(name, tmp_path):
     def ends(kind: str) -> list[State]:
         made = OptimizerCase(makes(name, {})[kind], case.oracle, case.lr)
         options: dict[str, Any] = {"problem": Regression(), "clipping": Clipping(norm=0.1)}
+        options |= {"num_clients": 2, "num_steps": 6}
         return Run(made, (2, 3, 5), tmp_path / kind, **options).start()
 
     assert_same(ends("grouped"), ends("base"))
