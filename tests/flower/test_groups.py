@@ -1,6 +1,7 @@
 """Parameter groups: every parameter trains by the settings of its own group."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,41 @@ from torch.nn.utils import clip_grad_norm_
 from flower_desloc import NEVER, Clipping, OuterOptimizer, Policy, SyncSchedule, stream_names, take
 from flower_desloc.core.lr_schedule import wsd
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
-from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
 
 Settings = dict[str, Any]
-
-BASE: dict[str, tuple[Callable[..., torch.optim.Optimizer], Settings]] = {
-    "adopt": (ADOPT, {"lr": 0.05, "betas": (0.95, 0.99)}),
-    "adam": (Adam, {"lr": 0.05, "betas": (0.9, 0.95)}),
-    "adamw": (AdamW, {"lr": 0.05, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "amsgrad": (Adam, {"lr": 0.05, "betas": (0.9, 0.95), "amsgrad": True}),
-    "sgdm": (SGDM, {"lr": 0.2, "momentum": 0.8}),
-    "paper_adam": (PaperAdam, {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-3}),
-}
-OTHER: dict[str, Settings] = {
-    "adopt": {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1, "decouple": True},
-    "adam": {"lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.1},
-    "adamw": {"lr": 0.02, "betas": (0.8, 0.99), "weight_decay": 0.0},
-    "amsgrad": {"lr": 0.02, "betas": (0.8, 0.99), "weight_decay": 0.1},
-    "sgdm": {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.1},
-    "paper_adam": {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-2},
-}
 UNBOUNDED = {"betas": (0.99, 0.9)}
 
 
-def test_every_optimizer_has_a_case():
-    assert BASE.keys() == OTHER.keys() == OPTIMIZERS.keys()
+def of_a_group(case: OptimizerCase) -> Settings:
+    """Return other settings than those of a case, for a parameter group."""
+    stated = case.make([nn.Parameter(torch.zeros(1))]).defaults
+    first, *rest = stated.get("betas", (1.0,))
+    changed = {
+        "lr": stated["lr"] / 2,
+        "betas": (first - 0.1, *((1 + beta) / 2 for beta in rest)),
+        "momentum": stated.get("momentum", 0.0) - 0.3,
+        "eps": 10 * stated.get("eps", 0.0),
+        "weight_decay": stated.get("weight_decay", 0.0) + 0.1,
+    }
+    return {name: value for name, value in changed.items() if name in stated}
 
 
-def makes(name: str, other: Settings) -> dict[str, Callable[[Iterable[Tensor]], Any]]:
+def makes(case: OptimizerCase, changed: Settings) -> dict[str, Callable[[Iterable[Tensor]], Any]]:
     """Return how to make the optimizer without groups, of either settings, and with both.
 
     In that every second tensor is in a group of its own, which comes first.
     """
-    cls, base = BASE[name]
 
     def grouped(params: Iterable[Tensor]) -> torch.optim.Optimizer:
         params = list(params)
-        return cls([{"params": params[1::2], **other}, {"params": params[::2]}], **base)
+        groups: Any = [{"params": params[1::2], **changed}, {"params": params[::2]}]
+        return case.make(groups)
 
-    return {
-        "base": lambda p: cls(p, **base),
-        "other": lambda p: cls(p, **base | other),
-        "grouped": grouped,
-    }
+    def changed_for_all(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        groups: Any = [{"params": list(params), **changed}]
+        return case.make(groups)
+
+    return {"base": case.make, "other": changed_for_all, "grouped": grouped}
 
 
 def joins(m: int, t: int) -> bool:
@@ -78,7 +71,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> Iterable[Any]:
-    for name in BASE:
+    for name in OPTIMIZERS:
         yield pytest.param(name, {}, "plain", id=f"{name}, plain")
     some = {"adam": [*SITUATIONS][1:], "adopt": ["late", "joiner, no v"], "sgdm": ["unequal"]}
     for name, situations in some.items():
@@ -101,7 +94,7 @@ def test_a_parameter_trains_as_if_all_had_the_settings_of_its_group(
         options["formats"] = {s: f for s, f in LOSSY.items() if s in schedule.periods}
 
     def ends(kind: str) -> list[State]:
-        made = OptimizerCase(makes(name, OTHER[name] | more)[kind], case.oracle, case.lr)
+        made = replace(case, make=makes(case, of_a_group(case) | more)[kind])
         size = {"num_clients": 2, "num_steps": 8}
         small = {**size, "problem": OneSided(), "policy": policy, **options}
         return Run(made, schedule, tmp_path / kind, **small).start()
@@ -135,13 +128,13 @@ def in_a_plain_loop(module: nn.Module, optimizer: torch.optim.Optimizer, problem
     return take(module, optimizer, stream_names(module, optimizer))
 
 
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_client_whose_periods_are_1_equals_the_plain_loop_with_the_same_groups(name, tmp_path):
     """To the bit, with a norm over all groups and a schedule of each group's own rate."""
     problem, case = Regression(), OPTIMIZERS[name]
-    make = makes(name, OTHER[name])["grouped"]
+    make = makes(case, of_a_group(case))["grouped"]
     run = Run(
-        OptimizerCase(make, case.oracle, case.lr),
+        replace(case, make=make),
         (1,),
         tmp_path,
         problem=problem,
@@ -153,15 +146,15 @@ def test_one_client_whose_periods_are_1_equals_the_plain_loop_with_the_same_grou
     module = problem.module()
     assert_same(run.start(), [in_a_plain_loop(module, make(module.parameters()), problem)])
     rates = run.watch.records[-1].clients["client-0"].learning_rates
-    assert rates == [OTHER[name]["lr"] * FALLING(STEPS - 1)]
+    assert rates == [case.lr / 2 * FALLING(STEPS - 1)]
 
 
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_of_equal_settings_are_as_one(name, tmp_path):
     case = OPTIMIZERS[name]
 
     def ends(kind: str) -> list[State]:
-        made = OptimizerCase(makes(name, {})[kind], case.oracle, case.lr)
+        made = replace(case, make=makes(case, {})[kind])
         options: dict[str, Any] = {"problem": Regression(), "clipping": Clipping(norm=0.1)}
         options |= {"num_clients": 2, "num_steps": 6}
         return Run(made, (2, 3, 5), tmp_path / kind, **options).start()
@@ -171,19 +164,17 @@ def test_groups_of_equal_settings_are_as_one(name, tmp_path):
 
 def test_the_servers_optimizer_of_averaged_gradients_can_have_groups_and_resumes(tmp_path):
     problem = Regression()
-    cls, base = BASE["adamw"]
+    case = OPTIMIZERS["adamw"]
 
     def groups(params: Mapping[str, nn.Parameter]) -> list[Any]:
         named = {name: params[name] for name in sorted(params)}
         biases = [p for name, p in named.items() if name.endswith("bias")]
         rest = [p for name, p in named.items() if not name.endswith("bias")]
-        return [{"params": biases, **OTHER["adamw"]}, {"params": rest}]
+        return [{"params": biases, **of_a_group(case)}, {"params": rest}]
 
     def outer() -> OuterOptimizer:
         clipping = Clipping(norm=0.1)
-        return OuterOptimizer(
-            lambda p: cls(p, **base), lr_schedule=FALLING, clipping=clipping, groups=groups
-        )
+        return OuterOptimizer(case.make, lr_schedule=FALLING, clipping=clipping, groups=groups)
 
     def run(folder: Path) -> Run:
         schedule = SyncSchedule({GRADIENTS: 1})
@@ -191,7 +182,7 @@ def test_the_servers_optimizer_of_averaged_gradients_can_have_groups_and_resumes
         return Run("adamw", schedule, folder, problem=problem, **options)
 
     module = problem.module()
-    optimizer = cls(groups(dict(module.named_parameters())), **base)
+    optimizer = case.make(groups(dict(module.named_parameters())))
     expected = in_a_plain_loop(module, optimizer, problem)[PARAMS]
     assert_same(run(tmp_path).final(), dict(expected))
 

@@ -134,7 +134,15 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.name in OPTIMIZERS and optimizer.options.keys() - own_options(optimizer.name):
+    if optimizer.name not in OPTIMIZERS:
+        return
+    betas = OPTIMIZERS[optimizer.name].settings.get("betas")
+    if betas is not None and len(optimizer.betas) != len(betas):
+        yield (
+            f"optimizer.betas={[*optimizer.betas]}: takes {len(betas)} values where "
+            f"{optimizer.name=!s}, got {len(optimizer.betas)}"
+        )
+    if optimizer.options.keys() - own_options(optimizer.name):
         keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
             f"{optimizer.options=}: they are for an optimizer named by its import path; for "
@@ -194,6 +202,11 @@ def _groups(config: Config) -> Iterator[str]:
                     f"{key}.{name}: is for this project's own optimizers; state options: "
                     f"{{{name}: VALUE}} for {optimizer.name=!s}"
                 )
+        if is_ours and group.betas and len(group.betas) != len(optimizer.betas):
+            yield (
+                f"{key}.betas={[*group.betas]}: takes {len(optimizer.betas)} values where "
+                f"{optimizer.name=!s}, got {len(group.betas)}"
+            )
         for name in group.options.keys() - options if is_ours else ():
             yield (
                 f"{key}.options.{name}: {optimizer.name=!s} has no such option; a group of it "

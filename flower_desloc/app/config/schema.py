@@ -153,7 +153,7 @@ class ParamGroup:
     names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     lr: float | None = bounded(None, 0)
-    betas: tuple[float, float] | None = bounded(None, 0, below=1)
+    betas: tuple[float, ...] | None = bounded(None, 0, below=1)
     momentum: float | None = bounded(None, 0, below=1)
     eps: float | None = bounded(None, 0)
     weight_decay: float | None = bounded(None, 0)
@@ -171,8 +171,8 @@ class Optimizer:
     share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
-    betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment."""
+    betas: tuple[float, ...] = bounded((0.95, 0.9999), 0, below=1)
+    """Decays of the moments, as many as the optimizer has."""
     momentum: float = bounded(0.9, 0, below=1)
     """Decay of the momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)

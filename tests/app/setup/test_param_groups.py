@@ -101,6 +101,7 @@ def test_a_kind_that_the_model_does_not_have_is_refused():
         ([groups("{names: [a], lr: -1}")], r"groups\[0\]\.lr=-1\.0: must be at least 0"),
         ([groups("{names: [a], wd: 1}")], r"groups\[0\]\.wd: no such key"),
         ([groups("{names: [a], momentum: 0.5}")], r"\.momentum: optimizer.name=adam has no such"),
+        ([groups("{names: [a], betas: [0.9]}")], r"\.betas=\[0\.9\]: takes 2 values where"),
         ([groups("{names: [a], options: {nu: 1}}")], r"\.options\.nu: .* has lr, betas, eps, weig"),
         (["optimizer.name=torch.optim:SGD", "optimizer.lr=1", groups(UNDECAYED)],
          r"groups\[0\]\.weight_decay: .*state options: {weight_decay: VALUE}"),
