@@ -28,15 +28,14 @@ class Policy:
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
     """Joins and leaves, as step: number. From that step on only so many clients take part, the
-    first in order, as in `{0: 4, 96: 8}` (on the command line `federation.attendance.96=8`). Before
-    the first step named, all do."""
+    first in order, as in `{0: 4, 96: 8}`. Before the first step named, all do."""
     fraction_train: float = bounded(1.0, above=0, most=1)
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
     """With weighting by examples: the largest weight of a client, as a share of the examples of the
-    window's clients; 1: no limit. A client with more counts as one with that share."""
+    window's clients; 1: no limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
@@ -50,8 +49,8 @@ class Policy:
     """What a failed client does to the run: `stop` it, or `continue` without that client."""
     timeout: float = bounded(3600.0, above=0)
     """Seconds to wait for the next reply, in the clients' order; at least what a whole window
-    takes. A client that has replied before is waited for at most five times as long as the slowest
-    client took last, and at least a minute."""
+    takes. After its first reply a client is waited for at most five times the slowest client's last
+    time, and at least a minute."""
     grace: float | None = bounded(None, 0)
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""

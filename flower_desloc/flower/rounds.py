@@ -76,6 +76,9 @@ class RoundHook:
     Hooks are called after the observer of the run, which only looks.
     """
 
+    finished = False
+    """Whether the run is to end before its next window, as if it had no more steps."""
+
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 

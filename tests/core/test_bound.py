@@ -1,7 +1,5 @@
 """An average of Adam's u is bounded by what a worker's own v allows (`sync_bound`)."""
 
-from typing import Any
-
 import pytest
 import torch
 from federation import BOUNDED, LINEAR, OPTIMIZERS, OneSided, Tensors, assert_close, assert_same
@@ -26,7 +24,7 @@ def after(gradients: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor
         p.grad = gradient.clone()
         adam.step()
     state = adam.state[p]
-    ratio = moment_ratios(adam)["exp_avg"]
+    [ratio] = moment_ratios(adam)["exp_avg"]
     assert ratio is not None
     return state["exp_avg"], state["exp_avg_sq"], ratio
 
@@ -94,16 +92,7 @@ def test_nothing_changes_where_moments_are_averaged_together(tmp_path):
     ids=["ADOPT", "beta1^2 >= beta2"],
 )
 def test_there_may_be_no_ratio(optimizer):
-    assert moment_ratios(optimizer).get("exp_avg") is None
-
-
-def test_the_ratio_of_groups_with_different_betas_is_the_greatest():
-    def ratio(*betas) -> Any:
-        parts = zip(Tensors().parameters(), betas, strict=False)
-        groups = [{"params": [p], "betas": each} for p, each in parts]
-        return moment_ratios(Adam(groups))["exp_avg"]
-
-    assert ratio((0.9, 0.95), (0.9, 0.999)) == ratio((0.9, 0.999)) > ratio((0.9, 0.95))
+    assert moment_ratios(optimizer).get("exp_avg", [None]) == [None]
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in BOUNDED])

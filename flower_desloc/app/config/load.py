@@ -168,7 +168,7 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
     old = stated.get("name", Optimizer.name)
     if named is None or named == old:
         return base
-    of_old = {*OPTIMIZER_SETTINGS, "options", "lr"}
+    of_old = {*OPTIMIZER_SETTINGS, "options", "groups", "lr"}
     kept = {key: value for key, value in stated.items() if key not in of_old}
     rate = stated.get("lr", Optimizer.lr)
     rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
