@@ -10,6 +10,7 @@ from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
 
+_ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
 """Begins an error that names a setting of the run."""
 
@@ -58,6 +59,9 @@ class Policy:
     min_steps: float = bounded(1.0, above=0, most=1)
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
+    data_address: str | None = None
+    """Host and port where the sites of a deployment reach the server's process, to exchange tensors
+    by Arrow Flight. null: in Flower's messages. `desloc federate` sets it."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
     """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`;
     with all of them, a run can be repeated exactly."""
@@ -72,6 +76,11 @@ class Policy:
             raise ValueError(
                 f"federation.trim={self.trim}: it leaves out {2 * self.trim} replies, so "
                 f"federation.min_clients={self.min_clients} must be at least {2 * self.trim + 1}"
+            )
+        if self.data_address is not None and not _ADDRESS.fullmatch(self.data_address):
+            raise ValueError(
+                f"federation.data_address={self.data_address}: expected host:port, such as "
+                "fed.example.org:8443"
             )
         for step, number in self.attendance.items():
             if step < 0 or number < self.min_clients:
