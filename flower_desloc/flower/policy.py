@@ -26,16 +26,15 @@ class Policy:
     min_clients: int = bounded(1, 1)
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number. From that step on only so many clients take part, the
-    first in order, as in `{0: 4, 96: 8}` (on the command line `federation.attendance.96=8`). Before
-    the first step named, all do."""
+    """Joins and leaves, as step: number of clients that take part from there on, the first in
+    order; `{0: 4, 96: 8}`, or on the command line `federation.attendance.96=8`. Before, all do."""
     fraction_train: float = bounded(1.0, above=0, most=1)
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
-    """With weighting by examples: the largest weight of a client, as a share of the examples of the
-    window's clients; 1: no limit. A client with more counts as one with that share."""
+    """With weighting by examples: the largest share of the window's examples that a client counts
+    for; 1: no limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
@@ -60,8 +59,8 @@ class Policy:
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
     data_address: str | None = None
-    """Host and port where the sites of a deployment reach the server's process, to exchange tensors
-    by Arrow Flight. null: in Flower's messages. `desloc federate` sets it."""
+    """Host and port of the server's process, as sites reach it, for tensors beside the messages;
+    null: in them."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
     """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`;
     with all of them, a run can be repeated exactly."""

@@ -241,11 +241,11 @@ def carrier(run: Carries, grid: Grid) -> Iterator[Carrier | None]:
     Raises ``ValueError`` for an address that cannot be used.
     """
     address = run.policy.data_address
-    if internals.is_grid(grid, "InMemoryGrid"):
+    if not internals.is_grid(grid, "HttpGrid"):
         address = None  # a simulation has no network
-    elif address is None and internals.is_grid(grid, "HttpGrid"):
+    elif address is None:
         log(INFO, "tensors travel in Flower's messages: %s is not set", _ADDRESS)
-    elif address is not None and run.sync_delay:
+    elif run.sync_delay:
         log(INFO, "tensors travel in Flower's messages, while clients train: sync_delay is set")
         address = None
     if address is None:
