@@ -25,8 +25,8 @@ from flower_desloc.core.types import Streams
 from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
-from flower_desloc.flower.flight.at_server import Carrier, has_missed_arrays
 from flower_desloc.flower.failures import printable, reason_of, shortened
+from flower_desloc.flower.flight.at_server import Carrier, has_missed_arrays
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
@@ -158,7 +158,7 @@ class Exchange:
         """
         for reply in self.replies(requests, grace=self._grace):
             if has_missed_arrays(reply):
-                (reply,) = self.replies([again(reply.metadata.src_node_id, False)])  # noqa: PLW2901
+                (reply,) = self.replies([again(reply.metadata.src_node_id, False)])
             if _has_lost_state(reply):
                 yield from self.replies([again(reply.metadata.src_node_id, True)])
             else:

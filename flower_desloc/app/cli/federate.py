@@ -51,8 +51,9 @@ def federate(
     """Run the app once as a deployment: a SuperLink and SuperNodes, with TLS and a key for each.
 
     PRESET and KEY=VALUE are those of `desloc run`. simulation.num_clients is --nodes, and so is
-    federation.min_clients unless it is set; federation.data_address is a free port. A SuperNode that dies is restarted. No process is left
-    behind; the exit code is that of `desloc run`.
+    federation.min_clients unless it is set; federation.data_address is a free port of this machine.
+    A SuperNode that dies is restarted. No process is left behind; the exit code is that of
+    `desloc run`.
     """
     arguments = RunArguments.parse(preset, overrides or [], nodes)
     output_dir = begun_in(arguments.config, output_dir.expanduser().resolve())

@@ -166,8 +166,7 @@ class Carrier:
             self._server.revoke(opened.tickets)
 
     def news(self) -> list[tuple[int, str]]:
-        """Return the nodes, each with the reason, whose arrays travel in messages since the last
-        call."""
+        """Return the nodes whose arrays travel in messages since the last call, and why."""
         news, self._news = self._news, []
         return news
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -229,11 +230,12 @@ class TensorServer:
         """Close the connection to a peer: Flight has no way to end a call from outside."""
         host, _, port = unquote(peer).partition(":")[2].rpartition(":")
         remote = host.strip("[]").removeprefix("::ffff:"), int(port)
-        for name in os.listdir("/dev/fd"):
+        for file in list(Path("/dev/fd").iterdir()):
             with suppress(OSError):
-                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                number = int(file.name)
+                if not stat.S_ISSOCK(os.fstat(number).st_mode):
                     continue
-                with socket.socket(fileno=os.dup(int(name))) as found:
+                with socket.socket(fileno=os.dup(number)) as found:
                     theirs, ours = found.getpeername(), found.getsockname()
                     here = theirs[0].removeprefix("::ffff:"), theirs[1]
                     if here == remote and ours[1] == self.port:
@@ -257,7 +259,7 @@ class TensorClient:
         """Fill ``parts`` with the bytes of a ticket; raises ``TransferError``."""
         received = 0
 
-        def once(attempt: int) -> None:
+        def once(_attempt: int) -> None:
             nonlocal received
             options = self._options(ticket, received, parts.size)
             for chunk in self._client.do_get(flight.Ticket(b""), options):
@@ -424,7 +426,7 @@ def _batch(data: Buffer) -> Any:
 
 
 def _bytes_of(chunk: Any) -> memoryview:
-    """Return the bytes of a piece; they may be fewer than it states, but not more than there are."""
+    """Return the bytes of a piece: at most as many as it states, and those that there are."""
     if chunk.data is None:
         return memoryview(b"")
     column = chunk.data.column(0)
