@@ -5,7 +5,7 @@ import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -276,7 +276,6 @@ def _listening(address: str) -> "TensorServer":
     try:
         return TensorServer(_interface(host.strip("[]")), int(port))
     except (OSError, ValueError, OverflowError) as error:
-        log(WARNING, "%s=%s: %s", _ADDRESS, address, error)
         raise ValueError(
             f"{_ADDRESS}={address}: the server cannot listen at port {port}: {error}; give another "
             "port"

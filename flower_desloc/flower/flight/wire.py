@@ -152,7 +152,9 @@ class TensorServer:
         self._authority = trustme.CA(organization_name="flower-desloc")
         self._transfers: dict[str, _Transfer] = {}
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            # gRPC would share the port with another process of this user.
+            # gRPC would share the port with another process of this user. Connections that have
+            # just ended do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
         own = self._authority.issue_cert(_SERVER)
         chain = b"".join(pem.bytes() for pem in own.cert_chain_pems)
