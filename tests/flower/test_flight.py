@@ -126,7 +126,7 @@ def test_a_reply_is_left_out_if_its_digest_is_another(tmp_path):
     run = Run("adam", (2, 4, 8), tmp_path, num_steps=2, policy=policy)
 
     def other_digest(reply: Message) -> None:
-        reply.content[body.FLIGHT]["digest"] = bytes(16)
+        reply.content.config_records[body.FLIGHT]["digest"] = bytes(16)
 
     run.grid.on_training(other_digest, node=2)
     run.start()
@@ -159,7 +159,7 @@ def test_other_tensors_than_the_model_s_are_refused_as_in_a_message(tmp_path, mo
     def other_tensors(self, message, context):
         reply = train(self, message, context)
         if context.node_id == 2:
-            arrays = reply.content["params"]
+            arrays = reply.content.array_records["params"]
             key = next(iter(arrays))
             tensor = from_record(arrays)[key]
             if wrong == "names":
@@ -431,13 +431,13 @@ def stalled(peers, direction: str) -> TensorClient:
             descriptor, wire._SCHEMA, TensorClient._options(ticket, 0, len(DATA))
         )
         writer.write_batch(wire._batch(DATA[:1000]))
-        client.kept = writer  # type: ignore[attr-defined]
+        client.kept = writer
     else:
         reader = client._client.do_get(
             flight.Ticket(b""), TensorClient._options(ticket, 0, 20 * len(DATA))
         )
         reader.read_chunk()
-        client.kept = reader  # type: ignore[attr-defined]
+        client.kept = reader
     deadline = time.monotonic() + 20
     while not any(t.peer for t in peers.server._transfers.values()):
         assert time.monotonic() < deadline
@@ -473,7 +473,7 @@ def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(body.os, "posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", full)
     rows = [("params", "x", "float32", (2,), "numpy.ndarray", 136)]
     (view,) = body.mapped(rows, tmp_path)
     view[:] = bytes(range(136))

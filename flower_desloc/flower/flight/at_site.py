@@ -35,8 +35,8 @@ def arrays_by_flight(
     is_greeting = message.metadata.message_type == HELLO
     why = ""
     try:
-        for name, arrays in _fetched(record).items():
-            message.content[name] = arrays
+        for name, fetched in _fetched(record).items():
+            message.content[name] = fetched
     except (ImportError, RuntimeError) as error:
         why = _reason(record, error)
         if not is_greeting:
@@ -112,7 +112,7 @@ def _forget_client() -> None:
 
 
 def _reason(record: ConfigRecord, error: Exception) -> str:
-    why = f"{record['address']}: {error}"
+    why = f"{_value(record, 'address', str)}: {error}"
     if isinstance(error, ImportError):
         why = f"it has no {error.name}; install 'flower-desloc[flight]' there"
     log(WARNING, "tensors travel in Flower's messages: %s", why)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from cryptography.hazmat.primitives.poly1305 import Poly1305
 from flwr.app import Array, ArrayRecord
 
 from flower_desloc.core.compression import coded_bytes
@@ -129,6 +128,8 @@ def digest(key: bytes, parts: Iterable[Any]) -> bytes:
     The key is random, used for one body, and known to the two ends of a message only. Of what
     proves as much it costs least: 0.2 seconds for a gigabyte, BLAKE3 0.4 and SHA-256 0.7.
     """
+    from cryptography.hazmat.primitives.poly1305 import Poly1305
+
     tag = Poly1305(key)
     for part in parts:
         for begin in range(0, len(part), _HASHED):

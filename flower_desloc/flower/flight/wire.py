@@ -254,7 +254,7 @@ class TensorClient:
             cert_chain=credentials.certificate,
             private_key=credentials.key,
             override_hostname=_SERVER,  # the authority is the server's own
-            generic_options=[("grpc.use_local_subchannel_pool", 1)],
+            generic_options=[(b"grpc.use_local_subchannel_pool", 1)],  # no other's backoff
         )
 
     def get(self, ticket: str, parts: Parts) -> None:
