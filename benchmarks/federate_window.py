@@ -42,6 +42,14 @@ SETTINGS = (
 )
 
 
+OWN_ROLES = {  # part of a command line -> role of the process
+    "supervisor.py": "supervisors",
+    "superexec": "SuperExec and ClientApps",  # what it forks has its command line
+    "flwr log": "flwr log",
+    "federate quickstart": "desloc federate",
+}
+
+
 class Usage:
     """CPU-seconds and memory, by role, of the processes that inherited ``mark`` in a variable."""
 
@@ -75,15 +83,15 @@ class Usage:
     @staticmethod
     def _role(process: psutil.Process) -> str:
         command = " ".join(process.cmdline())
-        if "superexec" in command:  # also what it forks for every message, under its name
-            return "SuperExec and ClientApps"
-        return next((role for words, role in ROLES.items() if words in command), "others")
+        return next(
+            (role for words, role in (OWN_ROLES | ROLES).items() if words in command), "others"
+        )
 
 
 def measure(size: int, sites: int, windows: int, settings: list[str]) -> dict[str, Any]:
     """Return the medians over the windows of one run."""
-    mark, usage = uuid.uuid4().hex, Usage("")
-    usage.mark = mark
+    mark = uuid.uuid4().hex
+    usage = Usage(mark)
     with tempfile.TemporaryDirectory() as folder:
         words = [*SETTINGS.split(), *MODELS[size].split(), f"run.steps={WARM_UP + windows}"]
         federate = "from flower_desloc.app.cli import app; app()"
