@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Final
@@ -83,7 +84,8 @@ def views(rows: Iterable[Row], records: Mapping[str, ArrayRecord]) -> list[memor
 
 def memory(rows: Iterable[Row]) -> list[memoryview]:
     """Return new memory for the data of each array."""
-    return [memoryview(bytearray(row[-1])) for row in rows]
+    rows = list(rows)
+    return _cut(rows, _anonymous(_length(rows)))
 
 
 def mapped(rows: Iterable[Row], folder: Path) -> list[memoryview]:
@@ -91,20 +93,39 @@ def mapped(rows: Iterable[Row], folder: Path) -> list[memoryview]:
 
     The kernel can write it to the disk when memory is short. On a full disk it is ordinary memory.
     """
-    sizes = [row[-1] for row in rows]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size + -size % _ALIGNMENT)
-    length = max(1, starts[-1])
+    rows = list(rows)
+    length = _length(rows)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, length)  # or a full disk would be a SIGBUS
-            whole = memoryview(mmap.mmap(file.fileno(), length))
+            whole = mmap.mmap(file.fileno(), length)
     except OSError as error:
         log(WARNING, "a reply is held in memory, not in %s: %s", folder, error)
-        whole = memoryview(mmap.mmap(-1, length))
-    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        whole = _anonymous(length)
+    return _cut(rows, whole)
+
+
+def _anonymous(length: int) -> mmap.mmap:
+    """Return new memory, where possible in huge pages: others take five times as long to get."""
+    whole = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    return whole
+
+
+def _length(rows: Iterable[Row]) -> int:
+    return max(1, sum(row[-1] + -row[-1] % _ALIGNMENT for row in rows))
+
+
+def _cut(rows: Iterable[Row], whole: mmap.mmap) -> list[memoryview]:
+    """Return the part of each array."""
+    view, begin, parts = memoryview(whole), 0, []
+    for *_, size in rows:
+        parts.append(view[begin : begin + size])
+        begin += size + -size % _ALIGNMENT
+    return parts
 
 
 def records(rows: Iterable[Row], data: Iterable[memoryview]) -> dict[str, ArrayRecord]:
