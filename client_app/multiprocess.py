@@ -1,6 +1,7 @@
 """Build a client of several processes, and refuse settings that it does not support."""
 
 import json
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def build_rank(device: torch.device, parallelism: Parallelism, argument: str) ->
 
     worker: RankWorker = (ShardedRankWorker if parallelism.sharded else RankWorker)(
         parts.build_model,
-        lambda params: build_local_optimizer(parts.config, params),
+        partial(build_local_optimizer, parts.config),
         device,
     )
     worker.build_worker = lambda node: parts.worker(node, worker.model, worker.optimizer, loss)

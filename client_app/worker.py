@@ -79,7 +79,7 @@ class RunParts:
     @cached_property
     def _trained(self) -> tuple[nn.Module, Optimizer]:
         module = self.build_model().to(self.device)
-        return module, build_local_optimizer(self.config, module.parameters())
+        return module, build_local_optimizer(self.config, module)
 
     def single_worker(self, node: NodeConfig) -> Worker:
         """Return the worker of a client of one process.

@@ -39,13 +39,14 @@ flwr run . --run-config 'exp-avg-period=96 learning-rate=0.003'
 The most common settings are keys of Flower's run config; `""` changes nothing:
 
 {keys}
-A file may build on a preset with `extends: quickstart`, or on another file with `extends:
-base.yaml`; it then states what differs. Its `sync` section replaces the other's. Under
-`flwr run` relative paths start where the SuperLink was started.
+A file may build on a preset, `extends: quickstart`, or on a file, `extends: base.yaml`, and state
+what differs. Its `sync` section replaces the other's. Under `flwr run` relative paths start where
+the SuperLink was started.
 
 A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
 is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
-number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary.
+number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary,
+which later overrides fill.
 
 What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
 `num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,

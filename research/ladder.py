@@ -17,7 +17,7 @@ from paired import GREY, PARTITIONS, RESEARCH, SPARE, Estimate, Run, Table, diff
 
 from flower_desloc.app.runs.figures import style
 
-LOCAL, DESLOC, FAVG = "Local", "DES-LOC", "FAVG+OPT"
+LOCAL, DESLOC, FAVG, DDP = "Local", "DES-LOC", "FAVG+OPT", "DDP"
 LEAN, LEAN_ADOPT = "u as often as x, lean, bounded", "u as often as x, lean"
 CHECKS = ("ladder_check", "ladder_check_fresh", "low_frequency_check")
 """Studies on text that the others do not read."""
@@ -35,7 +35,7 @@ STEPS, PERIOD = 512, 16
 NAMES = {"adam": "Adam", "adamw": "AdamW", "adopt": "ADOPT"}
 MARGIN = 0.5
 """Per cent of the loss."""
-ORDER = (LOCAL, DESLOC, "DES-LOC, bounded", LEAN, LEAN_ADOPT, FAVG, "FAVG-OPT", "DDP", "DiLoCo")
+ORDER = (LOCAL, DESLOC, "DES-LOC, bounded", LEAN, LEAN_ADOPT, FAVG, "FAVG-OPT", DDP, "DiLoCo")
 """Methods that come first in a table."""
 CODED = {"lean": "int8, int4, int8", "8 bits": "int8", "4 bits": "int4, v int8"}
 """Formats of x, u and v by their name in a method's name."""
@@ -151,11 +151,15 @@ def comparison(study: str) -> Table:
     """Return the methods of a study, each compared with Local and with DES-LOC."""
     heads = ["data", "optimizer", "parameters", "tokens", "steps", "β₂", "method"]
     heads += ["K_x / K_u / K_v", "formats of x, u, v", "bound", "rate", "seeds", "bytes", "loss"]
-    heads += ["above Local, %", "above DES-LOC, %", "perplexity above Local, %"]
+    heads += ["above Local, %", "above DES-LOC, %", "above DDP, %", "perplexity above Local, %"]
     heads += ["worst client's loss", "parameter norm", "activation norm"]
     rows = []
     for rung, methods in sorted(item for item in ladder().items() if item[0].study == study):
-        local, desloc = (seeds_of(methods, name) for name in (LOCAL, DESLOC))
+        if study == LOW:  # data parallelism has no period: it was run with those of the other study
+            shorter = ladder()[rung._replace(study=PAPER, period=PERIOD)]
+            parallel = {arm: seeds for arm, seeds in shorter.items() if arm.method == DDP}
+            methods = parallel | methods
+        local, desloc, ddp = (seeds_of(methods, name) for name in (LOCAL, DESLOC, DDP))
         for arm, seeds in sorted(methods.items(), key=order):
             first, *_ = seeds.values()
             row: list[Any] = [
@@ -167,7 +171,8 @@ def comparison(study: str) -> Table:
             row += [", ".join(sorted({f"{run['rate']:.3g}" for run in seeds.values()}))]
             row += [len(seeds), f"{bytes_share(seeds, local):.2f}"]
             row += [f"{fmean(values(seeds).values()):.3f}"]
-            for reference, key in ((local, "loss"), (desloc, "loss"), (local, "perplexity")):
+            references = [(local, "loss"), (desloc, "loss"), (ddp, "loss")]
+            for reference, key in [*references, (local, "perplexity")]:
                 known = seeds is not reference and reference
                 row += [above(seeds, reference, key).interval if known else ""]
             for key in ("worst_client", "param_norm", "activation_norm"):
@@ -186,7 +191,7 @@ def order(item: tuple[Arm, Seeds]) -> tuple[Any, ...]:
 def in_words(arm: Arm) -> list[str]:
     """Return a method's name, periods, formats and bound."""
     parts = arm.method.split(", ")
-    known = (DESLOC, FAVG, "FAVG-OPT", "DDP", "DiLoCo", LOCAL, "early average", *FLOWERS.values())
+    known = (DESLOC, FAVG, "FAVG-OPT", DDP, "DiLoCo", LOCAL, "early average", *FLOWERS.values())
     name = "`lean`" if arm.method in (LEAN, LEAN_ADOPT) else parts[0]
     name = name if name in known or name == "`lean`" else ""
     formats = next((CODED[part] for part in parts if part in CODED), "")
@@ -376,13 +381,13 @@ def _pairs() -> Iterator[tuple[list[str], Estimate]]:
     for partition, steps in (("by_domain", 1536), ("iid", 3072)):
         paper = _rung(PAPER, partition=partition, steps=steps)
         yield from _pair(paper, FAVG, "DES-LOC, bounded")
-        yield from _pair(paper, "DDP", "DES-LOC, bounded")
+        yield from _pair(paper, DDP, "DES-LOC, bounded")
     for params, tokens, steps in ((41_120, 256, 1536), (213_440, 1024, 768)):
         at = {"partition": "by_domain", "steps": steps, "period": 64}
         yield from _pair(_rung(PARTS, params, tokens, **at), DESLOC, bounded)
     (thin,) = (rung for rung in ladder() if rung.study == "thin_links_longer")
     yield from _pair(thin, "FedAvg (Flower)", LEAN)
-    for name in (LOCAL, "DDP"):
+    for name in (LOCAL, DDP):
         for rung in sorted(ladder()):
             if rung.optimizer == "adopt" and rung.beta_2 == BETA_2["adopt"]:
                 adam = _as_adam(rung)

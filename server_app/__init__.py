@@ -1,7 +1,7 @@
 """The ServerApp: configuration -> strategy -> training -> the run's folder."""
 
 import secrets
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flower_desloc.app.config import Config, ConfigError, dump, load_run_config
 from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
+from flower_desloc.app.runs.best import KeepBest
 from flower_desloc.app.runs.resume import to_resume
 from flower_desloc.app.setup.build import (
     build_optimizer,
@@ -28,9 +29,12 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
+from flower_desloc.app.setup.meta_model import task_errors
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
 from flower_desloc.core.states import states_of
 from flower_desloc.core.streams import BUFFERS, check_like, digest, install
@@ -44,6 +48,7 @@ from flower_desloc.flower.fingerprint import code_of
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.metrics import part_of
+from flower_desloc.flower.rounds import RoundHook
 from flower_desloc.flower.simulation import end_busy_clients
 from flower_desloc.flower.strategy import DesLoc, EvaluateFn
 from flower_desloc.optim.bounds import moment_ratios
@@ -73,7 +78,7 @@ def _run(grid: Grid, context: Context) -> None:
     config = _with_local_buffers(config, streams)
     schedule = build_schedule(config)
     schedule.require([PARAMS, *streams], config.optimizer.name)
-    _warn_if_unbounded(config)
+    _warn_if_unbounded(config, model)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))
     if not isinstance(grid, InProcessGrid) and not output_dir.expanduser().is_absolute():
@@ -92,6 +97,7 @@ def _run(grid: Grid, context: Context) -> None:
         strategy = _strategy(
             config,
             schedule,
+            outer=build_outer(config, model),
             states=streams,
             metrics=task.metrics,
             # The folder's name is unique here, the suffix makes it unique elsewhere.
@@ -100,18 +106,32 @@ def _run(grid: Grid, context: Context) -> None:
             resume=checkpoint,
             code=code_of(user_modules(config)),
         )
-        result = strategy.start(
+
+        def save(path: Path) -> None:
+            install(model, from_record(strategy.state.model()))
+            task.save(model, path)
+
+        strategy.start(
             grid,
             to_record(params),
             train_config=ConfigRecord({"settings": dump(config), **required_alike(task, model)}),
             evaluate_fn=_evaluate_fn(config, model) if config.evaluation.central else None,
             observer=recorder,
-            # In one process everything is on this machine, which `desloc run` has checked.
-            hooks=[] if isinstance(grid, InProcessGrid) else [Preflight(config, folder.path)],
+            hooks=[*_hooks(config, grid, folder, strategy, save)],
         )
-        install(model, from_record(result.arrays))
-        folder.write_final(lambda path: task.save(model, path))
+        with task_errors(f"all steps are done, but the save of task={config.task} failed"):
+            folder.write_final(save)
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
+
+
+def _hooks(
+    config: Config, grid: Grid, folder: RunFolder, strategy: DesLoc, save: Callable[[Path], None]
+) -> Iterator[RoundHook]:
+    if not isinstance(grid, InProcessGrid):
+        # In one process everything is on this machine, which `desloc run` has checked.
+        yield Preflight(config, folder.path)
+    if config.run.keep_best:
+        yield KeepBest(config, folder, save, lambda: strategy.loop.checkpoint)
 
 
 @contextmanager
@@ -151,6 +171,7 @@ def _strategy(
     config: Config,
     schedule: SyncSchedule,
     *,
+    outer: OuterOptimizer | None,
     checkpoints: Checkpoints,
     resume: Checkpoint | None,
     **options: Any,
@@ -164,7 +185,6 @@ def _strategy(
         "evaluate_clients": config.evaluation.federated,
     }
     saved: dict[str, Any] = {"checkpoints": checkpoints, "resume": resume}
-    outer = build_outer(config)
     match config.strategy:
         case "desloc" if GRADIENTS in config.sync:
             assert outer is not None
@@ -199,20 +219,21 @@ def _with_local_buffers(config: Config, streams: Container[str]) -> Config:
     return replace(config, sync={**config.sync, BUFFERS: NEVER})
 
 
-def _warn_if_unbounded(config: Config) -> None:
+def _warn_if_unbounded(config: Config, model: nn.Module) -> None:
     """Warn where ``sync_bound`` would apply to the optimizer, and its betas have no bound."""
     if config.strategy != "desloc" or not config.sync_bound:
         return
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    optimizer = build_optimizer(config, param_groups(config, model))
     states = states_of(optimizer)
-    for first, ratio in moment_ratios(optimizer).items():
+    for first, ratios in moment_ratios(optimizer).items():
         second = states[first].divided_by
-        if ratio is None and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
+        if None in ratios and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
             log(
                 WARNING,
-                "%s has no bound, as the square of its decay is not below the decay of %s: "
+                "%s has no bound%s, as the square of its decay is not below the decay of %s: "
                 "sync_bound does nothing for it, and the run can spike after an average of %s",
                 first,
+                " in some of optimizer.groups" if any(ratios) else "",
                 second,
                 first,
             )

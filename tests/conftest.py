@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _PAGE = "app.runs.report.write_page"
 _PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partition.draw_partition")
 _NOT_DRAWN: dict[str, tuple[str, ...]] = {
+    "test_best.py": _PICTURES,
     "test_cluster.py": _PICTURES,
     "test_compared_runs.py": _PICTURES,
     "test_example_runs.py": _PICTURES,
@@ -40,6 +41,7 @@ _NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "test_init_from.py": _PICTURES,
     "test_outputs.py": _PICTURES,
     "test_own_optimizers.py": _PICTURES,
+    "test_param_groups.py": _PICTURES,
     "test_preflight.py": _PICTURES,
     "test_private_data.py": _PICTURES,
     "test_resume_run.py": _PICTURES,

@@ -65,6 +65,12 @@ OPTIMIZERS = {
         0.02,
     ),
 }
+LINEAR = [
+    name for name, case in OPTIMIZERS.items() if {*case.oracle.states} == {*case.oracle.decays}
+]
+"""Those whose states all decay, as late averages and unequal speeds need."""
+BOUNDED = [name for name, case in OPTIMIZERS.items() if case.oracle.ratios]
+"""Those that divide a moment by the root of another."""
 
 # --------------------------------------------------------------------------------------- Problems
 

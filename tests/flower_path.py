@@ -14,7 +14,7 @@ from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, Period
-from flower_desloc.core.worker import Worker
+from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.baselines.data_parallel import DataParallel
 from flower_desloc.flower.client import client_app
@@ -104,6 +104,7 @@ class Run:
         num_clients: int = 3,
         num_steps: int = 12,
         lr_schedule: LRSchedule | None = None,
+        clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
         outer: OuterOptimizer | None = None,
         **options: Any,
@@ -131,6 +132,7 @@ class Run:
                 loss_at=lambda t: problem.loss(module, m, t),
                 num_examples=m + 1,
                 lr_schedule=lr_schedule or constant(),
+                clipping=clipping or Clipping(),
                 data_version=lambda: self.data_versions.get(m, "the same"),
             )
             return workers[m]

@@ -51,8 +51,8 @@ class Optimizer:
     """What a state of zeros is set to from g and x where a worker starts at t > 0."""
     decays: Mapping[str, float] = field(default_factory=dict)
     """beta of every state ``s <- beta s + e``, where e is what enters it."""
-    ratio: float = math.inf
-    """The greatest |u| / sqrt(v) of a worker that starts at t > 0."""
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    """The greatest |u| / sqrt(v) of every state u that a step divides by sqrt(v)."""
 
 
 def run(
@@ -71,7 +71,7 @@ def run(
     weights: Sequence[float] | None = None,
     delay: int = 0,
     takes: Callable[[int, int], bool] | None = None,
-    bound: float | None = None,
+    bound: bool = False,
     codes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> list[State]:
     """Run DES-LOC and return the state of every worker.
@@ -81,7 +81,7 @@ def run(
     takes no step t and is not in the averages that follow it; it still receives them. One that is
     present but not ``heard(m, t)`` takes the step and is not in the averages. One that
     ``restarts(m, t)`` has lost its state before step t: it starts from the last averages, and from
-    zeros where there is none; the optimizer's ``seeds`` and ``ratio`` apply to it, as to one that
+    zeros where there is none; the optimizer's ``seeds`` and ``ratios`` apply to it, as to one that
     takes its first step at t > 0.
 
     With a ``delay`` an average reaches a worker that goes on so many steps later, at the latest
@@ -92,7 +92,8 @@ def run(
     is in the averages all the same. After k steps of its own since the last average of a stream it
     has the weight k in the mean of params and 1 - beta^k in that of a state.
 
-    With a ``bound`` a worker that goes on from an average of u has |u| <= bound sqrt(v), v its own.
+    With ``bound`` a worker that goes on from an average of u keeps to the optimizer's ``ratios``,
+    with its own v.
 
     With ``codes`` a stream that is sent, to the server and back, arrives as its code has it; of
     params the difference from those that everybody has is sent. The sender adds what the code lost
@@ -120,8 +121,8 @@ def run(
     started: set[int] = set()
     taken = [dict.fromkeys(streams, 0) for _ in workers]
     for t in range(num_steps):
-        if bound is not None and due.get(t) and not delay:
-            bounded([workers[m] for m in sorted(started)], bound)
+        if bound and due.get(t) and not delay:
+            bounded([workers[m] for m in sorted(started)], optimizer.ratios)
         at_work = [m for m in range(num_workers) if present(m, t)]
         for m in at_work:
             if takes and not takes(m, t):
@@ -136,8 +137,8 @@ def run(
             for stream, seed in optimizer.seeds.items():
                 if t > 0 and not any(tensor.any() for tensor in s[stream].values()):
                     s[stream] = each(seed, g, s["params"])
-            if new and optimizer.ratio < math.inf:
-                bounded([s], optimizer.ratio)
+            if new:
+                bounded([s], optimizer.ratios)
             for key in g:
                 states = [s[stream][key] for stream in streams]
                 updated = optimizer.update(t, lr(t), g[key], *states)
@@ -151,8 +152,8 @@ def run(
             for m in range(num_workers):
                 workers[m] |= in_time[m]
                 in_time[m] = {}
-            if bound is not None:
-                bounded(workers, bound)
+            if bound:
+                bounded(workers, optimizer.ratios)
         senders = [m for m in at_work if heard(m, t)]
         for stream in due.get(t + 1, ()):
             if senders:
@@ -174,11 +175,12 @@ def run(
     return workers
 
 
-def bounded(workers: Sequence[State], bound: float) -> None:
-    """Move every u to at most ``bound`` sqrt(v) from 0."""
+def bounded(workers: Sequence[State], ratios: Mapping[str, float]) -> None:
+    """Move every u to at most its ratio times sqrt(v) from 0."""
     for s in workers:
-        most = each(lambda v: bound * v.sqrt(), s["exp_avg_sq"])
-        s["exp_avg"] = each(lambda u, c: u.clamp(-c, c), s["exp_avg"], most)
+        for stream, ratio in ratios.items():
+            most = each(lambda v: ratio * v.sqrt(), s["exp_avg_sq"])  # noqa: B023
+            s[stream] = each(lambda u, c: u.clamp(-c, c), s[stream], most)
 
 
 def start(optimizer: Optimizer, x0: Tree) -> State:
@@ -300,12 +302,14 @@ def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
 
 
 def _adam(update, beta1: float, beta2: float, seed=lambda g, x: g**2) -> Optimizer:
-    """Return an Adam; by Cauchy and Schwarz |u| is at most ``ratio`` sqrt(v)."""
-    ratio = math.inf
-    if beta1**2 < beta2:
-        ratio = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
-    seeds = {"exp_avg_sq": seed}
-    return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2), ratio)
+    """Return an Adam, whose step divides u by sqrt(v)."""
+    seeds, ratios = {"exp_avg_sq": seed}, {"exp_avg": _ratio(beta1, beta2)}
+    return Optimizer(("exp_avg", "exp_avg_sq"), update, seeds, _moments(beta1, beta2), ratios)
+
+
+def _ratio(beta1: float, beta2: float) -> float:
+    """By Cauchy and Schwarz, of means of g and of g^2 with these decays; beta1^2 < beta2."""
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
 def _moments(beta1: float, beta2: float) -> dict[str, float]:

@@ -45,9 +45,10 @@ def test_the_presets_have_the_periods_of_their_methods():
     assert periods("favg_reset_opt") == {PARAMS: k, **dict.fromkeys(STATES, RESET)}
     assert periods("diloco") == {PARAMS: k, **dict.fromkeys(STATES, NEVER)}
     assert periods("ddp") == {GRADIENTS: 1}
-    assert build_outer(load("quickstart")) is None
-    assert build_outer(load("diloco")) is not None
-    assert build_outer(load("ddp")) is not None
+    model = Still().module()
+    assert build_outer(load("quickstart"), model) is None
+    assert build_outer(load("diloco"), model) is not None
+    assert build_outer(load("ddp"), model) is not None
 
 
 # --------------------------------------------------------------------------------------- FAVG-OPT
@@ -150,7 +151,7 @@ def test_the_outer_step_of_a_configuration_is_diloco_in_closed_form(nesterov, tm
         problem=Still(),
         num_clients=clients,
         num_steps=rounds * k,
-        outer=build_outer(load("quickstart", f"outer.name=sgd {words}")),
+        outer=build_outer(load("quickstart", f"outer.name=sgd {words}"), Still().module()),
     ).final()
     center = sum(range(clients)) / clients
     for key, x in initial(Still()).items():

@@ -57,11 +57,11 @@ class Mean:
 
     def __init__(self, reference: Streams | None = None) -> None:
         self.count = 0
-        self._weights: dict[str, float] = {}
+        self._weights: dict[str, dict[str, float]] = {}
         self._reference = reference or {}
         self._means: dict[str, dict[str, Tensor]] = {}
         self._dtypes: dict[str, dict[str, torch.dtype]] = {}
-        self._squares: dict[str, float] = {}
+        self._squares: dict[str, dict[str, float]] = {}
         self._shared = False
 
     def add(self, streams: Streams, weight: Weight = 1.0) -> None:
@@ -74,19 +74,20 @@ class Mean:
         if self.count == 0:
             self._means = _copies(streams)
             self._dtypes = {n: {k: t.dtype for k, t in s.items()} for n, s in streams.items()}
-            self._weights = dict.fromkeys(streams, 0.0)
-            self._squares = dict.fromkeys(streams, 0.0)
+            self._weights = {name: dict.fromkeys(stream, 0.0) for name, stream in streams.items()}
+            self._squares = {name: dict.fromkeys(stream, 0.0) for name, stream in streams.items()}
         else:
             require_same(streams, self._means)
             if self._shared:
                 self._means, self._shared = _copies(self._means), False
         for name, stream in streams.items():
-            self._weights[name] += weights[name]
-            if self.count > 0:
-                share = weights[name] / self._weights[name]
-                means = self._means[name]
-                squares = sum(_move(means[key], t, share) for key, t in stream.items())
-                self._squares[name] += weights[name] * (1 - share) * squares
+            means, totals, squares = self._means[name], self._weights[name], self._squares[name]
+            for key, tensor in stream.items():
+                own = weights[name][key]
+                totals[key] += own
+                if self.count > 0:
+                    share = own / totals[key]
+                    squares[key] += own * (1 - share) * _move(means[key], tensor, share)
         self.count += 1
 
     def result(self) -> dict[str, dict[str, Tensor]]:
@@ -106,12 +107,16 @@ class Mean:
         """Return how far apart the clients were, given the means from ``result``."""
         return {
             name: Drift(
-                spread=math.sqrt(self._squares[name] / self._weights[name]),
+                spread=math.sqrt(self._variance(name)),
                 moved=distance(stream, self._reference.get(name)),
                 norm=distance(stream),
             )
             for name, stream in averages.items()
         }
+
+    def _variance(self, name: str) -> float:
+        weights = self._weights[name]
+        return sum(squares / weights[key] for key, squares in self._squares[name].items())
 
 
 @dataclass(frozen=True)
@@ -128,17 +133,20 @@ class Drift:
     norm: float
 
 
-def weights_of(streams: Iterable[str], weight: Weight) -> dict[str, float]:
-    """Return a client's weight by stream.
+def weights_of(streams: Streams, weight: Weight) -> dict[str, dict[str, float]]:
+    """Return a client's weight by stream and tensor.
 
-    Raises ``ValueError`` for one that is not positive and finite, or of another stream.
+    Raises ``ValueError`` for one that is not positive and finite, or of another tensor.
     """
-    weights = dict(weight) if isinstance(weight, Mapping) else dict.fromkeys(streams, weight)
-    _require_same_names("weights", weights, streams)
-    for value in weights.values():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"a client's weight must be positive and finite, got {value}")
-    return weights
+    if not isinstance(weight, Mapping):
+        weight = {name: dict.fromkeys(stream, weight) for name, stream in streams.items()}
+    _require_same_names("weights", weight, streams)
+    for name, weights in weight.items():
+        _require_same_names(f"weights of {name!r}", weights, streams[name])
+        for value in weights.values():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"a client's weight must be positive and finite, got {value}")
+    return {name: dict(weights) for name, weights in weight.items()}
 
 
 def blocks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,8 @@ so for the parameters: those gradients were taken where the worker was. The merg
 LOSCAR-SGD and DaSGD; that of the moments is this project's.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,13 @@ from flower_desloc.core.types import Stream
 
 @torch.no_grad()
 def merged(
-    kind: Kind, now: Stream, sent: Stream, average: Stream, *, decay: float, steps: int
+    kind: Kind,
+    now: Stream,
+    sent: Stream,
+    average: Stream,
+    *,
+    decays: Mapping[str, float],
+    steps: int,
 ) -> dict[str, Tensor]:
     """Return a stream after its average has arrived ``steps`` local steps late.
 
@@ -33,7 +41,7 @@ def merged(
         now: The stream after those steps.
         sent: The stream before them, as this worker had it.
         average: The mean of what the workers sent.
-        decay: What a step multiplies the stream by; 1 for parameters.
+        decays: What a step multiplies each tensor by; 1 for parameters.
         steps: The local steps taken since.
 
     """
@@ -42,7 +50,7 @@ def merged(
     result = {}
     for key, tensor in now.items():
         change = (average[key] - sent[key]).to(tensor.device)
-        result[key] = torch.add(tensor, change, alpha=decay**steps)
+        result[key] = torch.add(tensor, change, alpha=decays[key] ** steps)
         if not kind.is_signed:
             result[key].clamp_min_(0)
     return result

@@ -1,6 +1,7 @@
 """The server's optimizer: DiLoCo's outer step, and the optimizer of data parallelism."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +23,26 @@ class OuterOptimizer:
     Parameters
     ----------
     build : Callable
-        Makes the optimizer from a list of parameters.
+        Makes the optimizer from a list of parameters, or of groups of them.
     lr_schedule : LRSchedule, optional
         Factor of its learning rate, by the global step.
     clipping : Clipping, optional
         How its gradient is clipped.
+    groups : Callable, optional
+        Makes PyTorch's parameter groups from the parameters by name; by default one of all.
 
     """
 
     def __init__(
         self,
-        build: Callable[[Iterable[nn.Parameter]], Optimizer],
+        build: Callable[[list[Any]], Optimizer],
         *,
         lr_schedule: LRSchedule | None = None,
         clipping: Clipping | None = None,
+        groups: Callable[[Mapping[str, nn.Parameter]], list[Any]] | None = None,
     ) -> None:
         self._build = build
+        self._groups = groups or (lambda params: list(params.values()))
         self._lr_schedule = lr_schedule or constant()
         self._clipping = clipping or Clipping()
         self._params: dict[str, nn.Parameter] = {}
@@ -46,7 +51,7 @@ class OuterOptimizer:
     def begin(self, params: Stream) -> None:
         """Start from a copy of ``params``."""
         self._params = {key: nn.Parameter(tensor.clone()) for key, tensor in params.items()}
-        self._optimizer = self._build(list(self._params.values()))
+        self._optimizer = self._build(self._groups(self._params))
         for group in self._optimizer.param_groups:
             group["initial_lr"] = group["lr"]
 
@@ -65,10 +70,15 @@ class OuterOptimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by its own names, ``step`` included; not copied."""
         state: dict[str, dict[str, Tensor]] = {}
-        (group,) = self._optimizer.param_groups
-        count = {STEP: group[STEP]} if STEP in group else {}  # as other libraries count
-        for key, parameter in self._params.items():
-            for name, value in {**count, **self._optimizer.state.get(parameter, {})}.items():
+        # Other libraries count steps once per group.
+        counts = {
+            p: {STEP: group[STEP]}
+            for group in self._optimizer.param_groups
+            if STEP in group
+            for p in group["params"]
+        }
+        for key, p in self._params.items():
+            for name, value in {**counts.get(p, {}), **self._optimizer.state.get(p, {})}.items():
                 if value is not None:  # SGD without momentum
                     state.setdefault(name, {})[key] = torch.as_tensor(value)
         return state

@@ -87,7 +87,7 @@ class Gathered:
     ) -> None:
         self._reference = reference or {}
         self._combine = combine
-        self._held: list[tuple[Streams, dict[str, float]]] = []
+        self._held: list[tuple[Streams, dict[str, dict[str, float]]]] = []
 
     @property
     def count(self) -> int:
@@ -119,12 +119,15 @@ class Gathered:
         """Return how far apart the clients were, given the ``averages`` from ``result``."""
         drifts = {}
         for name, stream in averages.items():
-            total = sum(weights[name] for _, weights in self._held)
-            apart = (
-                math.sqrt(weights[name]) * distance(streams[name], stream)
-                for streams, weights in self._held
+            total = {key: sum(weights[name][key] for _, weights in self._held) for key in stream}
+            spread = math.hypot(
+                *(
+                    math.sqrt(weights[name][key] / total[key])
+                    * distance({key: streams[name][key]}, {key: mean})
+                    for streams, weights in self._held
+                    for key, mean in stream.items()
+                )
             )
-            spread = math.hypot(*apart) / math.sqrt(total)
             moved = distance(stream, self._reference.get(name))
             drifts[name] = Drift(spread=spread, moved=moved, norm=distance(stream))
         return drifts

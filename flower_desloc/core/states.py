@@ -35,8 +35,8 @@ class State:
     almost nothing."""
     divided_by: str = ""
     """Of a first moment: the second moment of the same gradients by whose root a step divides it.
-    Their decays bound it (``flower_desloc.optim.bounds``). Where one of several has no bound, a
-    client that joins before all states were averaged starts with zeros in all."""
+    Their decays bound it (``flower_desloc.optim.bounds``). Where a parameter group has no bound, a
+    client that joins before all states were averaged starts with zeros in all of them."""
     ceiling: Callable[[int], float] | None = None
     """Bound on the values in a run of so many steps, for gradients of any size; None: there is no
     bound, or clipped gradients give one."""
@@ -105,11 +105,12 @@ def kinds_of(optimizer: Optimizer) -> dict[str, Kind]:
     return {name: state.kind for name, state in states_of(optimizer).items()}
 
 
-def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, float]:
+def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, list[float]]:
     """Return what one step multiplies the named states of ``optimizer`` by: beta1, beta2.
 
-    Raises ``ValueError`` for a state that states no decay, such as AMSGrad's maximum, and for
-    parameter groups that differ in them.
+    Each has one value for every parameter group.
+
+    Raises ``ValueError`` for a state that states no decay, such as AMSGrad's maximum.
     """
     what, states = type(optimizer).__name__, states_of(optimizer)
     decays = {name: state.decay for name, state in states.items() if state.decay is not None}
@@ -119,20 +120,23 @@ def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, floa
             f"and weights by steps need; if it has one, state it in {what}.states "
             "(flower_desloc.State)"
         )
-    found = [{name: decays[name](group) for name in names} for group in optimizer.param_groups]
-    if any(each != found[0] for each in found):
-        raise ValueError(f"{what}'s parameter groups have different decays: {found}")
-    return found[0]
+    return {name: [decays[name](group) for group in optimizer.param_groups] for name in names}
 
 
-def needs_seed(optimizer: Optimizer, streams: Mapping[str, Stream]) -> list[str]:
-    """Return those of the optimizer's ``streams`` that are zero and must not be."""
-    return [
-        name
-        for name, state in states_of(optimizer).items()
-        if state.seed is not None and name in streams
-        if not any(tensor.any() for tensor in streams[name].values())
-    ]
+def needs_seed(
+    optimizer: Optimizer, streams: Mapping[str, Stream], afresh: Collection[str] = ()
+) -> dict[str, set[str]]:
+    """Return by stream the tensors that are zero and must not be.
+
+    They are all tensors of a stream of zeros, and of the others those in ``afresh``.
+    """
+    found = {}
+    for name, state in states_of(optimizer).items():
+        if state.seed is not None and name in streams:
+            is_zero = not any(tensor.any() for tensor in streams[name].values())
+            if keys := streams[name].keys() if is_zero else streams[name].keys() & afresh:
+                found[name] = set(keys)
+    return found
 
 
 @torch.no_grad()

@@ -223,6 +223,12 @@ def trained(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return params
 
 
+def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Return the index in ``optimizer.param_groups`` of each parameter it trains, by name."""
+    indices = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {key: indices[id(p)] for key, p in trained(module, optimizer).items()}
+
+
 def untrained(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of parameters that require a gradient and are not in the optimizer.
 

@@ -168,16 +168,17 @@ class Worker:
         ``origin`` is the step at which the optimizer's states were last reset; it counts from
         there.
         """
-        params, groups = trained_by(self.optimizer), self.optimizer.param_groups
+        groups = self.optimizer.param_groups
+        # The last bits of a norm depend on the order: that of clip_grad_norm_(module.parameters()).
+        params = trained(self.module, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         steps = LocalSteps(self.module, self.optimizer, start, stop, origin)
         for step in steps:
             loss = self.loss_at(step)
             loss.backward()
-            if step == start:
-                self._require_dense()
-            steps.record(loss, clip(params, self.clipping))
+            require_dense(params)
+            steps.record(loss, clip(list(params.values()), self.clipping))
             factor = self.lr_schedule(step)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -194,10 +195,10 @@ class Worker:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss_at(step)
         loss.backward()
-        self._require_dense()
+        params = trained(self.module, self.optimizer)
+        require_dense(params)
         grads = {
-            key: torch.zeros_like(p) if p.grad is None else p.grad
-            for key, p in trained(self.module, self.optimizer).items()
+            key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in params.items()
         }
         self.optimizer.zero_grad(set_to_none=True)
         norm = get_total_norm(grads.values())
@@ -210,14 +211,11 @@ class Worker:
         """
         self.module.train()
         self.loss_at(step).backward()
-        clip(trained_by(self.optimizer), self.clipping)
+        params = trained(self.module, self.optimizer)
+        require_dense(params)
+        clip(list(params.values()), self.clipping)
         seed_states(self.optimizer, names)
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _require_dense(self) -> None:
-        for key, p in trained(self.module, self.optimizer).items():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise sparse_gradient(key)
 
     def stream_names(self) -> tuple[str, ...]:
         """Return the names of its streams, after priming the optimizer if it was not."""
@@ -242,7 +240,14 @@ class Worker:
         return take(self.module, self.optimizer, names)
 
 
-def clip(params: list[Tensor], clipping: Clipping) -> Tensor:
+def require_dense(params: Mapping[str, Tensor]) -> None:
+    """Raise for the first parameter, by name, whose gradient is sparse (``sparse_gradient``)."""
+    for key, p in params.items():
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise sparse_gradient(key)
+
+
+def clip(params: Sequence[Tensor], clipping: Clipping) -> Tensor:
     """Clip the gradients of ``params`` in place; return their norm before that."""
     grads = [p.grad for p in params if p.grad is not None]
     norm = get_total_norm(grads)

@@ -42,8 +42,21 @@ with warnings.catch_warnings():
 
 
 def to_record(stream: Stream) -> ArrayRecord:
-    """Return a copy of a stream as an ArrayRecord."""
-    return ArrayRecord({key: to_array(tensor) for key, tensor in stream.items()})
+    """Return a copy of a stream as an ArrayRecord.
+
+    Raises ``TypeError`` for a tensor that no message can hold, such as one of float8 codes.
+    """
+    arrays = {}
+    for key, tensor in stream.items():
+        try:
+            arrays[key] = to_array(tensor)
+        except TypeError as error:
+            raise TypeError(
+                f"{key!r} is of type {tensor.dtype}, which no message can hold; send what is "
+                "trained: to_record({name: p for name, p in model.named_parameters() "
+                "if p.requires_grad})"
+            ) from error
+    return ArrayRecord(arrays)
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:

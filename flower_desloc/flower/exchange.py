@@ -474,7 +474,7 @@ def poll_for_objects_often(most: Callable[[], int]) -> None:
             raise ValueError(f"it has {len(object_ids)} objects, expected at most {limit}")
         return often(object_ids, **options)
 
-    internals.http_grid.pull_objects = bounded  # type: ignore[attr-defined, assignment]
+    internals.set_pull_objects(bounded)
 
 
 def event_kind(reply: Message) -> EventKind:

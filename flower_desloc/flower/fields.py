@@ -67,6 +67,9 @@ def problems(section: Any, prefix: str = "") -> Iterator[str]:
         key, value, meta = f"{prefix}{each.name}", getattr(section, each.name), each.metadata
         if dataclasses.is_dataclass(value):
             yield from problems(value, f"{key}.")
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            for index, entry in enumerate(value):
+                yield from problems(entry, f"{key}[{index}].")
         elif "words" in meta and value not in meta["words"]:
             allowed = ", ".join(meta["words"])
             if meta["or_path"]:

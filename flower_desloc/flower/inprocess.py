@@ -10,7 +10,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_desloc.flower.exits import exits_as_errors
-from flower_desloc.flower.internals import Run, TaskIdentity
+from flower_desloc.flower.internals import Run, set_task
 
 _RAISED = 2  # Flower's code for an exception in a ClientApp
 
@@ -64,8 +64,7 @@ class InProcessGrid(Grid):
         }
         self._waiting: dict[str, Message] = {}
         self._sent = 0
-        # Message() reads these; Flower's runtimes set them before they call an app.
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+        set_task(run_id=1, node_id=0, task_id=1)
 
     def set_run(self, run: Run) -> None:
         """Do nothing: there is one run."""

@@ -6,6 +6,7 @@ where it was raises an ``ImportError`` that says so.
 """
 
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,28 @@ def is_grid(grid: object, name: str) -> bool:
     Their imports take a second, which a run in one process or the command line need not spend.
     """
     return any(each.__name__ == name for each in type(grid).__mro__)
+
+
+# Flower takes no argument for the following: `Message()` reads the task from a class, an `HttpGrid`
+# its download from its module, and a simulation makes its `RayBackend` itself. So each is set for
+# the whole process. No two runs share one: Flower starts a process for each simulation and each
+# ServerApp that it is sent, and what an in-process grid sets is the same for all of them.
+
+
+def set_task(run_id: int, node_id: int, task_id: int) -> None:
+    """Set the task whose messages this process makes, as Flower's runtimes do for an app."""
+    identity = __getattr__("TaskIdentity")
+    identity.run_id, identity.node_id, identity.task_id = run_id, node_id, task_id
+
+
+def set_pull_objects(pull_objects: Callable[..., dict[str, bytes]]) -> None:
+    """Set how the grids of deployments download the objects of a reply."""
+    __getattr__("http_grid").pull_objects = pull_objects
+
+
+def set_process_message(process_message: Callable[..., Any]) -> None:
+    """Set the method by which the backends of simulations serve a message."""
+    __getattr__("RayBackend").process_message = process_message
 
 
 def __getattr__(name: str) -> Any:

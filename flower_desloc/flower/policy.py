@@ -11,8 +11,10 @@ from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, probl
 from flower_desloc.flower.internals import log
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
-_OF_A_SETTING = re.compile(r"(\w+: )?(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:]")
-"""Begins an error that names a setting of the run."""
+_OF_EVERY_CLIENT = re.compile(
+    r"(\w+: )?(parameter '|(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:])"
+)
+"""Begins an error that names a setting of the run, or a parameter of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,8 @@ class Policy:
     min_clients: int = bounded(1, 1)
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number of clients that take part from there on, the first in
-    order; `{0: 4, 96: 8}`, or on the command line `federation.attendance.96=8`. Before, all do."""
+    """Joins and leaves, as step: number of clients that take part from then on, the first in order,
+    as in `{0: 4, 96: 8}`. Before, all do."""
     fraction_train: float = bounded(1.0, above=0, most=1)
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = one_of("uniform", "examples")
@@ -45,11 +47,11 @@ class Policy:
     """Leave out a client whose update of a stream is longer than this many times the median of the
     window's clients so far, from the third on; null: do not."""
     on_failure: str = one_of("stop", "continue")
-    """What a failed client does to the run: `stop` it, or `continue` without that client."""
+    """`stop` the run when a client fails, or `continue` without it."""
     timeout: float = bounded(3600.0, above=0)
-    """Seconds to wait for the next reply, in the clients' order; at least what a whole window
-    takes. A client that has replied before is waited for at most five times as long as the slowest
-    client took last, and at least a minute."""
+    """Seconds to wait for the next reply; at least what a whole window takes. After its first reply
+    a client is waited for at most five times the slowest client's last time, and at least a
+    minute."""
     grace: float | None = bounded(None, 0)
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""
@@ -59,10 +61,9 @@ class Policy:
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
     data_address: str | None = None
-    """Host and port of the server's process, as sites reach it, for tensors beside the messages;
-    null: in them."""
+    """The server's host and port for tensors beside the messages; null: in them."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
-    """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`;
+    """With min_steps: seconds per local step of clients by name, as in `{client-3: 0.4}`;
     with all of them, a run can be repeated exactly."""
 
     def __post_init__(self) -> None:
@@ -99,10 +100,10 @@ class Policy:
         ``reason`` is the client's.
         """
         if self.on_failure == "stop":
-            # Every client has the settings of the run, so none would remain.
+            # Every client has the settings and the model of the run, so none would remain.
             advice = (
                 ""
-                if _OF_A_SETTING.match(reason)
+                if _OF_EVERY_CLIENT.match(reason)
                 else (
                     " (federation.on_failure=continue leaves a failed client out, while "
                     f"federation.min_clients={self.min_clients} others remain)"

@@ -39,7 +39,7 @@ RECORDS = 8
 VALUES = 4096
 """Numbers and texts in all records; a list counts as many as it has."""
 VALUES_PER_STEP = 8
-"""More of them for each step of the window."""
+"""More of them for each step of the window, and one for each due tensor: its weight."""
 KEY = 256
 """Characters of the name of a record, metric or text."""
 TEXT = 4096
@@ -109,9 +109,9 @@ class Contribution:
     streams: Streams
     """The due streams, decoded: finite, of the model's names, shapes and types."""
     examples: float
-    shares: Mapping[str, float] | None
-    """Its weight in the average of each stream, from the steps that it took; None: it counts as
-    having taken all."""
+    shares: Mapping[str, Mapping[str, float]] | None
+    """By stream its weight in the average of each tensor, from the steps that it took; None: it
+    counts as having taken all."""
     record: ClientRecord
     is_new: bool
     """Whether it had no state of an earlier window."""
@@ -162,7 +162,7 @@ class Contribution:
         return cls(
             streams=streams,
             examples=examples,
-            shares=shares(metrics, window.due) if takes_part else None,
+            shares=shares(metrics, streams) if takes_part else None,
             record=client_record(metrics, steps),
             is_new=STATE_NEW in metrics,
         )
@@ -208,10 +208,10 @@ class Evaluation:
         least = 0.0 if metrics else -_LARGEST
         for name, total in totals.items():
             if not least <= total <= _LARGEST:
-                wanted = "at least 0" if metrics else f"at least {least:g}"
-                raise ValueError(
-                    f"its total of {name} is {total}; it must be {wanted} and at most {_LARGEST:g}"
-                )
+                wanted = f"it must be at least {least:g} and at most {_LARGEST:g}"
+                if math.isnan(total):
+                    wanted = "look for NaN in the parameters, the held-out data and the evaluation"
+                raise ValueError(f"its total of {name} is {total}; {wanted}")
         own = {printable(k): v for k, v in figures.items() if not k.startswith(TOTALS)}
         if metrics is not None:
             own = _computed(metrics, totals) if figures else {}
@@ -295,17 +295,35 @@ def value_range(kind: Kind, dtype: torch.dtype) -> tuple[float, float]:
     return (-math.sqrt(most), math.sqrt(most)) if kind.is_signed else (0.0, most)
 
 
-def shares(metrics: Metrics, due: Iterable[str]) -> dict[str, float]:
-    """Return the weight in each average that a client states, which took a part of the steps.
+def weight_list(weights: Mapping[str, Mapping[str, float]]) -> list[float]:
+    """Return weights by stream and tensor as a list, in the order of the names.
 
-    Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream in ``due``.
+    It has one number for each stream, unless those of a stream's tensors differ.
     """
-    names = sorted(due)
-    stated = metrics.get("weights")
+    by_name = [[own for _, own in sorted(weights[name].items())] for name in sorted(weights)]
+    if all(len(set(each)) == 1 for each in by_name):
+        return [each[0] for each in by_name]
+    return [own for each in by_name for own in each]
+
+
+def shares(metrics: Metrics, streams: Streams) -> dict[str, dict[str, float]]:
+    """Return a client's weights by stream and tensor from the list that it states.
+
+    Raises ``ValueError`` unless there is one, above 0 and at most 1, for every stream or for every
+    tensor of the due ``streams``.
+    """
+    names, stated = sorted(streams), metrics.get("weights")
+    keys = [(name, key) for name in names for key in sorted(streams[name])]
     values = stated if isinstance(stated, list) else []
-    if len(values) != len(names) or not all(0 < value <= 1 for value in values):
+    if len(values) not in (len(names), len(keys)) or not all(0 < value <= 1 for value in values):
         raise ValueError(f"its weights are {stated}, expected {len(names)} above 0 and at most 1")
-    return dict(zip(names, values, strict=True))
+    if len(values) == len(names):
+        of = dict(zip(names, values, strict=True))
+        return {name: dict.fromkeys(streams[name], own) for name, own in of.items()}
+    found: dict[str, dict[str, float]] = {name: {} for name in names}
+    for (name, key), own in zip(keys, values, strict=True):
+        found[name][key] = own
+    return found
 
 
 @dataclass(frozen=True)
@@ -325,6 +343,7 @@ class Limits:
     def check(self, content: RecordDict) -> None:
         """Raise ``ValueError`` for what is beyond the limits."""
         _require("records", len(content), RECORDS + len(self.streams))
+        most = VALUES + VALUES_PER_STEP * self.steps + sum(n for n, _ in self.streams.values())
         values = texts = 0
         for name, record in content.items():
             texts += _checked_key(name, KEY)
@@ -339,7 +358,7 @@ class Limits:
                         _checked_key(str(tensor), ARRAY_KEY)
                     continue
                 values += len(each)
-                _require("values", values, VALUES + VALUES_PER_STEP * self.steps)
+                _require("values", values, most)
                 texts += _checked_key(key, KEY)
                 texts += sum(_checked_text(key, it) for it in each if isinstance(it, str | bytes))
                 _require("characters of text", texts, TEXTS)

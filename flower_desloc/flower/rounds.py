@@ -77,6 +77,9 @@ class RoundHook:
     Hooks are called after the observer of the run, which only looks.
     """
 
+    finished = False
+    """Whether the run is to end before its next window, as if it had no more steps."""
+
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
@@ -219,11 +222,13 @@ class RoundLoop:
             hook.gave_up(self.round.failures)
         # A node that cannot take part is not in ``left_out``: it has no name.
         nodes = {e.client: e.what for e in self._events if e.client.startswith("node ")}
+        silent = self.members.silent
+        wait = f"; federation.timeout={self.policy.timeout:g} is the longest wait in seconds"
         kind = DivergedError if self.round.diverged else WindowError
         raise kind(
             f"{self.round} stayed below federation.min_clients={self.policy.min_clients} "
             f"through federation.repeats={self.policy.repeats} repeats; "
-            f"left out: {nodes | self.round.left_out}{self.members.silent}"
+            f"left out: {nodes | self.round.left_out or 'none'}{silent}{wait if silent else ''}"
         )
 
     def without_state(self, node_id: int) -> Member:

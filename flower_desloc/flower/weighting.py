@@ -28,13 +28,16 @@ class Weighting:
         self._capped: set[str] = set()  # clients with more examples than count
 
     def of(self, member: Member, reply: Contribution) -> Weight:
-        """Return a client's weight, by stream if clients take a part of the window's steps."""
+        """Return a client's weight, by tensor if clients take a part of the window's steps."""
         whole = 1.0
         if self._run.policy.weighting == "examples":
             whole = min(reply.examples, self._most(member, reply.examples))
         if reply.shares is None:
             return whole
-        return {name: whole * share for name, share in reply.shares.items()}
+        return {
+            name: {key: whole * share for key, share in shares.items()}
+            for name, shares in reply.shares.items()
+        }
 
     def _most(self, member: Member, stated: float) -> float:
         """Return how many examples count of a client, given those that the others have stated."""

@@ -31,7 +31,7 @@ from flower_desloc.flower.messages import (
     WindowRequest,
 )
 from flower_desloc.flower.not_finite import cause
-from flower_desloc.flower.replies import Metrics, WindowReply
+from flower_desloc.flower.replies import Metrics, WindowReply, weight_list
 from flower_desloc.flower.window_events import Event, stream_decays, window_events
 from flower_desloc.flower.window_start import (
     new_if_damaged,
@@ -284,12 +284,15 @@ def _measured(worker: Worker, request: WindowRequest, steps: StepMetrics) -> Met
 
 
 def _weights(worker: Worker, request: WindowRequest, counts: dict[str, int]) -> list[float]:
-    """Return the weight of this client in each average that is due, in the order of the names."""
-    due = sorted(request.due)
-    decays = stream_decays(worker, due)
-    return [
-        weight(decays[name], counts[name], request.stop - request.versions[name]) for name in due
-    ]
+    """Return the weights of this client in the averages that are due."""
+    since = {name: request.stop - request.versions[name] for name in request.due}
+    decays = stream_decays(worker, request.due)
+    return weight_list(
+        {
+            name: {key: weight(decay, counts[name], steps) for key, decay in decays[name].items()}
+            for name, steps in since.items()
+        }
+    )
 
 
 def _require_finite(

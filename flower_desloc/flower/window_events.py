@@ -4,24 +4,29 @@ A window has no event unless a client joins at a later step, a moment was averag
 or an average comes late.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from logging import INFO
+
+from torch import Tensor
 
 from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.late import merged
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.states import kinds_of, needs_seed, state_decays
-from flower_desloc.core.streams import starts_at_zero, zeros_like
-from flower_desloc.core.types import Streams
+from flower_desloc.core.streams import group_of, starts_at_zero, zeros_like
+from flower_desloc.core.types import Stream, Streams
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import WindowRequest
 from flower_desloc.flower.window_start import WindowStart
-from flower_desloc.optim.bounds import bounded, suits_newcomers
+from flower_desloc.optim.bounds import bounded, unsuited
 
 Event = tuple[int, Callable[[], None]]
 """An action, and after how many completed steps it is carried out."""
+
+_NO_STATES = {PARAMS: 1.0, BUFFERS: 0.0}
+"""What a step multiplies streams by that are no optimizer states; layers replace buffers."""
 
 Seed = Callable[[Collection[str], int, Callable[[], None]], None]
 """Seeds the named states from the gradient of the batch after so many steps, then calls an action
@@ -46,11 +51,13 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
 
     Where a second moment was never averaged, it is seeded with the first gradient, and the first
     moment is bounded by it, whatever the run's settings. Where this optimizer's moments are not
-    known, all its states are then zero.
+    known or have no bound, all states of those parameters are then zero.
     """
     streams = dict(start.streams)
-    if start.never_averaged and not suits_newcomers(worker.optimizer):
-        zeros = {name: zeros_like(s) for name, s in streams.items() if starts_at_zero(name)}
+    afresh = unsuited(worker.module, worker.optimizer) if start.never_averaged else set()
+    if afresh:
+        states = {name: stream for name, stream in streams.items() if starts_at_zero(name)}
+        zeros = {name: _mixed(zeros_like(s), s, afresh) for name, s in states.items()}
         streams |= zeros
         worker.put(zeros)
         log(
@@ -59,19 +66,27 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
             ", ".join(start.never_averaged),
         )
 
-    if names := needs_seed(worker.optimizer, streams):
+    if seeded := needs_seed(worker.optimizer, streams, afresh):
 
         def bound() -> None:
-            _bound(worker, {**streams, **worker.take(names)}, start.averaged)
+            taken = worker.take(seeded)
+            seeds = {name: _mixed(taken[name], streams[name], seeded[name]) for name in seeded}
+            worker.put(seeds)  # the optimizer has seeded all tensors of these states
+            _bound(worker, {**streams, **seeds}, start.averaged)
 
-        seed(names, request.start, bound)
+        seed(list(seeded), request.start, bound)
     else:
         _bound(worker, streams, start.averaged)
 
 
+def _mixed(some: Stream, others: Stream, keys: Collection[str]) -> dict[str, Tensor]:
+    """Return ``others`` with the tensors named in ``keys`` from ``some``."""
+    return {key: some[key] if key in keys else tensor for key, tensor in others.items()}
+
+
 def _bound(worker: Worker, streams: Streams, averaged: Collection[str]) -> None:
     """Bound first moments by the second ones, after an average of either."""
-    if within := bounded(worker.optimizer, streams, averaged):
+    if within := bounded(worker.module, worker.optimizer, streams, averaged):
         worker.put(within)
 
 
@@ -85,18 +100,25 @@ def _merge(worker: Worker, request: WindowRequest, start: WindowStart) -> None:
             now,
             start.streams[name],
             averages[name],
-            decay=decays[name],
+            decays=decays[name],
             steps=request.before_merge,
         )
         for name, now in worker.take(averages).items()
     }
     if request.bound:
         after = {**worker.take(request.versions), **streams}
-        streams |= bounded(worker.optimizer, after, averages)
+        streams |= bounded(worker.module, worker.optimizer, after, averages)
     worker.put(streams)
 
 
-def stream_decays(worker: Worker, names: Iterable[str]) -> dict[str, float]:
-    """Return what a step multiplies each stream by; 0 for buffers, which layers replace."""
-    states = [name for name in names if name not in (PARAMS, BUFFERS)]
-    return {PARAMS: 1.0, BUFFERS: 0.0, **state_decays(worker.optimizer, states)}
+def stream_decays(worker: Worker, names: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return by stream and tensor what a step multiplies it by."""
+    states = [name for name in names if name not in _NO_STATES]
+    decays = state_decays(worker.optimizer, states)
+    groups = group_of(worker.module, worker.optimizer)
+    return {
+        name: dict.fromkeys(stream, _NO_STATES[name])
+        if name in _NO_STATES
+        else {key: decays[name][groups[key]] for key in stream}
+        for name, stream in worker.like(names).items()
+    }

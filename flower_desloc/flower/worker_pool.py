@@ -13,7 +13,12 @@ from typing import Any
 from flwr.app import Context, Message
 
 from flower_desloc.flower.client_state import client_name
-from flower_desloc.flower.internals import RayBackend, log, pool_size_from_resources, ray
+from flower_desloc.flower.internals import (
+    log,
+    pool_size_from_resources,
+    ray,
+    set_process_message,
+)
 
 _LOCK = threading.Lock()
 _PAUSE = 0.05  # seconds
@@ -25,7 +30,7 @@ def replace_dead_workers() -> None:
     The new one repeats the message: a client starts every window from its state file. If that
     process also dies, the message is answered with an error, which is the client's failure.
     """
-    RayBackend.process_message = _process_message  # type: ignore[method-assign,assignment]
+    set_process_message(_process_message)
 
 
 def _process_message(backend: Any, message: Message, context: Context) -> tuple[Message, Context]:

@@ -41,8 +41,8 @@ class ForeachOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
             if name == "betas":
-                _check("beta1", value[0])
-                _check("beta2", value[1])
+                for number, beta in enumerate(value, start=1):
+                    _check(f"beta{number}", beta)
             else:
                 _check(name, value)
         super().__init__(params, defaults)

@@ -13,8 +13,9 @@ from flower_desloc.core.states import State
 class Description:
     """An optimizer that a configuration names by ``optimizer.name``.
 
-    Those of the project are in ``registry``. One that is named by its import path is described by
-    what its class says: ``states``, as in ``core.states``, and ``elementwise``.
+    Those of the project are in ``flower_desloc.optim.OPTIMIZERS``. One that is named by its import
+    path is described by what its class says: ``states``, as in ``core.states``, and
+    ``elementwise``.
     """
 
     name: str

@@ -14,6 +14,7 @@ from torch import nn
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.setup.build import build_optimizer, check_streams
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.streams import check_optimizer
 
@@ -125,7 +126,8 @@ def test_frozen_parameters_are_given_to_no_optimizer():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[0].requires_grad_(False)
     for name in ("adam", "pytorch_optimizer:Lion"):
-        (group,) = build_optimizer(an_optimizer(name), module.parameters()).param_groups
+        config = an_optimizer(name)
+        (group,) = build_optimizer(config, param_groups(config, module)).param_groups
         assert [id(p) for p in group["params"]] == [id(p) for p in module[1].parameters()]
 
 

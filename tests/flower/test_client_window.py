@@ -1,6 +1,7 @@
 """A training loop of one's own ends as a worker's ``loss_at`` does, with every kind of window."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from federation import OPTIMIZERS, assert_same, falling
 from flower_path import Run
 from flwr.app import Context, Message
+from torch import Tensor
+from torch.optim import Adam, Optimizer
 
 from flower_desloc import DesLocClient, FederationError, OuterOptimizer, Policy, SyncSchedule
 from flower_desloc.core.schedule import PARAMS
@@ -49,7 +52,18 @@ def in_own_loop(run: Run, calls: int = 1, record: bool = True, leave_at: float =
 LOSSY = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 
 
-@pytest.mark.parametrize("name", ["adam", "adopt", "sgdm"])
+def grouped(params: Iterable[Tensor]) -> Optimizer:
+    """Return an Adam of two parameter groups, of which one has no bound (``optim.bounds``)."""
+    params = list(params)
+    groups = [{"params": params[::2]}, {"params": params[1::2], "betas": (0.99, 0.9)}]
+    return Adam(groups, lr=0.05, betas=(0.9, 0.95))
+
+
+CASES = {name: OPTIMIZERS[name] for name in ("adam", "adopt", "sgdm")}
+CASES["groups"] = replace(OPTIMIZERS["adam"], make=grouped)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,13 +75,13 @@ LOSSY = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
     ],
     ids=["plain", "late", "joiner", "unequal", "lossy"],
 )
-def test_both_forms_of_a_client_end_equal(name, options, tmp_path):
-    schedule = SyncSchedule(OPTIMIZERS[name].periods(3, 4, 6))
+def test_both_forms_of_a_client_end_equal(case, options, tmp_path):
+    schedule = SyncSchedule(case.periods(3, 4, 6))
     if "formats" in options:
         options = {"formats": {s: f for s, f in LOSSY.items() if s in schedule.periods}}
 
     def run(folder: str) -> Run:
-        return Run(name, schedule, tmp_path / folder, lr_schedule=falling, **options)
+        return Run(case, schedule, tmp_path / folder, lr_schedule=falling, **options)
 
     first, second = run("loss_at"), in_own_loop(run("loop"))
     assert_same(second.start(), first.start())

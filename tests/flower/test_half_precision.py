@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Quadratic, Tensors, assert_same
+from federation import OPTIMIZERS, Quadratic, Tensors, assert_same
 from flower_path import Run
 from flwr.serverapp.strategy import FedAvg
 from reference import E
@@ -29,7 +29,6 @@ from flower_desloc.core.schedule import RESET
 from flower_desloc.core.streams import digest
 from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
 from flower_desloc.flower.observer import WindowRecord
-from flower_desloc.optim import ADOPT, SGDM
 
 BF16 = torch.bfloat16
 
@@ -54,10 +53,8 @@ class Mixed(Half):
 
 
 MAKERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
     "fused": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
-    "adopt": lambda p: ADOPT(p, lr=0.05),
-    "sgdm": lambda p: SGDM(p, lr=0.05),
+    **{name: case.make for name, case in OPTIMIZERS.items()},
 }
 
 

@@ -10,6 +10,7 @@ from flower_desloc.core.worker import Worker
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.not_finite import cause
 from flower_desloc.flower.policy import Policy
+from flower_desloc.flower.replies import Evaluation
 
 OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
 
@@ -76,9 +77,10 @@ def test_an_eps_of_zero_is_named():
         "data.domains=['a']: no such domain",
         "ConfigError: task=mine:Task: it lacks loss",
         "data.tokenizer: it has 5 tokens",
+        "ValueError: parameter 'table.weight' has sparse gradients",
     ],
 )
-def test_continuing_is_not_offered_where_every_client_has_the_wrong_setting(reason):
+def test_continuing_is_not_offered_where_every_client_has_what_is_wrong(reason):
     with pytest.raises(FederationError) as error:
         Policy().fail("client-0 is left out", reason)
     assert str(error.value) == f"client-0 is left out: {reason}"
@@ -90,3 +92,8 @@ def test_continuing_is_not_offered_where_every_client_has_the_wrong_setting(reas
 def test_continuing_is_offered_for_the_failure_of_one_client(reason):
     with pytest.raises(FederationError, match=r"leaves a failed client out, while .*min_clients=2"):
         Policy(min_clients=2).fail("client-0 is left out", reason)
+
+
+def test_an_evaluation_with_nan_names_where_to_look():
+    with pytest.raises(ValueError, match="its total of nats is nan; look for NaN in the param"):
+        Evaluation.measured({"num-examples": 1, "totals/nats": float("nan")}, None)

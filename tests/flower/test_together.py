@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import OPTIMIZERS, Quadratic, Regression, assert_close
+from federation import BOUNDED, LINEAR, OPTIMIZERS, Quadratic, Regression, assert_close
 from flower_path import Run, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_desloc import NEVER, Policy, SyncSchedule, Window
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.optim.bounds import moment_ratios
 
 STEPS, CLIENTS = 20, 3
-LINEAR = [name for name in OPTIMIZERS if name != "amsgrad"]
-BOUNDED = ("adam", "adamw", "paper_adam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +73,12 @@ class Case:
         )
 
     def oracle(self, run: Run) -> list[Any]:
-        adam = OPTIMIZERS[self.optimizer].make(run.problem.module().parameters())
         return oracle(
             run,
             present=self.present,
             takes=self.takes if self.paces else None,
             weights=[1.0, 2.0, 3.0] if self.by_examples else None,
-            bound=moment_ratios(adam)["exp_avg"] if self.bound else None,
+            bound=self.bound,
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from federation import assert_same
 from flower_path import Run
 from flwr.app import Message
@@ -112,7 +113,9 @@ def test_a_weight_is_what_the_workers_own_gradients_make_of_a_moment(taken, more
 def test_a_reply_without_its_weights_is_refused(weights):
     metrics = {} if weights is None else {"weights": weights}
     with pytest.raises(ValueError, match="its weights are"):
-        shares(metrics, ["params", "exp_avg", "exp_avg_sq"])
+        shares(
+            metrics, {name: {"w": torch.ones(1)} for name in ("params", "exp_avg", "exp_avg_sq")}
+        )
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_state_decays_as_it_says_where_nothing_enters_it(described):
             } <= {Kind.MAXIMUM}  # fmt: skip
     before = {n: [optimizer.state[p][n].clone() for p in parameters] for n in names}
     steps(optimizer, parameters, zeros, number=1)
-    for name, beta in state_decays(optimizer, names).items():
+    for name, [beta] in state_decays(optimizer, names).items():
         got = [optimizer.state[p][name] for p in parameters]
         torch.testing.assert_close(got, [beta * value for value in before[name]])
 

@@ -1,5 +1,6 @@
 """Laws of the local optimizers, against naive float64 formulas and PyTorch's own."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,19 +10,26 @@ import torch
 from federation import OPTIMIZERS, OptimizerCase, assert_same, compiled, generator
 
 from flower_desloc.optim import ADOPT, SGDM, Adam, PaperAdam
+from flower_desloc.optim import OPTIMIZERS as DESCRIBED
+from flower_desloc.optim._foreach import ForeachOptimizer
 
 SHAPES = [(3, 5), (7,), (), (0,), (129,), (1, 1, 2)]
 OURS = {
-    "adopt": (ADOPT, {"lr": 0.05, "betas": (0.95, 0.99)}),
-    "sgdm": (SGDM, {"lr": 0.05, "momentum": 0.8}),
-    "paper_adam": (PaperAdam, {"lr": 0.05, "eps": 1e-3}),
+    name: described
+    for name, described in DESCRIBED.items()
+    if isinstance(described.make([torch.nn.Parameter(torch.ones(1))]), ForeachOptimizer)
 }
+"""Of classes of our own."""
+
+
+def made(name, params, **changed):
+    described = OURS[name]
+    return described.make(params, **{"lr": 0.05, **described.settings, **changed})
 
 
 @pytest.fixture(params=OURS)
 def ours(request):
-    cls, settings = OURS[request.param]
-    return lambda params, **changed: cls(params, **(settings | changed))
+    return partial(made, request.param)
 
 
 def parameters(dtype=torch.float64):
@@ -236,28 +244,34 @@ def test_a_sparse_gradient_is_refused(ours):
         ours([x]).step()
 
 
-NOT_BELOW_1 = (1.0, -0.1, float("nan"))
+def invalid(key: str, default: Any) -> Iterator[tuple[str, float, Any]]:
+    """Yield the name of a number that is invalid, the number, and the setting with it."""
+    below_1 = key in ("betas", "momentum")
+    for number in (-1e-9, float("nan"), *((1.0,) if below_1 else ())):
+        if not isinstance(default, tuple):
+            yield key, number, number
+            continue
+        for i in range(len(default)):
+            yield f"beta{i + 1}", number, (*default[:i], number, *default[i + 1 :])
+
+
 REFUSED = [
-    *(
-        (cls, "lr", {"lr": bad})
-        for cls in (ADOPT, SGDM, PaperAdam)
-        for bad in (-1e-9, float("nan"))
-    ),
-    *((ADOPT, "beta1", {"betas": (bad, 0.9)}) for bad in NOT_BELOW_1),
-    *((PaperAdam, "beta2", {"betas": (0.9, bad)}) for bad in NOT_BELOW_1),
-    *((SGDM, "momentum", {"momentum": bad}) for bad in NOT_BELOW_1),
-    (ADOPT, "eps", {"eps": -1e-9}),
-    *((PaperAdam, "eps", {"eps": bad}) for bad in (0.0, -1e-9, float("nan"))),
-    *((cls, "weight_decay", {"weight_decay": -0.1}) for cls in (ADOPT, SGDM)),
+    (name, key, *case)
+    for name, described in OURS.items()
+    for key, default in {"lr": 0.05, **described.settings}.items()
+    for case in invalid(key, default)
 ]
 
 
-@pytest.mark.parametrize(("cls", "name", "setting"), REFUSED)
-def test_an_invalid_hyperparameter_is_refused_by_name_and_value(cls, name, setting):
-    value = next(iter(setting.values()))
-    value = value if isinstance(value, float) else next(v for v in value if v != 0.9)
-    with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
-        cls(parameters(), **setting)
+@pytest.mark.parametrize(("name", "key", "what", "number", "value"), REFUSED)
+def test_an_invalid_hyperparameter_is_refused_by_name_and_value(name, key, what, number, value):
+    with pytest.raises(ValueError, match=f"{what} must be .*got {number}"):
+        made(name, parameters(), **{key: value})
+
+
+def test_the_papers_adam_refuses_an_eps_of_zero():
+    with pytest.raises(ValueError, match=r"eps must be positive, got 0.0"):
+        PaperAdam(parameters(), eps=0.0)
 
 
 def test_bounds_that_are_allowed_are_allowed():

@@ -145,7 +145,7 @@ def _with_options(
     if steps is not None:
         run = replace(run, steps=steps)
     if beta1 is not None:
-        optimizer = replace(optimizer, betas=(beta1, optimizer.betas[1]), momentum=beta1)
+        optimizer = replace(optimizer, betas=(beta1, *optimizer.betas[1:]), momentum=beta1)
     if beta2 is not None:
-        optimizer = replace(optimizer, betas=(optimizer.betas[0], beta2))
+        optimizer = replace(optimizer, betas=(optimizer.betas[0], beta2, *optimizer.betas[2:]))
     return replace(config, run=run, optimizer=optimizer)

@@ -35,6 +35,7 @@ from flower_desloc.app.plan.dry_run import full_report, memory_line
 from flower_desloc.app.runs.client_files import client_files
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.app.setup.machine import cores
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
 from flower_desloc.app.sites.supervisor import ProcessError
 from flower_desloc.flower.client_state import STATE_DIR
@@ -141,6 +142,8 @@ def _preflight(
 ) -> None:
     """Print what the run needs; unless ``dry``, end the command if it does not fit."""
     needs = Needs(config)
+    with failing(USAGE, ConfigError):
+        param_groups(config, needs.model)  # every name must match
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
     lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
-from flower_desloc.app.config.schema import AUTO, Config, Optimizer
+from flower_desloc.app.config.schema import AUTO, Config, Optimizer, ParamGroup
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
@@ -38,6 +38,11 @@ _EXCLUSIONS: Final = (
         why="only strategy=desloc has it, and strategy={0.strategy} is Flower's own",
     ),
     Exclusion(
+        where=lambda config: not config.run.keep_best,
+        keys=("run.patience",),
+        why="it waits for a better value of run.keep_best, which is not set",
+    ),
+    Exclusion(
         where=lambda config: GRADIENTS in config.sync,
         keys=("sync_delay", "federation.min_steps", "federation.norm_bound", "outer.name"),
         why="sync.gradients averages every step, and optimizer is then the server's",
@@ -59,7 +64,7 @@ _EXCLUSIONS: Final = (
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
-        problems, _data, _options, _unused, _model, _run, _outer, _lr_schedule, _excluded,
+        problems, _data, _options, _unused, _groups, _model, _run, _outer, _lr_schedule, _excluded,
         _strategy, _sync, _wire,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
@@ -129,7 +134,15 @@ def _options(config: Config) -> Iterator[str]:
             f"{task_options=}: they are for a task of your own, and task={config.task} is not; "
             "leave them out"
         )
-    if optimizer.name in OPTIMIZERS and optimizer.options.keys() - own_options(optimizer.name):
+    if optimizer.name not in OPTIMIZERS:
+        return
+    betas = OPTIMIZERS[optimizer.name].settings.get("betas")
+    if betas is not None and len(optimizer.betas) != len(betas):
+        yield (
+            f"optimizer.betas={[*optimizer.betas]}: takes {len(betas)} values where "
+            f"{optimizer.name=!s}, got {len(optimizer.betas)}"
+        )
+    if optimizer.options.keys() - own_options(optimizer.name):
         keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
             f"{optimizer.options=}: they are for an optimizer named by its import path; for "
@@ -165,6 +178,39 @@ def _unused(config: Config) -> Iterator[str]:
             yield (
                 f"{stated}: is for this project's own optimizers; set optimizer.options.{key} for "
                 f"{optimizer.name=!s}"
+            )
+
+
+def _groups(config: Config) -> Iterator[str]:
+    """Yield what is wrong with an entry of ``optimizer.groups``, for any model."""
+    optimizer = config.optimizer
+    is_ours = optimizer.name in OPTIMIZERS
+    fields, options = _fields_of(optimizer.name), own_options(optimizer.name) if is_ours else []
+    for index, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups[{index}]"
+        if not group.names and not group.kinds:
+            yield f"{key}: names no parameters; state names or kinds"
+        for kind in group.kinds:
+            if kind not in ParamGroup.KINDS:
+                yield f"{key}.kinds={kind}: must be one of {', '.join(ParamGroup.KINDS)}"
+        stated = [name for name in ParamGroup.SETTINGS[1:] if getattr(group, name) is not None]
+        for name in stated:
+            if is_ours and name not in fields:
+                yield f"{key}.{name}: {optimizer.name=!s} has no such setting; leave it out"
+            if not is_ours:
+                yield (
+                    f"{key}.{name}: is for this project's own optimizers; state options: "
+                    f"{{{name}: VALUE}} for {optimizer.name=!s}"
+                )
+        if is_ours and group.betas and len(group.betas) != len(optimizer.betas):
+            yield (
+                f"{key}.betas={[*group.betas]}: takes {len(optimizer.betas)} values where "
+                f"{optimizer.name=!s}, got {len(group.betas)}"
+            )
+        for name in group.options.keys() - options if is_ours else ():
+            yield (
+                f"{key}.options.{name}: {optimizer.name=!s} has no such option; a group of it "
+                f"has {', '.join(['lr', *fields, *(f'options.{each}' for each in options)])}"
             )
 
 

@@ -168,7 +168,7 @@ def _for_optimizer(layer: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping
     old = stated.get("name", Optimizer.name)
     if named is None or named == old:
         return base
-    of_old = {*OPTIMIZER_SETTINGS, "options", "lr"}
+    of_old = {*OPTIMIZER_SETTINGS, "options", "groups", "lr"}
     kept = {key: value for key, value in stated.items() if key not in of_old}
     rate = stated.get("lr", Optimizer.lr)
     rate = rate if isinstance(rate, _Rate) else _Rate(rate, str(old))
@@ -228,15 +228,24 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Merge ``layer`` over ``base``; an empty dictionary of settings replaces, as in `wire={}`."""
-    merged = dict(base)
+    """Merge ``layer`` over ``base``.
+
+    An empty dictionary of settings replaces, as in `wire={}`, and what is merged over it later
+    stays alone.
+    """
+    merged = _Alone(base) if isinstance(base, _Alone) else dict(base)
     for key, value in layer.items():
         old, dotted = merged.get(key), f"{prefix}{key}"
-        is_added = isinstance(value, dict) and (value or is_section(field_type(Config, dotted)))
-        if isinstance(old, dict) and is_added:
+        if value == {} and not is_section(field_type(Config, dotted)):
+            value = _Alone()
+        elif isinstance(old, dict) and isinstance(value, dict) and not isinstance(value, _Alone):
             value = _merge(old, value, f"{dotted}.")
         merged[key] = value
     return merged
+
+
+class _Alone(dict[str, Any]):
+    """Settings that replace those below them."""
 
 
 def _typed(stated: Mapping[str, Any]) -> Config:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from flower_desloc.app.config.errors import ConfigError
 from flower_desloc.app.config.schema import AUTO, Config
@@ -9,31 +10,43 @@ from flower_desloc.app.config.schema import AUTO, Config
 _A_PATH = re.compile(r"(\.{0,2}|~\w*)/")
 
 
-def absolute_paths(config: Config) -> dict[str, str]:
-    """Return the settings that name a file by a relative path, with its absolute path.
+def absolute_paths(config: Config) -> dict[str, Any]:
+    """Return the settings that name files by relative paths, with absolute paths.
 
-    The app runs in another folder, and a study may be resumed from another one. Raises
-    ``ConfigError`` for what must be a path and does not exist.
+    The app runs in another folder, and a study may be resumed from another one. In ``task_options``
+    a path has a slash. Raises ``ConfigError`` for what must be a path and does not exist.
     """
     named = {
         "data.source": config.data.source,
         "data.tokenizer": config.data.tokenizer,
         "run.resume": config.run.resume,
         "run.init_from": config.run.init_from,
-        **{
-            f"task_options.{key}": value
-            for key, value in config.task_options.items()
-            if isinstance(value, str) and "/" in value
-        },
     }
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for key, value in named.items():
         if value in ("", "builtin", "bytes", AUTO):
             continue
-        path = Path(value).expanduser()
-        if path.exists():
-            absolute = str(path.resolve())
-            found |= {key: absolute} if absolute != value else {}
-        elif _A_PATH.match(value) and not key.startswith("task_options."):
+        absolute = _absolute(value)
+        found |= {key: absolute} if absolute != value else {}
+        if _A_PATH.match(value) and not Path(absolute).exists():
             raise ConfigError(f"{key}={value}: there is no such file or folder")
+    for key, value in config.task_options.items():
+        absolute = _absolute_in(value)
+        found |= {f"task_options.{key}": absolute} if absolute != value else {}
     return found
+
+
+def _absolute(value: str) -> str:
+    path = Path(value).expanduser()
+    return str(path.resolve()) if path.exists() else value
+
+
+def _absolute_in(value: Any) -> Any:
+    match value:
+        case str():
+            return _absolute(value) if "/" in value else value
+        case list():
+            return [_absolute_in(item) for item in value]
+        case dict():
+            return {key: _absolute_in(item) for key, item in value.items()}
+    return value

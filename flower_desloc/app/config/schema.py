@@ -4,7 +4,7 @@ The sentence below a field explains it; ``docs/reference/configuration.md`` is g
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flower_desloc.flower.fields import bounded, one_of
 from flower_desloc.flower.policy import Policy
@@ -30,14 +30,19 @@ class Run:
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
-    """Resume a run that was interrupted: its folder, one of its checkpoints, or `auto`: the last
+    """Resume an interrupted run: its folder, one of its checkpoints, or `auto`: the last
     run of this name in the output folder, or a new one if that is complete."""
+    keep_best: str = ""
+    """Metric, such as `loss` or `federated/accuracy`, whose best model is kept in `best/`; of your
+    own metric `max:NAME` or `min:NAME`."""
+    patience: int | None = bounded(None, 1)
+    """Stop after this many evaluations in a row without a better keep_best; null: never."""
     init_from: str = ""
-    """Start from the model of another run, its folder or one of its checkpoints; or from a model of
-    transformers, a folder or a name on the hub, whose architecture replaces the section model."""
+    """Start from the model of another run (its folder or a checkpoint) or of transformers (a folder
+    or a name on the hub), whose architecture replaces the section model."""
     preflight: str = one_of("stop", "warn")
-    """Action when the run, without its activations, needs more memory than there is, or clearly
-    more disk space: `stop`, with the reason, or `warn` and start."""
+    """If the run, without activations, needs more memory or clearly more disk space than there is:
+    `stop`, with the reason, or `warn`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +81,8 @@ class Model:
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16. Weights, optimizer states and averages stay in dtype."""
     compile: bool = False
-    """Compile the loss and the steps of this project's optimizers with `torch.compile`. The first
-    compilation takes a minute or more and is cached. Needs a C++ compiler."""
+    """`torch.compile` the loss and the steps of this project's optimizers. The first time takes a
+    minute or more. Needs a C++ compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,7 @@ class Data:
     """Side in pixels that every image is resized to; null: not resized, all must have one size."""
     streaming: bool = False
     """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
-    it. With max_bytes=0, text of any source is read while it is trained on, never as a whole."""
+    it. With max_bytes=0, text of any source is read while it is trained on."""
     weights: list[float] = field(default_factory=list)
     """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal.
     Needs streaming with max_bytes=0."""
@@ -114,7 +119,7 @@ class Data:
     Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha). For images labels replace
     domains, and `pathological`, classes_per_client labels each, replaces `by_domain`."""
     alpha: float = bounded(0.5, 1e-6)
-    """Concentration of the Dirichlet and quantity partitions; a smaller one is more unequal."""
+    """Concentration of the Dirichlet and quantity partitions; smaller is more unequal."""
     classes_per_client: int = bounded(2, 1)
     """Labels of each client in the pathological partition."""
     validation_fraction: float = bounded(0.1, 0.001, 0.5)
@@ -122,7 +127,7 @@ class Data:
     has no validation part."""
     drop_missing: bool = False
     """Leave out rows that have no label, domain, text or image; false: refuse them, with their
-    number. Text that is streamed is always left out if it is missing."""
+    number. Missing text of a stream is always left out."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
     `tokenizer.json`, or a name or folder."""
@@ -131,9 +136,28 @@ class Data:
     batch_size: int = bounded(8, 1)
     """Sequences or images in a local step of each client."""
     micro_batch_size: int | str | None = None
-    """Examples that go through the model at once, in a step and in an evaluation; divides
-    batch_size. `auto`: as many as fit into each client's GPU, found by halving the batch, and 1 on
-    a CPU; null: the whole batch."""
+    """Examples that go through the model at once; divides batch_size. `auto`: as many as fit into
+    each client's GPU, found by halving the batch, and 1 on a CPU; null: the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """An entry of ``optimizer.groups``: which parameters, and their own settings.
+
+    A setting that is null is that of the section ``optimizer``.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "norms_and_biases")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("lr", "betas", "momentum", "eps", "weight_decay")
+
+    names: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    lr: float | None = bounded(None, 0)
+    betas: tuple[float, ...] | None = bounded(None, 0, below=1)
+    momentum: float | None = bounded(None, 0, below=1)
+    eps: float | None = bounded(None, 0)
+    weight_decay: float | None = bounded(None, 0)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +165,14 @@ class Optimizer:
     """The local optimizer of every client."""
 
     name: str = one_of(*OPTIMIZERS, or_path=True)
-    """One of the optimizers in the table below; or any torch.optim.Optimizer by its import path,
-    such as `pytorch_optimizer:Lion`, which gets lr and options; clipping applies too, the other
-    settings of this section do not. Another optimizer than that of the preset has its own defaults
-    and needs its own lr (adam, adamw and amsgrad share one)."""
+    """One of the table below; or a torch.optim.Optimizer by its import path, such as
+    `pytorch_optimizer:Lion`, to which only lr, options, groups and clipping apply. Another
+    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw and amsgrad
+    share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
-    betas: tuple[float, float] = bounded((0.95, 0.9999), 0, below=1)
-    """Decay of the first and second moment."""
+    betas: tuple[float, ...] = bounded((0.95, 0.9999), 0, below=1)
+    """Decays of the moments, as many as the optimizer has."""
     momentum: float = bounded(0.9, 0, below=1)
     """Decay of the momentum, the paper's beta."""
     eps: float = bounded(1e-6, 0)
@@ -158,11 +182,15 @@ class Optimizer:
     clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
     clip_value: float | None = bounded(None, 1e-12)
-    """Clip each coordinate of the gradient, as in the paper's listings; after the norm, if both
-    are set."""
+    """Clip each coordinate of the gradient; after the norm, if both are set."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More arguments, of an optimizer named by its import path; or settings of one in the table
-    that have no key of their own. A list becomes a tuple."""
+    """Arguments of an optimizer named by its import path, or settings of one in the table without a
+    key of their own. Lists become tuples."""
+    groups: list[ParamGroup] = field(default_factory=list)
+    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.head.*"],
+    lr: 0.001}]`. A parameter must match one of names (shell patterns), and one of kinds, where they
+    are stated. Kinds: `embeddings`, `norms_and_biases` (below two dimensions), `matrices` (all
+    others). A name without a match or a parameter in two entries is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +215,7 @@ class FedAdam:
     lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
     tau: float = bounded(1e-3, 1e-12)
-    """Stability term; a larger one makes the rates of the coordinates more equal."""
+    """Stability term; a larger one makes coordinates' rates more equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +227,7 @@ class LRSchedule:
     warmup_steps: int | None = bounded(None, 0)
     """Steps of linear warm-up; null: a twelfth of the run."""
     decay_steps: int | None = bounded(None, 0)
-    """Steps of wsd's decay; null: the last tenth of the run, as in the paper."""
+    """Steps of wsd's decay; null: the last tenth of the run."""
     final: float = bounded(0.0, 0, 1)
     """Fraction of the peak rate at which cosine ends."""
 
@@ -222,8 +250,8 @@ class Evaluation:
     """The evaluation of the averaged model."""
 
     central: bool = True
-    """Evaluate on the server, on its GPU if it has one, on held-out text of every domain, or images
-    of every label."""
+    """Evaluate on the server, on its GPU if it has one, with held-out data of every domain or
+    label."""
     federated: bool = True
     """Evaluate on every client, on its own held-out part."""
     sequences: int = bounded(64, 1)
@@ -238,13 +266,13 @@ class Config:
 
     run: Run = field(default_factory=Run)
     task: str = one_of("causal_lm", "image_classification", or_path=True)
-    """`causal_lm`, predicting the next token of text, or `image_classification`; or a task of your
-    own by its import path, `module:Class`."""
+    """`causal_lm` (text), `image_classification`, or a task of your own by its import path,
+    `module:Class`."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Settings of a task of your own, under any names."""
     strategy: str = one_of("desloc", "fedavg", "fedadam")
-    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps the parameters
-    are averaged and every client starts a new optimizer; sync then holds params only."""
+    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps parameters are
+    averaged and clients start new optimizers; sync then holds params only."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -265,8 +293,8 @@ class Config:
     """Local steps that every client takes before it merges an average, corrected for the delay. A
     shorter window merges at its end."""
     sync_bound: bool = True
-    """After an average of Adam's first or second moment, bound the first moment of every client by
-    its second: |u| <= c sqrt(v). `false` is the paper's letter, under which a run can spike."""
+    """Bound Adam's first moment by its second after an average of either: |u| <= c sqrt(v). `false`
+    is the paper's letter, under which a run can spike."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
     with a scale each. The quantisation error of params and first moments is sent later."""

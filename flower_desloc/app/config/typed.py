@@ -51,8 +51,10 @@ def typed(kind: Any, content: Any, key: str = "") -> Any:
             items = get_args(kind)
             if not isinstance(content, list):
                 raise _wrong(key, content, f"a list; set {key}=[A,B]")
-            if origin is tuple and len(content) != len(items):
+            if origin is tuple and items[-1] is not Ellipsis and len(content) != len(items):
                 raise _wrong(key, content, f"takes {len(items)} values, got {len(content)}")
+            if is_section(items[0]):
+                return [typed(items[0], each, f"{key}[{i}]") for i, each in enumerate(content)]
             return origin(typed(items[0], item, key) for item in content)
 
 

@@ -72,6 +72,12 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         stated = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, value in node.value if node.flow_style else ():
+            if _is_unquoted(key) and ":" in key.value and _is_unquoted(value) and not value.value:
+                first, _, rest = key.value.partition(":")
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"write {{{first}: {rest}}}, with a blank after the colon"
+                )
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         for key in mapping:
             if stated.count(key) > 1:
@@ -79,6 +85,10 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
                     None, None, f"duplicate key {key}", node.start_mark
                 )
         return mapping
+
+
+def _is_unquoted(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and not node.style
 
 
 class _Dumper(_SafeDumper):  # type: ignore[misc]

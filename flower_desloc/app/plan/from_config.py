@@ -22,6 +22,7 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
+from flower_desloc.app.setup.param_groups import probe_groups
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import PARAMS
@@ -121,7 +122,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    optimizer = build_optimizer(config, probe_groups(config))
     states = states_of(optimizer)
     return tuple(
         PlannedStream(
@@ -129,7 +130,7 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
             kind=kind_of(name, kinds_of(optimizer)),
             num_bytes=0,
             beta=_beta(optimizer, name),
-            ceiling=_ceiling(config, states.get(name), rho),
+            ceiling=_ceiling(config, optimizer, states.get(name), rho),
         )
         for name in build_schedule(config).periods
     )
@@ -165,13 +166,15 @@ def _beta(optimizer: Optimizer, name: str) -> float | None:
     if name in states and states[name].kind is Kind.MAXIMUM:
         # It changes at most as fast as what it is taken of.
         name = next(n for n, state in states.items() if state.kind is Kind.SECOND_MOMENT)
-    try:
-        return state_decays(optimizer, [name])[name]
+    try:  # of parameter groups with different betas, that which forgets most slowly
+        return max(state_decays(optimizer, [name])[name])
     except ValueError:
         return None
 
 
-def _ceiling(config: Config, state: State | None, rho: float | None) -> float | None:
+def _ceiling(
+    config: Config, optimizer: Optimizer, state: State | None, rho: float | None
+) -> float | None:
     if state is None:
         return None
     if state.ceiling is not None:
@@ -179,7 +182,7 @@ def _ceiling(config: Config, state: State | None, rho: float | None) -> float | 
     match described_optimizer(config).weight_decay:
         case "unknown":
             return None
-        case "gradient" if config.optimizer.weight_decay:
+        case "gradient" if any(group["weight_decay"] for group in optimizer.param_groups):
             return None
     if rho is None:
         return None

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from flower_desloc.app.config import parse
+from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.runs.card import card
 from flower_desloc.app.runs.folder import RunFolder, read_lines, replaced
 from flower_desloc.app.runs.resume import completed
@@ -49,7 +50,12 @@ def _write(run: RunFolder, file: Path, folder: Path) -> None:
     model = task.build_model()
     for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
         install(model, checkpoint.averages[name])
-    task.save(model, folder)
+    try:
+        task.save(model, folder)
+    except OSError:  # of the disk
+        raise
+    except Exception as error:
+        raise ValueError(f"the save of task={config.task} failed ({one_line(error)})") from error
     summary = build(
         (line for line in read_lines(run.metrics) if line["round"] <= checkpoint.round),
         config=config,

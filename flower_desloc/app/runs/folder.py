@@ -35,6 +35,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.resumes = path / "resumes.jsonl"  # one JSON object per resumption
         self.final = path / "final"  # the trained model
+        self.best = path / "best"  # the model with the best value of run.keep_best
+        self.best_at_checkpoint = path / ".best-at-checkpoint"  # what a resumed run would need
 
     @classmethod
     def create(cls, output_dir: str | Path, name: str) -> "RunFolder":
@@ -114,6 +116,7 @@ class RunFolder:
         """Call ``write`` with an empty folder, which becomes ``final/`` once it returns."""
         with replaced(self.final) as partial:
             write(partial)
+        shutil.rmtree(self.best_at_checkpoint, ignore_errors=True)
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """Build the algorithm's objects from the configuration."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from flower_desloc.app.config import Config, ConfigError
+from flower_desloc.app.config.errors import suggestion
 from flower_desloc.app.config.imports import imported, is_path
+from flower_desloc.app.setup.param_groups import param_groups, probe_groups, tuples
 from flower_desloc.app.tasks import find_task
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
@@ -32,39 +35,45 @@ from flower_desloc.core.worker import Clipping
 from flower_desloc.optim import OPTIMIZERS, Description
 
 
-def build_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the optimizer of those ``params`` that require a gradient.
+def build_optimizer(config: Config, params: ParamsT) -> Optimizer:
+    """Return the optimizer of ``params`` or groups of them (``param_groups``).
 
     Raises ``ConfigError`` if it cannot be imported or made.
     """
-    o = config.optimizer
-    params = [p for p in params if p.requires_grad]
-    # YAML has no tuples, and some optimizers take nothing else for their betas.
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in o.options.items()}
+    o, options = config.optimizer, tuples(config.optimizer.options)
     described = described_optimizer(config)
     own = {key: getattr(o, key) for key in described.settings if key not in options}
     try:
         optimizer = described.make(params, lr=o.lr, **own, **options)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr} and "
-            f"optimizer.options={o.options} ({type(error).__name__}: {error})"
+            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr}"
+            f"{', optimizer.groups' if o.groups else ''} and optimizer.options={o.options} "
+            f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer"
         )
+    for index, entry in enumerate(o.groups):
+        for key in entry.options.keys() - optimizer.defaults:  # PyTorch would ignore it
+            raise ConfigError(
+                f"optimizer.groups[{index}].options.{key}: optimizer.name={o.name} has no such "
+                f"setting of a group{suggestion(key, sorted(optimizer.defaults))}"
+            )
     return optimizer
 
 
-def build_local_optimizer(config: Config, params: Iterable[nn.Parameter]) -> Optimizer:
+def build_local_optimizer(
+    config: Config, model: nn.Module, params: Mapping[str, nn.Parameter] | None = None
+) -> Optimizer:
     """Return a client's optimizer, whose step is compiled under ``model.compile``.
 
-    The steps of our own optimizers are compiled. PyTorch's own Adam already takes
-    its step in one fused kernel.
+    It is that of ``params``, by default the model's (``param_groups``). The steps of our own
+    optimizers are compiled. PyTorch's own Adam already takes its step in one fused kernel.
     """
-    optimizer = build_optimizer(config, params)
+    optimizer = build_optimizer(config, param_groups(config, model, params))
     compile_step = getattr(optimizer, "compile", None)
     if config.model.compile and compile_step is not None:
         compile_step(Compiled)
@@ -102,7 +111,7 @@ def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tenso
     and if the optimizer has states that cannot be kept.
     """
     _known_streams(config)
-    optimizer = build_optimizer(config, model.parameters())
+    optimizer = build_optimizer(config, param_groups(config, model))
     _check_model(config, model, optimizer)
     prime(optimizer)
     streams = take(model, optimizer, stream_names(model, optimizer))
@@ -169,16 +178,21 @@ def build_schedule(config: Config) -> SyncSchedule:
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
-    make = partial(build_optimizer, config)
     if not is_path(config.optimizer.name):
         module = nn.Linear(1, 1)
-        optimizer = make(list(module.parameters()))
+        optimizer = build_optimizer(config, list(module.parameters()))
         prime(optimizer)
         return list(stream_names(module, optimizer)), []
     try:
-        found = [check_optimizer(make, 3, 2)]
-        with suppress(ConfigError):  # Muon, for example, is for matrices only
-            found.append(check_optimizer(make, 3))
+        found: list[tuple[str, ...]] = []
+        for group in probe_groups(config):
+
+            def make(params: list[nn.Parameter], group: Any = group) -> Optimizer:
+                return build_optimizer(config, [{**group, "params": params}])
+
+            found.append(check_optimizer(make, 3, 2))
+            with suppress(ConfigError):  # Muon, for example, is for matrices only
+                found.append(check_optimizer(make, 3))
     except ConfigError:
         raise
     except Exception as error:
@@ -188,12 +202,13 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     return always, [name for name in names if name not in always]
 
 
-def build_outer(config: Config) -> OuterOptimizer | None:
-    """Return the server's optimizer, if there is one."""
+def build_outer(config: Config, model: nn.Module) -> OuterOptimizer | None:
+    """Return the server's optimizer of the parameters of ``model``, if there is one."""
     o = config.outer
     if GRADIENTS in config.sync:
         return OuterOptimizer(
             lambda params: build_optimizer(config, params),
+            groups=lambda params: param_groups(config, model, params),
             lr_schedule=build_lr_schedule(config),
             clipping=build_clipping(config),
         )

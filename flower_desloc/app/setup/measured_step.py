@@ -19,6 +19,7 @@ from flower_desloc.app.config.units import TEXT
 from flower_desloc.app.setup.build import build_optimizer
 from flower_desloc.app.setup.machine import gpu_share
 from flower_desloc.app.setup.meta_model import offline_task, task_errors
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.tasks import Batch, Site, Task
 from flower_desloc.core.streams import prime
 
@@ -56,7 +57,7 @@ def measured_step(
     with task_errors():
         task = offline_task(config)
         model = task.build_model().to(device).train()
-        optimizer = build_optimizer(config, model.parameters())
+        optimizer = build_optimizer(config, param_groups(config, model))
         prime(optimizer)
         batch = _first_batch(task, config, data_path)
 

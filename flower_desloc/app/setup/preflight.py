@@ -82,7 +82,7 @@ class Needs:
         """Bytes of the optimizer states, each as large as the trained parameters."""
         module = nn.Linear(2, 2, bias=False)
         with task_errors("the optimizer takes no step"):
-            optimizer = build_optimizer(self.config, module.parameters())
+            optimizer = build_optimizer(self.config, list(module.parameters()))
             prime(optimizer)
         return (len(stream_names(module, optimizer)) - 1) * self.gradients
 

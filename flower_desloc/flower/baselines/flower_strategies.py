@@ -119,7 +119,8 @@ class FlowerAverage(Gathered):
     def result(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the strategy's parameters, in the model's own types."""
         strategy, now = self._peer.strategy, self._peer.loop.round
-        replies = [_reply(streams[PARAMS], weights[PARAMS]) for streams, weights in self._held]
+        # All tensors of a client have the same weight.
+        replies = [_reply(each[PARAMS], min(w[PARAMS].values())) for each, w in self._held]
         arrays, _ = strategy.aggregate_train(now.number, replies)
         assert arrays is not None
         self._peer.arrays = arrays

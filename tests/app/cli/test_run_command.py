@@ -56,6 +56,13 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(nothing_starts, argum
     assert said in line
 
 
+def test_a_parameter_group_of_no_parameter_of_the_model_is_refused_too(nothing_starts, tmp_path):
+    groups = "optimizer.groups=[{names: [nope], lr: 1}]"
+    result = desloc("run", "quickstart", groups, "--output-dir", tmp_path)
+    assert result.exit_code == 2, result.output
+    assert "groups[0].names=nope: matches no trained parameter" in result.stderr
+
+
 def test_the_quorum_of_a_deployment_is_at_most_its_nodes(capsys):
     words = ["federation.min_clients=6"]
     assert (

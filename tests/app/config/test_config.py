@@ -20,8 +20,11 @@ from flower_desloc.app.config import (
     parse,
 )
 from flower_desloc.app.config.overrides import override
+from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
+from flower_desloc.app.config.schema import Optimizer
 from flower_desloc.app.setup.build import build_schedule, check_streams
+from flower_desloc.optim import OPTIMIZERS
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
@@ -174,6 +177,20 @@ def test_blanks_in_the_brackets_or_quotes_around_a_value_separate_no_overrides()
     assert quickstart("data.source='tis run.seed=3").data.source == "'tis"
 
 
+def test_paths_anywhere_in_the_options_of_a_task_become_absolute(tmp_path, monkeypatch):
+    (tmp_path / "a b").touch()
+    monkeypatch.chdir(tmp_path)
+    options = {"one": "./a b", "all": ["./a b", "a b", 3], "deep": {"x": ["./a b"], "y": "./c"}}
+    words = ["task=own:Task", *(override(f"task_options.{k}", v) for k, v in options.items())]
+    found = absolute_paths(quickstart(words))
+    there = str(tmp_path / "a b")
+    expected = {"one": there, "all": [there, "a b", 3], "deep": {"x": [there], "y": "./c"}}
+    assert found == {f"task_options.{key}": value for key, value in expected.items()}
+    again = [*words, *(override(key, value) for key, value in found.items())]
+    assert quickstart(again).task_options == expected
+    assert not absolute_paths(quickstart(again))
+
+
 def test_loading_twice_shares_nothing():
     one, two = quickstart(), quickstart()
     one.sync["params"] = 1
@@ -183,29 +200,20 @@ def test_loading_twice_shares_nothing():
 
 # --------------------------------------------------------------------------------------- Optimizer
 
-OWN = {
-    "adopt": ((0.95, 0.9999), 1e-6),
-    "adam": ((0.95, 0.95), 1e-8),
-    "adamw": ((0.95, 0.95), 1e-8),
-    "amsgrad": ((0.95, 0.95), 1e-8),
-    "paper_adam": ((0.95, 0.95), 1e-8),
-}
 
-
-@pytest.mark.parametrize("name", [*OWN, "sgdm", "torch.optim:RAdam"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim:RAdam"])
 @pytest.mark.parametrize("preset", ["quickstart", "desloc_adopt", "desloc_sgdm", "diloco"])
 def test_another_optimizer_brings_its_own_defaults_and_needs_its_own_rate(preset, name):
     before = load(preset).optimizer
     after = load(preset, f"optimizer.name={name} optimizer.lr=0.5").optimizer
-    assert after.clip_norm == before.clip_norm
     if name == before.name:
         assert after == dataclasses.replace(before, lr=0.5)
         return
-    assert (after.momentum, after.weight_decay, after.options) == (0.9, 0, {})
-    if name in OWN:
-        assert (after.betas, after.eps) == OWN[name]
-    alike = ("adam", "adamw", "amsgrad")
-    if before.name in alike and name in alike:
+    own = dict(OPTIMIZERS[name].settings) if name in OPTIMIZERS else {}
+    options = {key: own.pop(key) for key in [*own] if not hasattr(before, key)}
+    kept = dataclasses.replace(Optimizer(), clip_norm=before.clip_norm, name=name, lr=0.5)
+    assert after == dataclasses.replace(kept, **own, options=options)
+    if name in OPTIMIZERS and OPTIMIZERS[name].shares_rate(OPTIMIZERS[before.name]):
         assert load(preset, f"optimizer.name={name}").optimizer.lr == before.lr
     else:
         stated = f"optimizer.lr={before.lr} was chosen for {before.name}"
@@ -355,6 +363,15 @@ def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
     assert load("base", "sync.exp_avg=null", presets=folder).sync == {"params": 4}
 
 
+def test_an_empty_dictionary_clears_what_is_below_it_and_overrides_fill_it_again(presets):
+    more = "task: own:Task\nwire: {params: int8}\ntask_options: {a: 1}\n"
+    folder = presets(base=BASE + more)
+    assert load("base", "wire={} task_options={} run={}", presets=folder).run.steps == 96
+    words = "task_options.c=3 sync={} wire={} task_options={} sync.params=3 task_options.b=2"
+    filled = load("base", words, presets=folder)
+    assert (filled.sync, filled.wire, filled.task_options) == ({"params": 3}, {}, {"b": 2})
+
+
 def test_periods_that_another_optimizer_lacks_are_left_out_by_what_the_error_names():
     """A preset's periods are merged, so there has to be a word that removes one."""
     words = "optimizer.name=sgdm optimizer.lr=0.1 sync={params: 8, momentum_buffer: 16}"
@@ -403,6 +420,7 @@ WRONG = {
     "optimizer.betas=3": ["optimizer.betas=3", "a list"],
     "data.domains=web": ["data.domains=web", "set data.domains=[A,B]"],
     "run.steps=0": ["run.steps=0", "at least 1"],
+    "run.keep_best=loss run.patience=0": ["run.patience=0", "at least 1"],
     "run.steps=[1": ["run.steps=[1"],
     "run.seed=4294967296": ["run.seed=4294967296", "at most 4294967295"],
     "run.name=a/b": ["run.name=a/b", "letters, digits"],
@@ -418,13 +436,15 @@ WRONG = {
     "data.source=\udcff": ["data.source=\\udcff", "not UTF-8"],
     "data.alpha=.nan": ["data.alpha=nan", "at least 1e-06"],
     "data.alpha=nan": ["data.alpha=nan", "must be a number"],
-    "optimizer.name=adm": ["optimizer.name=adm", "adopt, adam, adamw, amsgrad, sgdm, paper_adam"],
+    "optimizer.name=adm": ["optimizer.name=adm", ", ".join(OPTIMIZERS)],
     "optimizer.lr=inf": ["optimizer.lr=inf"],
     "optimizer.betas=[0.9,1.0]": ["optimizer.betas=[0.9, 1.0]", "below 1"],
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "takes 2 values"],
+    "optimizer.betas=[0.9,0.9,0.9]": ["optimizer.betas=[0.9, 0.9, 0.9]", "takes 2 values"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
     "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
+    "sync={params:8}": ["sync={params:8}", "write {params: 8}, with a blank after the colon"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
     "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
     "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
@@ -453,6 +473,7 @@ ADVISED = [
     ("quickstart", "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset"),
     ("quickstart", "sync_mode=probabilistic sync_phase.params=1"),
     ("quickstart", "outer.name=sgd outer.momentum=0"),
+    ("quickstart", "run.patience=3"),
     ("quickstart", "federation.average=median federation.min_steps=0.5"),
     ("quickstart", "federation.average=median federation.weighting=examples"),
     ("quickstart", "wire.momentum_buffer=int8"),

@@ -56,10 +56,11 @@ def test_the_drift_bound_of_the_first_moment_is_reached_when_the_gradient_change
 def test_the_states_of_our_optimizers_stay_within_ceiling_and_bound(name):
     torch.manual_seed(3)
     words = ["run.steps=60", f"optimizer.name={name}", "optimizer.lr=0.1"]
-    config = load("desloc_sgdm" if name == "sgdm" else "quickstart", words)
-    config = with_values(config, {"optimizer.betas": (0.8, 0.9), "optimizer.momentum": 0.8})
-    for state in OPTIMIZERS[name].states:
-        config.sync.setdefault(state.name, 7)
+    config = load("quickstart", words)
+    betas = (0.8, 0.9, 0.95)[: len(config.optimizer.betas)]
+    sync = {PARAMS: 8, **{state.name: 7 for state in OPTIMIZERS[name].states}}
+    changed = {"optimizer.betas": betas, "optimizer.momentum": 0.8, "sync": sync}
+    config = with_values(config, changed)
     streams = planned_streams(config)
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     optimizer = build_optimizer(config, [x])

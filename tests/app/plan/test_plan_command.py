@@ -8,13 +8,13 @@ from command import accepted, desloc, refused
 from planned import by_stream, planned, run_of
 from scripts import ROOT
 
-from flower_desloc import PARAMS
+from flower_desloc import PARAMS, Kind, SyncSchedule
 from flower_desloc.app.config import load
 from flower_desloc.app.plan.advice import recommended
 from flower_desloc.app.plan.rules import RULES, rule_for
 from flower_desloc.app.plan.wall_clock import Link, Topology
 from flower_desloc.app.runs.figures import plan as plan_figure
-from flower_desloc.app.runs.figures.style import figure
+from flower_desloc.app.runs.figures.style import figure, stream_colours
 from flower_desloc.app.setup.build import build_schedule
 
 SMALL = ("--params", "1e6", "--step-seconds", 0.1)
@@ -206,6 +206,20 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(plan_figure, "figure", keep)
     return made
+
+
+def test_the_figure_has_every_moment_in_a_colour_of_its_own(tmp_path, figures):
+    """Also several of one kind, as of an optimizer with two means of the gradient."""
+    moments = {f"m{i}": Kind.FIRST_MOMENT for i in range(3)} | {"v": Kind.SECOND_MOMENT}
+    run = planned(8, 24, 48, topologies=(Topology.STAR,))
+    streams = [replace(run.streams[1], name=name, kind=kind) for name, kind in moments.items()]
+    schedule = SyncSchedule({PARAMS: 8, **dict.fromkeys(moments, 24)})
+    drawn = replace(run, streams=(run.streams[0], *streams), schedule=schedule)
+    plan_figure.draw(drawn, tmp_path / "plan.png")
+    lines = {line.get_label(): line.get_color() for line in figures[0][1][-1].lines}
+    colours = [lines[name] for name in moments]
+    assert len({*colours}) == len(moments)
+    assert colours[0] == stream_colours(["exp_avg"], {})["exp_avg"]
 
 
 @pytest.mark.parametrize("compute", [1e-4, 0.0025, 10, 9000])

@@ -55,6 +55,9 @@ TINY = " ".join([*tiny.TINY, "data.batch_size=8"])
         ("smollm2_135m", 134_515_008),  # SmolLM2-135M's own number
         # 24 blocks with a gated expansion of 4, two norms each, and one.
         ("smollm2_1_7b", 49152 * 2048 + 24 * (16 * 2048**2 + 2 * 2048) + 2048),
+        # A plain expansion of 4, no biases but the norms'.
+        ("paper_135m", 50368 * 576 + 30 * (12 * 576**2 + 4 * 576) + 2 * 576),
+        ("paper_1b", 50368 * 2048 + 24 * (12 * 2048**2 + 4 * 2048) + 2 * 2048),
     ],
 )
 def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
@@ -70,6 +73,8 @@ def test_the_paper_presets_have_the_papers_sizes(preset, parameters):
         ("smollm2_135m", 3072, 512, 307, 256, ("adopt", 0.0021, (0.95, 0.9999))),
         ("smollm2_135m_niid", 1536, 512, 153, 128, ("adam", 0.003, (0.95, 0.95))),
         ("smollm2_1_7b", 20480, 2048, 2048, 256, ("adopt", 0.0005, (0.95, 0.9999))),
+        ("paper_135m", 3072, 512, 307, 256, ("adopt", 0.0021, (0.95, 0.9999))),
+        ("paper_1b", 20480, 2048, 2048, 256, ("adopt", 0.0005, (0.95, 0.9999))),
     ],
 )
 def test_the_paper_presets_have_the_papers_tables(preset, steps, warmup, decay, period, local):

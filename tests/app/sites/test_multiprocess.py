@@ -30,6 +30,7 @@ from torch import nn
 
 from client_app.client import build_worker
 from flower_desloc.app.config import Config, dump
+from flower_desloc.app.config.schema import ParamGroup
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.app.sites.multiprocess.ranks import RankError, RankLauncher
 from flower_desloc.app.sites.multiprocess.worker import MultiProcessWorker
@@ -255,7 +256,11 @@ def test_two_shards_equal_one_process_and_their_state_file_suits_both(tmp_path):
 
 
 def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_path, monkeypatch):
+    """With biases in a parameter group of their own, whose average decays otherwise."""
+    group = ParamGroup(kinds=["norms_and_biases"], lr=0.02, betas=(0.5, 0.9), weight_decay=0.1)
     one, two = Client(tmp_path), Client(tmp_path / "two", processes=2, parallel="fsdp")
+    for client in (one, two):
+        client.config = with_values(client.config, {"optimizer.groups": [group]})
     one.delay = two.delay = 1
     expected = [deepcopy(one.window(*window)) for window in WINDOWS]
     taken, steps = [], MultiProcessWorker.steps

@@ -143,7 +143,7 @@ def test_the_steps_of_our_own_optimizers_are_compiled(name, expected, monkeypatc
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
     config = load("quickstart", f"optimizer.name={name} optimizer.lr=0.1 model.compile=true")
-    build_local_optimizer(config, nn.Linear(7, 5).parameters())
+    build_local_optimizer(config, nn.Linear(7, 5))
     assert compiled == expected
 
 

@@ -155,6 +155,25 @@ def test_a_quantised_base_is_compared_and_counted_by_what_it_holds(tmp_path, mon
     assert tiny.summary(run(QuantisedBase, tmp_path))["status"] == "completed"
 
 
+class Unsaved(Plain):
+    def save(self, model: nn.Module, folder: Path) -> None:
+        raise RuntimeError("invalid python storage")
+
+
+def test_a_model_that_cannot_be_saved_says_what_failed_and_a_resume_only_saves_it(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(ValueError, match=r"all steps are done, but the save .*Unsaved.*storage"):
+        run(Unsaved, tmp_path, "run.checkpoint_every=1")
+    [folder] = tmp_path.glob("*/")
+    with pytest.raises(ValueError, match=r"the save of task=.*Unsaved failed \(invalid python"):
+        export(folder)
+    monkeypatch.setattr(Unsaved, "save", Light.save)
+    run(Unsaved, tmp_path, "run.checkpoint_every=1", f"run.resume={folder}")
+    found = tiny.summary(folder)
+    assert (found["status"], found["resumed"][0]["windows_again"]) == ("completed", 0)
+
+
 def test_a_model_in_bfloat16_is_trained_saved_and_started_from(tmp_path):
     first = run(Half, tmp_path, "run.checkpoint_every=1", "evaluation.federated=true")
     found = tiny.summary(first)

@@ -130,7 +130,7 @@ def fill(panel: Axes, runs: Sequence[RunRecord], measure: Measure) -> None:
         if measure.of_streams:
             style.log_scale(panel, [line for lines in found.values() for line in lines.values()])
     elif measure.of_streams:
-        lines, colours = found[runs[0].path], style.stream_colours(runs[0].streams, runs[:1])
+        lines, colours = found[runs[0].path], style.stream_colours(runs[0].streams, runs[0].kinds)
         for stream, line in lines.items():
             style.plot(panel, line, colours[stream], dots=True)
         style.log_scale(panel, lines.values())

@@ -14,7 +14,7 @@ from flower_desloc.app.config import units
 from flower_desloc.app.plan.planned_run import PlannedRun
 from flower_desloc.app.plan.theory import drift_bound, half_life
 from flower_desloc.app.plan.wall_clock import Link, Topology
-from flower_desloc.app.runs.figures.style import GREY, INK, figure, title
+from flower_desloc.app.runs.figures.style import GREY, INK, figure, stream_colours, title
 from flower_desloc.core.traffic import MethodRates
 
 # Okabe and Ito's palette, for any colour vision.
@@ -24,7 +24,6 @@ _METHODS: Final = {
     "DES-LOC": "#0072B2",
     "FedAvg": "#009E73",
 }
-_MOMENTS: Final = ("#E69F00", "#009E73", "#CC79A7")
 _POINTS: Final = 240
 _TICKS: Final = [
     *(10.0**power for power in range(-6, 2)),
@@ -127,7 +126,10 @@ def _draw_drift(panel: Axes, run: PlannedRun) -> None:
     ]
     longest = _MARGIN * max([10, *(max(half_life(beta), period) for _, beta, period in stated)])
     periods = np.geomspace(1, longest, _POINTS)
-    for (stream, beta, period), colour in zip(stated, _MOMENTS, strict=False):
+    kinds = {stream.name: stream.kind for stream in run.streams}
+    colours = stream_colours(kinds, kinds)
+    for stream, beta, period in stated:
+        colour = colours[stream.name]
         bounds = [drift_bound(beta, steps, 1) for steps in periods]
         panel.plot(periods, bounds, color=colour, lw=2, label=stream.name)
         tau = half_life(beta)

@@ -19,7 +19,7 @@ from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.runs.figures.curves import Array, Curve, aligned, mean
 from flower_desloc.app.runs.groups import SeedGroup
 from flower_desloc.app.runs.record import RunRecord
-from flower_desloc.core.kinds import Kind, kind_of
+from flower_desloc.core.kinds import Kind, Kinds, kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 
 INK: Final = "#222222"
@@ -68,9 +68,8 @@ _RC: Final[dict[Any, Any]] = {
 }
 
 
-def stream_colours(streams: Iterable[str], runs: Iterable[RunRecord]) -> dict[str, str]:
-    """Return the colour of each stream of some runs, the same in every figure."""
-    kinds = {name: kind for run in runs for name, kind in run.kinds.items()}
+def stream_colours(streams: Iterable[str], kinds: Kinds) -> dict[str, str]:
+    """Return the colour of each stream by its kind, the same in every figure."""
     of_kind, others = dict(_KINDS), cycle(PARTS)
     return {name: of_kind.pop(kind_of(name, kinds), "") or next(others) for name in streams}
 

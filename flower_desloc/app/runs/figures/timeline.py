@@ -31,7 +31,7 @@ def draw_timeline(run: RunRecord) -> Figure | None:
 def fill_averages(panel: Axes, run: RunRecord) -> None:
     """Draw a mark for each average of each stream, and for each evaluation."""
     style.title(panel, "When each stream was averaged", "one mark per average")
-    colours = style.stream_colours(run.streams, [run])
+    colours = style.stream_colours(run.streams, run.kinds)
     names, half = [], run.num_steps / 300
     for row, stream in enumerate(run.streams):
         steps = [line["step"] for line in run.windows if stream in line["streams"]]

@@ -1,5 +1,6 @@
 """Bytes by stream, up and down, next to those of Local Adam and data parallelism."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -46,7 +47,8 @@ def draw_bytes(runs: Sequence[RunRecord]) -> Figure | None:
 def fill_bytes(panel: Axes, runs: Sequence[RunRecord]) -> None:
     """Draw the bars in proportion; one that is far longer than the others leaves the panel."""
     bars = _bars(runs)
-    colours = style.stream_colours(dict.fromkeys(s for bar in bars for s in bar.counts), runs)
+    streams = dict.fromkeys(stream for bar in bars for stream in bar.counts)
+    colours = style.stream_colours(streams, ChainMap(*(dict(run.kinds) for run in runs)))
     totals = sorted(bar.total for bar in bars)
     end = 1.08 * (totals[-1] if len(totals) < 4 or totals[-1] < 4 * totals[-2] else totals[-2]) or 1
     for row, bar in enumerate(bars):

@@ -5,7 +5,7 @@ have the parameters' names, as in ``flower_desloc.core.streams``.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import StepMetrics, Worker
 
 BuildModel = Callable[[], nn.Module]
-BuildOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+BuildOptimizer = Callable[[nn.Module, Mapping[str, nn.Parameter]], Optimizer]
+"""Makes the optimizer of a model's trained parameters from these or their shards, by name."""
 
 
 class RankWorker:
@@ -51,7 +52,8 @@ class RankWorker:
         """Module that the loss is computed with."""
         self.module = self.model
         """Module with the parameters that the optimizer trains."""
-        self.optimizer = build_optimizer(self.module.parameters())
+        trained = {key: p for key, p in parameters(self.model).items() if p.requires_grad}
+        self.optimizer = build_optimizer(self.model, trained)
         prime(self.optimizer)
 
     def serve(self, node_config: NodeConfig) -> Worker:
@@ -183,7 +185,7 @@ class ShardedRankWorker(RankWorker):
         }
         shards = {key: nn.Parameter(p.to_local().detach()) for key, p in self._params.items()}
         self.module: nn.Module = _Shards(self.model, shards)
-        self.optimizer = build_optimizer(shards.values())
+        self.optimizer = build_optimizer(self.model, shards)
         prime(self.optimizer)
 
     def take(self, names: list[str], *, folder: Path | None = None) -> dict[str, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from flwr.app import Message
 
 from flower_desloc.app.sites.supervisor import on_exit
 from flower_desloc.app.sites.warm.framing import receive, send
-from flower_desloc.flower.internals import TaskIdentity
+from flower_desloc.flower.internals import set_task
 
 _IDLE_TIMEOUT = 600.0  # seconds
 _GOODBYE = "query.goodbye"
@@ -56,8 +56,7 @@ class Trainer:
             return False
         message, context, _ = receive(connection)
         assert message is not None
-        TaskIdentity.task_id = task
-        TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
+        set_task(context.run_id, context.node_id, task)
         self.client = pid
         on_exit(pid, lambda: self.end() if self.client == pid else None)
         app: Any = None

@@ -1,6 +1,6 @@
 """Memory, open files and leftovers over a thousand windows with a fault in every tenth.
 
-    python benchmarks/soak.py [--windows 1000] [--clients 3] [--seed 0] [--json FILE]
+    python benchmarks/many_windows.py [--windows 1000] [--clients 3] [--seed 0] [--json FILE]
 
 Flower's simulation, with real ClientApp processes. Every tenth window has a fault drawn from the
 seed: a client raises an exception before or after its steps, sends NaN, loses its files or corrupts
@@ -131,7 +131,7 @@ class Watch(Observer):
             self.clients.append((record.step, max(p.memory_info().rss for p in actors)))
 
 
-def soak(seed: int, num_clients: int, num_windows: int, folder: Path) -> dict[str, Any]:
+def run(seed: int, num_clients: int, num_windows: int, folder: Path) -> dict[str, Any]:
     watch = Watch(seed, num_clients)
 
     def main(grid: Grid, _context: Context) -> None:
@@ -177,7 +177,7 @@ def main(windows: int = 1000, clients: int = 3, seed: int = 0, json: Path | None
     """Memory, open files and leftovers over a thousand windows with faults."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[STATE_DIR] = str(Path(folder) / "clients")
-        found = soak(seed, clients, windows, Path(folder))
+        found = run(seed, clients, windows, Path(folder))
     report({"windows": windows, "clients": clients, **found}, json)
 
 

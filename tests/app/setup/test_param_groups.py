@@ -1,0 +1,216 @@
+"""`optimizer.groups`: parameters by name and kind, with settings of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY, failing_at, summary, train
+from torch import nn
+
+from flower_desloc.app.config import Config, ConfigError, dump, load, parse
+from flower_desloc.app.plan.from_config import planned_streams
+from flower_desloc.app.setup.build import build_lr_schedule, build_optimizer, check_streams
+from flower_desloc.app.setup.param_groups import param_groups, param_kinds
+from flower_desloc.app.tasks import Site, build_task
+from flower_desloc.core.streams import digest, parameters
+
+UNDECAYED = "{kinds: [norms_and_biases], weight_decay: 0}"
+HEAD = '{names: ["*embed*"], lr: 0.001, betas: [0.8, 0.99], eps: 1e-6}'
+ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.003", "optimizer.weight_decay=0.1"]
+
+
+def groups(*entries: str) -> str:
+    return f"optimizer.groups=[{', '.join(entries)}]"
+
+
+def config_of(*entries: str, words: list[str] = ADAMW) -> Config:
+    return load("quickstart", [*TINY, *words, groups(*entries)])
+
+
+class Net(nn.Module):
+    """One parameter of each sort: a table, matrices, vectors, a scalar, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.conv, self.out = nn.Conv1d(4, 3, 2), nn.Linear(4, 5, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.old = nn.Linear(4, 4).requires_grad_(False)
+
+
+def members(config: Config, model: nn.Module) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the names in each group, and its settings."""
+    names = {id(p): key for key, p in model.named_parameters()}
+    found = []
+    for group in param_groups(config, model):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.append(([names[id(p)] for p in group["params"]], settings))
+    return found
+
+
+def test_every_parameter_is_of_one_kind_and_a_tied_head_is_an_embedding():
+    net = Net()
+    kinds = {
+        "embeddings": ["table.weight"],
+        "matrices": ["conv.weight", "out.weight", "old.weight"],
+        "norms_and_biases": ["scale", "norm.weight", "norm.bias", "conv.bias", "old.bias"],
+    }
+    assert param_kinds(net) == {key: kind for kind, keys in kinds.items() for key in keys}
+    net.out.weight = net.table.weight
+    assert param_kinds(net)["table.weight"] == "embeddings"
+    assert "out.weight" not in param_kinds(net)
+
+
+def test_entries_claim_what_their_names_and_kinds_both_match_and_the_rest_comes_first():
+    entries = ("{names: ['conv.*', norm.*], kinds: [norms_and_biases], lr: 1}",
+               "{kinds: [embeddings, matrices], options: {}}")  # fmt: skip
+    assert members(config_of(*entries), Net()) == [
+        (["scale"], {}),
+        (["norm.weight", "norm.bias", "conv.bias"], {"lr": 1.0}),
+        (["table.weight", "conv.weight", "out.weight"], {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (["{names: [out.*, nroms.*]}"], ["groups[0].names=nroms.*: matches no trained parameter"]),
+        (["{names: [old.*]}"], ["names=old.*: matches no trained parameter", "conv.bias"]),
+        (["{names: [out.*], kinds: [embeddings]}"], ["of kinds=['embeddings']", "table.weight"]),
+        (["{kinds: [matrices]}", "{names: ['*.weight']}"],
+         ["groups[0] and optimizer.groups[1]: both name the parameter 'conv.weight'"]),
+    ],
+)  # fmt: skip
+def test_a_name_without_a_match_and_a_parameter_of_two_entries_are_refused(entries, words):
+    with pytest.raises(ConfigError) as error:
+        param_groups(config_of(*entries), Net())
+    assert not [word for word in words if word not in str(error.value)]
+
+
+def test_a_kind_that_the_model_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"groups\[0\]\.kinds=.*its kinds are matrices"):
+        param_groups(config_of("{kinds: [embeddings]}"), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([groups("{lr: 1}")], r"^optimizer\.groups\[0\]: names no parameters"),
+        ([groups(UNDECAYED, "{kinds: [norms]}")], r"groups\[1\]\.kinds=norms: must be one of"),
+        ([groups("{names: [a], lr: -1}")], r"groups\[0\]\.lr=-1\.0: must be at least 0"),
+        ([groups("{names: [a], wd: 1}")], r"groups\[0\]\.wd: no such key"),
+        ([groups("{names: [a], momentum: 0.5}")], r"\.momentum: optimizer.name=adam has no such"),
+        ([groups("{names: [a], betas: [0.9]}")], r"\.betas=\[0\.9\]: takes 2 values where"),
+        ([groups("{names: [a], options: {nu: 1}}")], r"\.options\.nu: .* has lr, betas, eps, weig"),
+        (["optimizer.name=torch.optim:SGD", "optimizer.lr=1", groups(UNDECAYED)],
+         r"groups\[0\]\.weight_decay: .*state options: {weight_decay: VALUE}"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_no_model_could_have_is_refused_when_the_file_is_read(words, said):
+    with pytest.raises(ConfigError, match=said):
+        load("quickstart", words)
+
+
+def test_groups_are_written_and_read_back_and_end_with_their_optimizer():
+    config = config_of(UNDECAYED, HEAD)
+    assert parse(dump(config)) == config
+    assert load("quickstart", [groups(UNDECAYED), "optimizer.name=adamw"]).optimizer.groups
+    preset = [groups("{kinds: [matrices], betas: [0.9, 0.9]}")]
+    assert load("quickstart", preset).optimizer.groups[0].betas == (0.9, 0.9)
+
+
+def test_a_file_that_names_another_optimizer_drops_the_groups_of_the_one_below(tmp_path):
+    (tmp_path / "below.yaml").write_text(
+        "extends: quickstart\noptimizer: {groups: [{names: ['*'], betas: [0.9, 0.9]}]}\n"
+    )
+    above = tmp_path / "above.yaml"
+    above.write_text("extends: below.yaml\n")
+    assert load(str(above)).optimizer.groups
+    words = "optimizer.name=sgdm optimizer.lr=0.1 sync={params: 8, momentum_buffer: 8}"
+    assert not load(str(above), words).optimizer.groups
+
+
+def test_an_optimizer_of_another_package_takes_options_that_it_has():
+    sgd = ["optimizer.name=torch.optim:SGD", "optimizer.lr=0.1", "optimizer.options.momentum=0.9"]
+    sync = ["sync.exp_avg=null", "sync.exp_avg_sq=null", "sync.momentum_buffer=2"]
+    entry = "{kinds: [matrices], options: {weight_decay: 0.1}}"
+    config = config_of(entry, words=[*sgd, *sync])
+    check_streams(config)
+    [rest, matrices] = build_optimizer(config, param_groups(config, Net())).param_groups
+    assert (rest["weight_decay"], matrices["weight_decay"]) == (0, 0.1)
+    config = config_of(entry.replace("decay", "decoy"), words=[*sgd, *sync])
+    with pytest.raises(ConfigError, match=r"options\.weight_decoy: .* \(did you mean weight_decay"):
+        build_optimizer(config, param_groups(config, Net()))
+
+
+def test_a_plan_is_made_for_the_state_that_forgets_most_slowly_and_for_any_decay():
+    words = ["optimizer.betas=[0.9,0.95]"]
+    plain = {s.name: s for s in planned_streams(config_of(UNDECAYED, words=words))}
+    assert (plain["exp_avg"].beta, plain["exp_avg"].ceiling) == (0.9, 1.0)
+    entry = "{kinds: [matrices], betas: [0.8, 0.99], weight_decay: 0.1}"
+    mixed = {s.name: s for s in planned_streams(config_of(entry, words=words))}
+    assert [mixed[name].beta for name in ("exp_avg", "exp_avg_sq")] == [0.9, 0.99]
+    assert mixed["exp_avg"].ceiling is None  # decay enters the gradients of some
+
+
+EVERY_STEP = ["sync={params: 1, exp_avg: 1, exp_avg_sq: 1}", "run.steps=5"]
+SHORT = [*TINY, *ADAMW, *EVERY_STEP, "lr_schedule.name=cosine", "simulation.num_clients=1"]
+
+
+def in_a_plain_loop(config: Config) -> str:
+    """Train as GPT recipes do it in PyTorch; return the hash of the weights."""
+    task = build_task(config)
+    model: Any = task.build_model()
+    data = task.client_data(Site(0, 1))
+    embedding = model.get_input_embeddings().weight
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p is not embedding]
+    own: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": [embedding], "lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+    optimizer = torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, build_lr_schedule(config))
+    model.train()
+    for step in range(config.run.steps):
+        optimizer.zero_grad()
+        task.loss(model, data.train_batch(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    return digest(parameters(model))
+
+
+def weights(folder: Path) -> str:
+    return str(summary(folder)["weights_sha256"])
+
+
+def test_a_recipe_equals_the_plain_loop_to_the_bit_also_after_a_resume(tmp_path):
+    words = [*SHORT, groups(UNDECAYED, HEAD)]
+    expected = in_a_plain_loop(load("quickstart", words))
+    with failing_at(3):
+        train(tmp_path, *words, clients=1)
+    resumed = train(tmp_path, *words, "run.resume=auto", clients=1)
+    assert weights(resumed) == expected
+
+
+def test_data_parallelism_takes_the_same_groups(tmp_path):
+    words = [*SHORT, groups(UNDECAYED, HEAD)]
+    expected = in_a_plain_loop(load("quickstart", words))
+    words = [word for word in words if not word.startswith("sync")]
+    assert weights(train(tmp_path, *words, "sync.gradients=1", clients=1)) == expected
+
+
+def test_entries_of_equal_settings_change_no_bit(tmp_path):
+    words = [*TINY, *ADAMW, "run.steps=4", "sync.params=2", "sync_delay=1"]
+    entry = "{kinds: [norms_and_biases, embeddings], weight_decay: 0.1, betas: [0.95, 0.95]}"
+    one = train(tmp_path, *words)
+    assert weights(train(tmp_path, *words, groups(entry))) == weights(one)
+
+
+def test_a_run_whose_group_has_no_bound_is_warned(tmp_path, caplog):
+    entry = "{kinds: [matrices], betas: [0.99, 0.9]}"
+    train(tmp_path, *TINY, groups(entry), "run.steps=1")
+    assert "exp_avg has no bound in some of optimizer.groups" in caplog.text
