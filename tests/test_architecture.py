@@ -183,12 +183,13 @@ def imported_distributions(names: list[str]) -> set[str]:
 def test_every_library_that_the_wheel_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    library, app = (
+    library, flight, app = (
         {normalised(re.split(r"[\[<>=]", one)[0]) for one in listed}
-        for listed in (project["project"]["dependencies"], extras["app"])
+        for listed in (project["project"]["dependencies"], extras["flight"], extras["app"])
     )
     inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
-    assert imported_distributions(inner) == library
+    assert imported_distributions(inner) == library | flight
+    assert flight <= app
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
     assert imported_distributions(everything) <= library | app
     # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.

@@ -23,6 +23,8 @@ from flower_desloc.flower.bundles import STYPE, unbundled
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
+_Stated = tuple[str, tuple[int, ...], str, int]
+
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1024  # bytes; NumPy's own are shorter, and parsed headers are cached
@@ -116,10 +118,20 @@ def from_array(array: Array) -> Tensor:
         raise ValueError(f"an array cannot be read: {error}") from error
 
 
+def stated(dtype: torch.dtype, shape: tuple[int, ...]) -> _Stated | None:
+    """Return type, shape, format and bytes of the Array of such a tensor; None if there is none."""
+    kind = next((theirs for theirs, ours in _DTYPES.items() if ours == dtype), None)
+    if kind is None:
+        return None
+    name = "bfloat16" if kind == _BFLOAT16 else str(kind)
+    size = len(_header(kind.str, shape)) + math.prod(shape) * kind.itemsize
+    return name, shape, _NUMPY, size
+
+
 def values_bytes(array: Array) -> int:
     """Return the number of bytes of values, counted from the data and not from the stated shape."""
     begin = _values_begin(array.data)
-    is_numpy = array.data.startswith(_MAGIC) and begin <= len(array.data)
+    is_numpy = array.data[: len(_MAGIC)] == _MAGIC and begin <= len(array.data)
     return len(array.data) - begin if is_numpy else len(array.data)
 
 
@@ -140,7 +152,7 @@ def _view(array: Array) -> Tensor | None:
     begin = _values_begin(array.data)
     if array.stype != _NUMPY or begin > _LONGEST_HEADER or begin % _ALIGNMENT:
         return None
-    shape, dtype = _parsed(array.data[:begin])
+    shape, dtype = _parsed(bytes(array.data[:begin]))
     count = math.prod(shape)
     if dtype is None or count <= 0 or len(array.data) != begin + count * dtype.itemsize:
         return None

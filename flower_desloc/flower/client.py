@@ -15,6 +15,7 @@ from flower_desloc.flower.client_info import to_config
 from flower_desloc.flower.client_state import StateFiles, client_name, state_files
 from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
 from flower_desloc.flower.fingerprint import require_same_code
+from flower_desloc.flower.flight.at_site import arrays_by_flight
 from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
@@ -61,7 +62,7 @@ class DesLocClient(ClientApp):
     """
 
     def __init__(self, build: Build) -> None:
-        super().__init__(mods=[divergence_as_error, _exits_are_errors])
+        super().__init__(mods=[divergence_as_error, _exits_are_errors, arrays_by_flight])
         self._build = build
         self._ahead = StepsAhead()
         self.evaluate()(self._evaluate)

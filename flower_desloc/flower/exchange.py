@@ -26,6 +26,7 @@ from flower_desloc.flower import internals
 from flower_desloc.flower.arrays import records_of
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.failures import printable, reason_of, shortened
+from flower_desloc.flower.flight.at_server import Carrier, has_missed_arrays
 from flower_desloc.flower.messages import ARE_YOU_THERE, CONFIG, HELLO, STATE_LOST, WindowRequest
 from flower_desloc.flower.meter import TrafficMeter, framed_bytes, payload_bytes
 from flower_desloc.flower.observer import EventKind
@@ -65,6 +66,8 @@ class Exchange:
         grow.
     quorum, grace : int, float or None
         Once ``quorum`` nodes have replied, ``ask`` waits at most ``grace`` seconds for the others.
+    carrier : Carrier, optional
+        Carries arrays beside the messages; by default they are in them.
 
     """
 
@@ -76,8 +79,10 @@ class Exchange:
         *,
         quorum: int = 1,
         grace: float | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.meter = TrafficMeter()
+        self.carrier = carrier
         self._templates = templates
         self._grid, self._timeout = grid, timeout
         self._quorum, self._grace = quorum, grace
@@ -143,17 +148,19 @@ class Exchange:
         return self._message(content, node_id, message_type, str(server_round))
 
     def ask(
-        self, requests: Iterable[Message], again: Callable[[int], Message]
+        self, requests: Iterable[Message], again: Callable[[int, bool], Message]
     ) -> Iterator[Message]:
         """Send ``requests`` and yield one reply to each, in their order.
 
-        A node whose client replies that it has lost its state is asked once more, with what
-        ``again`` returns for the node: at once and not at the end, because the order of summation
-        is fixed.
+        A node whose client replies that it has lost its state, or that it could not be reached by
+        the ``carrier``, is asked once more, with what ``again`` returns for the node and whether it
+        has lost its state: at once and not at the end, because the order of summation is fixed.
         """
         for reply in self.replies(requests, grace=self._grace):
+            if has_missed_arrays(reply):
+                (reply,) = self.replies([again(reply.metadata.src_node_id, False)])
             if _has_lost_state(reply):
-                yield from self.replies([again(reply.metadata.src_node_id)])
+                yield from self.replies([again(reply.metadata.src_node_id, True)])
             else:
                 yield reply
             del reply  # free its memory before the next one is received
@@ -195,10 +202,13 @@ class Exchange:
     def _counted(self, requests: Iterable[Message]) -> Iterator[Message]:
         for message in requests:
             payload = payload_bytes(message)
+            beside = self.carrier.attach(message) if self.carrier else 0
             self._bundle(message)
-            self.meter.sent(message, payload)
+            self.meter.sent(message, payload, beside)
             yield message
         self._bundles.clear()
+        if self.carrier:
+            self.carrier.sent()
 
     def _bundle(self, message: Message) -> None:
         """Pack the small arrays of a request, if its client reads bundles."""
@@ -210,7 +220,9 @@ class Exchange:
                 message.content[name] = self._bundles[id(record)][1]
 
     def _open(self, reply: Message, asked: Message) -> int:
-        """Check the sizes of a reply and open its bundles; return its bytes as they were sent.
+        """Check the sizes of a reply, open its bundles and add the arrays that came beside it.
+
+        Return its bytes as they were sent.
 
         Before anything else reads it: a hostile reply may take minutes to be decoded. Raises
         ``ValueError`` for one that holds more than was asked for.
@@ -218,13 +230,14 @@ class Exchange:
         if not (reply.has_content() and CONFIG in asked.content):
             return framed_bytes(reply)
         request = WindowRequest.from_content(asked.content)
+        node = asked.metadata.dst_node_id
         limits = Limits.of(request.due, request.stop - request.start, self._templates)
         limits.check(reply.content)
         framed = 0
         with suppress(ValueError):  # a record that Flower's wire format does not have
             framed = framed_bytes(reply)
         limits.open(reply.content)
-        return framed
+        return framed + (self.carrier.collect(reply, node) if self.carrier else 0)
 
     def _message(
         self, content: RecordDict, node_id: int, message_type: str, group: str = "0"
@@ -350,6 +363,8 @@ class Exchange:
                     framed = self._open(reply, asked.request)
             except ValueError as error:
                 reply = Error(_UNUSABLE, reason_of(error))
+        if self.carrier:
+            self.carrier.release(asked.node)
         message = Message(reply, reply_to=asked.request) if isinstance(reply, Error) else reply
         framed = framed_bytes(message) if framed is None else framed
         self.meter.received(framed, payload_bytes(message))
@@ -474,7 +489,8 @@ def _is_late(reply: Message) -> bool:
 
 
 def _is_usable(reply: Message) -> bool:
-    return not reply.has_error() and not _has_lost_state(reply)
+    has_answered = not (reply.has_error() or has_missed_arrays(reply))
+    return has_answered and not _has_lost_state(reply)
 
 
 def _has_lost_state(reply: Message) -> bool:

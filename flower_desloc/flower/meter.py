@@ -15,9 +15,12 @@ class TrafficMeter:
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def sent(self, message: Message, payload: Mapping[str, int]) -> None:
-        """Count a message to a client, whose streams had that payload before they were bundled."""
-        self.traffic += Traffic(down=payload, framed_down=framed_bytes(message))
+    def sent(self, message: Message, payload: Mapping[str, int], beside: int = 0) -> None:
+        """Count a message to a client, and the bytes of its arrays that travel ``beside`` it.
+
+        ``payload`` is that of its streams before they were bundled.
+        """
+        self.traffic += Traffic(down=payload, framed_down=framed_bytes(message) + beside)
 
     def received(self, framed: int, payload: Mapping[str, int]) -> None:
         """Count a reply."""

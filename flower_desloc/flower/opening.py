@@ -10,6 +10,7 @@ from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
 from flower_desloc.core.traffic import stream_bytes, wire_bytes
 from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.flight.at_server import Carrier
 from flower_desloc.flower.log_lines import LogLines
 from flower_desloc.flower.messages import settings_of
 from flower_desloc.flower.model_names import initial_names
@@ -35,6 +36,7 @@ class Opens(Protocol):
     paces: Paces
     checkpoints: Checkpoints | None
     resume: Checkpoint | None
+    carrier: Carrier | None
 
 
 def check_options(
@@ -90,6 +92,7 @@ def open_run(
         seed=run.seed,
         resume=resume,
         code=run.code,
+        carrier=run.carrier,
     )
     loop.observer = observer or LogLines()
     loop.hooks = [*hooks, run.paces, Recovery(run.checkpoints, resume, loop, state, run.paces)]

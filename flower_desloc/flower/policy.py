@@ -10,6 +10,7 @@ from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.fields import Exclusion, Range, bounded, one_of, problems
 from flower_desloc.flower.internals import log
 
+_ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _OF_EVERY_CLIENT = re.compile(
     r"(\w+: )?(parameter '|(task|strategy|wire|sync\w*|[a-z_]+\.[a-z_.]+)[=:])"
 )
@@ -27,15 +28,15 @@ class Policy:
     min_clients: int = bounded(1, 1)
     """Quorum: wait for this many clients, and average no window with fewer."""
     attendance: dict[int, int] = field(default_factory=dict)
-    """Joins and leaves, as step: number. From that step on only so many clients take part, the
-    first in order, as in `{0: 4, 96: 8}`. Before the first step named, all do."""
+    """Joins and leaves, as step: number of clients that take part from then on, the first in order,
+    as in `{0: 4, 96: 8}`. Before, all do."""
     fraction_train: float = bounded(1.0, above=0, most=1)
     """Share of the clients online, drawn by the seed, that train in a window."""
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
-    """With weighting by examples: the largest weight of a client, as a share of the examples of the
-    window's clients; 1: no limit."""
+    """With weighting by examples: the largest share of the window's examples that a client counts
+    for; 1: no limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
@@ -46,11 +47,11 @@ class Policy:
     """Leave out a client whose update of a stream is longer than this many times the median of the
     window's clients so far, from the third on; null: do not."""
     on_failure: str = one_of("stop", "continue")
-    """What a failed client does to the run: `stop` it, or `continue` without that client."""
+    """`stop` the run when a client fails, or `continue` without it."""
     timeout: float = bounded(3600.0, above=0)
-    """Seconds to wait for the next reply, in the clients' order; at least what a whole window
-    takes. After its first reply a client is waited for at most five times the slowest client's last
-    time, and at least a minute."""
+    """Seconds to wait for the next reply; at least what a whole window takes. After its first reply
+    a client is waited for at most five times the slowest client's last time, and at least a
+    minute."""
     grace: float | None = bounded(None, 0)
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""
@@ -59,8 +60,10 @@ class Policy:
     min_steps: float = bounded(1.0, above=0, most=1)
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
+    data_address: str | None = None
+    """The server's host and port for tensors beside the messages; null: in them."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
-    """With min_steps: seconds per local step of single clients by name, as in `{client-3: 0.4}`;
+    """With min_steps: seconds per local step of clients by name, as in `{client-3: 0.4}`;
     with all of them, a run can be repeated exactly."""
 
     def __post_init__(self) -> None:
@@ -73,6 +76,11 @@ class Policy:
             raise ValueError(
                 f"federation.trim={self.trim}: it leaves out {2 * self.trim} replies, so "
                 f"federation.min_clients={self.min_clients} must be at least {2 * self.trim + 1}"
+            )
+        if self.data_address is not None and not _ADDRESS.fullmatch(self.data_address):
+            raise ValueError(
+                f"federation.data_address={self.data_address}: expected host:port, such as "
+                "fed.example.org:8443"
             )
         for step, number in self.attendance.items():
             if step < 0 or number < self.min_clients:

@@ -49,8 +49,9 @@ class Requests:
         """Send requests and yield the replies; a client that lost its state is asked again."""
         return self._run.loop.exchange.ask(messages, self._again)
 
-    def _again(self, node_id: int) -> Message:
-        member = self._run.loop.without_state(node_id)
+    def _again(self, node_id: int, has_lost_state: bool) -> Message:
+        loop = self._run.loop
+        member = loop.without_state(node_id) if has_lost_state else loop.members.at(node_id)
         return self._train(member) if self._kind == "train" else self._evaluate(member)
 
     def _train(self, member: Member) -> Message:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from logging import INFO, WARNING
@@ -24,6 +24,7 @@ from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.exchange import Exchange, event_kind
 from flower_desloc.flower.failures import ClientError, DivergedError, WindowError, reason_of
 from flower_desloc.flower.fingerprint import PACKAGE, fingerprint
+from flower_desloc.flower.flight.at_server import Carrier
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member, Members, in_order
 from flower_desloc.flower.messages import GOODBYE, HELLO, Settings, WindowRequest
@@ -113,6 +114,8 @@ class RoundLoop:
         The checkpoint from which the run resumes.
     code : Mapping
         Digests of the app's own code (``flower_desloc.flower.fingerprint.code_of``).
+    carrier : Carrier, optional
+        Carries arrays beside the messages; by default they are in them.
 
     """
 
@@ -127,6 +130,7 @@ class RoundLoop:
         seed: int,
         resume: Checkpoint | None,
         code: Mapping[str, str],
+        carrier: Carrier | None = None,
     ) -> None:
         self.run_key = run_key
         self.round = Round()
@@ -139,7 +143,12 @@ class RoundLoop:
         self.code = {PACKAGE: fingerprint(), **code}
         """The code that every client must run."""
         self.exchange = Exchange(
-            grid, policy.timeout, templates, quorum=policy.min_clients, grace=policy.grace
+            grid,
+            policy.timeout,
+            templates,
+            quorum=policy.min_clients,
+            grace=policy.grace,
+            carrier=carrier,
         )
         data = resume.data if resume else {}
         self.members = Members(grid, self.exchange, policy, seed, self.note, data=data)
@@ -279,6 +288,7 @@ class RoundLoop:
 
     def end(self, streams: list[str], result: Result) -> None:
         """Record the round, after which ``streams`` were averaged, for the observers."""
+        self._note_arrays_in_messages()
         now, events = self.round, self._events
         self._events = []
         metrics = result.train_metrics_clientapp.get(now.number)
@@ -305,6 +315,15 @@ class RoundLoop:
         self.observer.window(record)
         for hook in self.hooks:
             hook.window(record)
+
+    def _note_arrays_in_messages(self) -> None:
+        """Record for which clients arrays travel in messages, from now on."""
+        carrier = self.exchange.carrier
+        for node_id, why in carrier.news() if carrier else ():
+            with suppress(StopIteration):  # a node that cannot take part
+                name = self.members.at(node_id).name
+                log(WARNING, "%s: tensors travel in Flower's messages: %s", name, why)
+                self.note("by message", name, why)
 
     def _listen(self) -> None:
         """Look whether silent nodes have answered.

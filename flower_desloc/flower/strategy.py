@@ -22,6 +22,7 @@ from flower_desloc.flower import evaluation
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exits import exits_as_errors
 from flower_desloc.flower.failures import reason_of
+from flower_desloc.flower.flight.at_server import Carrier, carrier
 from flower_desloc.flower.log_lines import log_schedule
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.metrics import trained
@@ -134,6 +135,7 @@ class DesLoc(Strategy):
         self.paces = Paces(self.policy, resume.paces if resume else {})
         self.requests, self.weighting = Requests(self), Weighting(self)
         self.loop: RoundLoop  # from the opening of the run
+        self.carrier: Carrier | None = None
 
     def summary(self) -> None:
         """Log what this strategy will do."""
@@ -185,20 +187,22 @@ class DesLoc(Strategy):
         """
         train_config, result = train_config or ConfigRecord(), Result()
         self.summary()
-        open_run(self, grid, initial_arrays, train_config, observer, hooks)
-        del initial_arrays  # it would be kept for the whole run
-        first = self.resume.round + 1 if self.resume else 0
-        for number, window in enumerate(self.windows[first:], first):
-            if any(hook.finished for hook in self.loop.hooks):
-                break
-            self.loop.begin(number, window)
-            if number > 0:
-                result.train_metrics_clientapp[number] = self._train(train_config, grid)
-            if evaluation.is_due(window, self.state, self.eval_every, self.num_steps):
-                self._evaluate(evaluate_config or train_config, grid, evaluate_fn, result)
-            self.loop.end([name for name in self.schedule.periods if name in window.due], result)
-        result.arrays = self.state.model()
-        self.loop.farewell()
+        with carrier(self, grid) as self.carrier:
+            open_run(self, grid, initial_arrays, train_config, observer, hooks)
+            del initial_arrays  # it would be kept for the whole run
+            first = self.resume.round + 1 if self.resume else 0
+            for number, window in enumerate(self.windows[first:], first):
+                if any(hook.finished for hook in self.loop.hooks):
+                    break
+                self.loop.begin(number, window)
+                if number > 0:
+                    result.train_metrics_clientapp[number] = self._train(train_config, grid)
+                if evaluation.is_due(window, self.state, self.eval_every, self.num_steps):
+                    self._evaluate(evaluate_config or train_config, grid, evaluate_fn, result)
+                due = [name for name in self.schedule.periods if name in window.due]
+                self.loop.end(due, result)
+            result.arrays = self.state.model()
+            self.loop.farewell()
         return result
 
     # Who is asked for what

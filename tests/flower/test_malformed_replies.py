@@ -332,7 +332,7 @@ def good(message: Message, m: int) -> RecordDict:
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
     # The requests are valid, and counting their bytes takes half of the time.
-    monkeypatch.setattr(TrafficMeter, "sent", lambda self, message, payload: None)
+    monkeypatch.setattr(TrafficMeter, "sent", lambda *_: None)
 
 
 # -------------------------------------------------------------------------------------- Properties

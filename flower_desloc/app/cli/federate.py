@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from flower_desloc.app.engines.deployment import NodeConfig, deploy
 from flower_desloc.app.engines.simulation import flwr_run
 from flower_desloc.app.runs.client_files import client_files, clients_folder
 from flower_desloc.app.runs.resume import begun_in, file_to_resume
+from flower_desloc.app.sites.deployment.environment import free_port
 from flower_desloc.app.sites.supervisor import ProcessError
 
 
@@ -49,8 +51,9 @@ def federate(
     """Run the app once as a deployment: a SuperLink and SuperNodes, with TLS and a key for each.
 
     PRESET and KEY=VALUE are those of `desloc run`. simulation.num_clients is --nodes, and so is
-    federation.min_clients unless it is set. A SuperNode that dies is restarted. No process is left
-    behind; the exit code is that of `desloc run`.
+    federation.min_clients unless it is set; federation.data_address is a free port of this machine.
+    A SuperNode that dies is restarted. No process is left behind; the exit code is that of
+    `desloc run`.
     """
     arguments = RunArguments.parse(preset, overrides or [], nodes)
     output_dir = begun_in(arguments.config, output_dir.expanduser().resolve())
@@ -59,7 +62,9 @@ def federate(
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
     require_writable(output_dir)
     config = arguments.config
-    command = flwr_run(APP_FOLDER, arguments.run_config(output_dir))
+    with failing(FAILED, ProcessError):
+        here = with_data_address(arguments)
+    command = flwr_run(APP_FOLDER, here.run_config(output_dir))
     typer.echo(shlex.join(command))
     words = [w for w in arguments.overrides if not w.startswith("simulation.num_clients=")]
     again = ["desloc", "federate", arguments.preset, *words, "--nodes", str(nodes)]
@@ -75,6 +80,19 @@ def federate(
             status = deploy(command, sites, config.simulation.client_cpus, verbose=verbose)
         if not status.completed:
             fail(FAILED, status.error)
+
+
+def with_data_address(arguments: RunArguments) -> RunArguments:
+    """Return a run whose sites, which are on this machine, exchange tensors at a free port of it.
+
+    A run that sets ``federation.data_address``, also to null, keeps it.
+    """
+    key = "federation.data_address"
+    is_set = any(word.partition("=")[0] == key for word in arguments.overrides)
+    if is_set or arguments.config.federation.data_address is not None:
+        return arguments
+    word = f"{key}=127.0.0.1:{free_port()}"
+    return replace(arguments, overrides=[*arguments.overrides, word])
 
 
 def _node_configs(

@@ -458,6 +458,7 @@ WRONG = {
     "evaluation.central=yes": ["evaluation.central=yes", "must be true or false"],
     "run.seed=1_000": ["run.seed=1_000", "must be an integer"],
     "run.seed='5'": ["run.seed=5", "must be an integer"],
+    "federation.data_address=host": ["federation.data_address=host", "expected host:port"],
     "federation.grace=5": ["federation.grace=5", "set federation.on_failure=continue"],
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -28,6 +29,8 @@ from tiny import TINY, summary
 from typer.testing import CliRunner
 
 from flower_desloc.app.cli import app
+from flower_desloc.app.cli.federate import with_data_address
+from flower_desloc.app.cli.run_arguments import RunArguments
 from flower_desloc.app.engines.superlink import private_superlink
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.sites.deployment.credentials import make_certificates, make_key
@@ -202,6 +205,16 @@ def test_an_invalid_command_line_is_exit_code_2_and_starts_nothing(monkeypatch, 
     result = CliRunner().invoke(app, ["federate", *arguments], catch_exceptions=False)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_the_sites_on_this_machine_exchange_tensors_at_a_free_port_unless_it_is_stated():
+    stated = RunArguments.parse("quickstart", [], 2)
+    here = with_data_address(stated)
+    assert here.overrides[:-1] == stated.overrides
+    assert re.fullmatch(r"federation\.data_address=127\.0\.0\.1:\d+", here.overrides[-1])
+    for address in ("null", "fed.example.org:8443"):
+        given = RunArguments.parse("quickstart", [f"federation.data_address={address}"], 2)
+        assert with_data_address(given) is given
 
 
 # --- Authentication ------------------------------------------------------------------------------

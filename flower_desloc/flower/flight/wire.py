@@ -1,0 +1,444 @@
+"""Bytes over Arrow Flight: a server that gives and takes them for tickets, and its client.
+
+A ticket is random, for one node, one direction and a number of bytes. It is good for one transfer:
+a broken one continues where it stopped. Both ends have certificates of an authority that lives as
+long as the server, so that only nodes that were given one can connect.
+"""
+
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote
+
+import pyarrow as pa
+import trustme
+from pyarrow import flight
+
+Buffer = bytes | bytearray | memoryview
+
+_SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
+_TICKET, _OFFSET = "desloc-ticket", "desloc-offset"  # headers
+_RECEIVED, _DONE = "received", "done"  # actions
+_SERVER = "server.desloc"
+"""Name in the server's certificate; a node's has its number."""
+_PIECE = 1 << 20
+"""Bytes in a message of Arrow Flight."""
+_SMALL = 1 << 16
+"""Smaller parts are sent together."""
+IDLE: Final = 60.0
+"""Seconds in which a transfer must move by a piece."""
+_LEAST_RATE = 32_000
+"""Bytes per second that a client expects of a transfer, after the first ``IDLE`` seconds."""
+_CALLS = 6
+"""Calls of one transfer, the first and those that continue it."""
+_CONNECT = 10.0
+"""Seconds for the first contact."""
+_LEAVE = 10.0
+"""Seconds that the end of a server may take."""
+
+
+class TransferError(Exception):
+    """A transfer did not take place; the text says why."""
+
+
+class Parts:
+    """Pieces of memory, read and written as one."""
+
+    def __init__(self, parts: Iterable[Buffer]) -> None:
+        views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._parts = views
+        self._starts = list(accumulate((len(view) for view in views), initial=0))
+        self.size = self._starts[-1]
+
+    def pieces(self, offset: int = 0) -> Iterator[Buffer]:
+        """Yield the bytes from ``offset`` on: views, but small parts are joined."""
+        joined = bytearray()
+        for start, part in zip(self._starts, self._parts, strict=False):
+            rest = part[max(0, offset - start) :]
+            if len(rest) < _SMALL:
+                joined += rest
+                if len(joined) < _PIECE:
+                    continue
+                rest = memoryview(b"")
+            if joined:
+                yield joined
+                joined = bytearray()
+            for begin in range(0, len(rest), _PIECE):
+                yield rest[begin : begin + _PIECE]
+        if joined:
+            yield joined
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``; there must be room."""
+        index = bisect_right(self._starts, offset) - 1
+        while data:
+            begin = offset - self._starts[index]
+            taken = data[: len(self._parts[index]) - begin]
+            self._parts[index][begin : begin + len(taken)] = taken
+            data, offset, index = data[len(taken) :], offset + len(taken), index + 1
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a node needs to connect, in PEM format."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
+@dataclass
+class _Transfer:
+    """The transfer that one ticket is good for."""
+
+    node: int
+    method: flight.FlightMethod
+    size: int
+    memory: Callable[[], Parts]
+    """The bytes to give, or where to put those that come; called once, with the first call."""
+    cut: Callable[[str], None]
+    """Closes the connection to a peer."""
+    received: int = 0
+    is_spent: bool = False
+    calls: int = 0
+    peer: str = ""
+    """The address at the other end of the call in progress."""
+    moved: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    parts: Parts | None = None
+
+    @contextmanager
+    def call(self, peer: str) -> Iterator[Parts]:
+        """A call that moves bytes, the only one at a time: it takes the place of a broken one."""
+        if (other := self.peer) not in ("", peer):
+            self.cut(other)
+        if not self.lock.acquire(timeout=_LEAVE / 2):
+            raise flight.FlightUnavailableError("another call has this ticket")
+        try:
+            self.peer, self.moved = peer, time.monotonic()
+            self.parts = self.parts or self.memory()
+            yield self.parts
+        finally:
+            self.peer = ""
+            self.lock.release()
+
+
+class TensorServer:
+    """Gives bytes to nodes and takes theirs, for tickets.
+
+    Parameters
+    ----------
+    host, port : str and int
+        Where it listens; port 0: any.
+
+    Raises
+    ------
+    OSError
+        When the port is taken, or cannot be listened at.
+
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._authority = trustme.CA(organization_name="flower-desloc")
+        self._transfers: dict[str, _Transfer] = {}
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # gRPC would share the port with another process of this user. Connections that have
+            # just ended do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        own = self._authority.issue_cert(_SERVER)
+        chain = b"".join(pem.bytes() for pem in own.cert_chain_pems)
+        try:
+            self._flight = _Server(
+                f"grpc+tls://{f'[{host}]' if ':' in host else host}:{port}",
+                tls_certificates=[(chain, own.private_key_pem.bytes())],
+                verify_client=True,
+                root_certificates=self._authority.cert_pem.bytes(),
+                middleware={_TICKET: _Tickets(self._transfers)},
+            )
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from error
+        self.port: int = self._flight.port
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._cut_idle, daemon=True)
+        self._watch.start()
+
+    def credentials(self, node: int) -> Credentials:
+        """Return new credentials for a node."""
+        own = self._authority.issue_cert(_name(node))
+        chain = b"".join(pem.bytes() for pem in own.cert_chain_pems)
+        return Credentials(self._authority.cert_pem.bytes(), chain, own.private_key_pem.bytes())
+
+    def give(self, node: int, parts: Parts) -> str:
+        """Return a ticket for which the node is given these bytes."""
+        return self._ticket(node, flight.FlightMethod.DO_GET, parts.size, lambda: parts)
+
+    def take(self, node: int, size: int, memory: Callable[[], Parts]) -> str:
+        """Return a ticket for which the node may send so many bytes, into ``memory``."""
+        return self._ticket(node, flight.FlightMethod.DO_PUT, size, memory)
+
+    def taken(self, ticket: str) -> Parts | None:
+        """Return the bytes that came for a ticket; None unless all did."""
+        transfer = self._transfers.get(ticket)
+        is_whole = transfer is not None and transfer.received == transfer.size
+        return transfer.parts if transfer is not None and is_whole else None
+
+    def revoke(self, tickets: Iterable[str]) -> None:
+        """Make tickets worthless, and end the transfers that are in progress."""
+        for ticket in tickets:
+            transfer = self._transfers.pop(ticket, None)
+            if transfer is not None and transfer.peer and not transfer.is_spent:
+                self._cut(transfer.peer)
+
+    def close(self) -> None:
+        """End all transfers and stop listening; leaves no thread."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        open_ = list(self._transfers.values())
+        self._transfers.clear()
+        # Flight waits for calls in progress without end.
+        ending = threading.Thread(target=self._flight.shutdown, daemon=True)
+        ending.start()
+        deadline = time.monotonic() + _LEAVE
+        while ending.is_alive() and time.monotonic() < deadline:
+            for peer in {transfer.peer for transfer in open_} - {""}:
+                self._cut(peer)
+            ending.join(0.1)
+        self._watch.join()
+
+    def _ticket(self, node: int, method: Any, size: int, memory: Callable[[], Parts]) -> str:
+        ticket = secrets.token_hex(32)
+        self._transfers[ticket] = _Transfer(node, method, size, memory, self._cut)
+        return ticket
+
+    def _cut_idle(self) -> None:
+        while not self._ended.wait(IDLE / 20):
+            for transfer in list(self._transfers.values()):
+                if (peer := transfer.peer) and time.monotonic() - transfer.moved > IDLE:
+                    self._cut(peer)
+
+    def _cut(self, peer: str) -> None:
+        """Close the connection to a peer: Flight has no way to end a call from outside."""
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        remote = host.strip("[]").removeprefix("::ffff:"), int(port)
+        for file in list(Path("/dev/fd").iterdir()):
+            with suppress(OSError):
+                number = int(file.name)
+                if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(number)) as found:
+                    theirs, ours = found.getpeername(), found.getsockname()
+                    here = theirs[0].removeprefix("::ffff:"), theirs[1]
+                    if here == remote and ours[1] == self.port:
+                        found.shutdown(socket.SHUT_RDWR)
+
+
+class TensorClient:
+    """A node's connection to a ``TensorServer`` at ``address``, its host and port."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._client = flight.FlightClient(
+            f"grpc+tls://{address}",
+            tls_root_certs=credentials.authority,
+            cert_chain=credentials.certificate,
+            private_key=credentials.key,
+            override_hostname=_SERVER,  # the authority is the server's own
+            generic_options=[(b"grpc.use_local_subchannel_pool", 1)],  # no other's backoff
+        )
+
+    def get(self, ticket: str, parts: Parts) -> None:
+        """Fill ``parts`` with the bytes of a ticket; raises ``TransferError``."""
+        received = 0
+
+        def once(_attempt: int) -> None:
+            nonlocal received
+            options = self._options(ticket, received, parts.size)
+            for chunk in self._client.do_get(flight.Ticket(b""), options):
+                data = _bytes_of(chunk)
+                if received + len(data) > parts.size:
+                    raise TransferError(f"more than the {parts.size} bytes that were announced")
+                parts.write(received, data)
+                received += len(data)
+            if received < parts.size:
+                raise flight.FlightUnavailableError(f"ended after {received} of {parts.size} bytes")
+
+        self._persist(once, 1 if parts.size == 0 else _CALLS)
+        with suppress(flight.FlightError, pa.ArrowException):
+            self._act(_DONE, ticket)
+
+    def put(self, ticket: str, parts: Parts) -> None:
+        """Send the bytes of ``parts`` for a ticket; raises ``TransferError``."""
+
+        def once(attempt: int) -> None:
+            offset = int(self._act(_RECEIVED, ticket)) if attempt else 0
+            if offset == parts.size > 0:
+                return  # only the answer was lost
+            writer, answers = self._client.do_put(
+                flight.FlightDescriptor.for_command(b""),
+                _SCHEMA,
+                self._options(ticket, offset, parts.size),
+            )
+            try:
+                for piece in parts.pieces(offset):
+                    writer.write_batch(_batch(piece))
+                writer.done_writing()
+                answer = answers.read()
+            finally:
+                writer.close()  # raises what the server raised
+            if answer is None:
+                raise flight.FlightUnavailableError("ended without an answer")
+
+        self._persist(once, _CALLS)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _act(self, action: str, ticket: str) -> bytes:
+        options = self._options(ticket, 0, 0)
+        (result,) = self._client.do_action(flight.Action(action, b""), options)
+        answer: bytes = result.body.to_pybytes()
+        return answer
+
+    @staticmethod
+    def _options(ticket: str, offset: int, size: int) -> Any:
+        headers = {_TICKET: ticket, _OFFSET: str(offset)}
+        seconds = IDLE + (size - offset) / _LEAST_RATE if size else _CONNECT
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return flight.FlightCallOptions(timeout=seconds, headers=pairs)
+
+    @staticmethod
+    def _persist(once: Callable[[int], None], calls: int) -> None:
+        """Call ``once``, and again after an error that may pass."""
+        for attempt in range(calls):
+            try:
+                return once(attempt)
+            except (flight.FlightError, pa.ArrowException, OSError) as error:
+                is_refused = isinstance(error, flight.FlightUnauthorizedError)
+                if is_refused or attempt == calls - 1:
+                    raise TransferError(_first_line(error)) from error
+            time.sleep(min(0.2 * 2**attempt, 3.0))
+        raise AssertionError
+
+
+class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a call without a ticket that is good for it, before Flight reads what it brings."""
+
+    def __init__(self, transfers: dict[str, _Transfer]) -> None:
+        self._transfers = transfers
+
+    def start_call(self, info: Any, headers: dict[str, Sequence[str]]) -> "_Ticket":
+        (ticket,) = headers.get(_TICKET, [""])[:1]
+        transfer = self._transfers.get(ticket)
+        if transfer is None:
+            raise flight.FlightUnauthorizedError("the ticket is unknown, or its window is over")
+        if info.method != flight.FlightMethod.DO_ACTION:
+            if info.method != transfer.method:
+                raise flight.FlightUnauthorizedError("the ticket is for the other direction")
+            if transfer.is_spent:
+                raise flight.FlightUnauthorizedError("the ticket has been used")
+        offset = headers.get(_OFFSET, [""])[0]
+        return _Ticket(transfer, int(offset) if offset.isdecimal() and len(offset) < 20 else 0)
+
+
+class _Ticket(flight.ServerMiddleware):  # type: ignore[misc]
+    def __init__(self, transfer: _Transfer, offset: int) -> None:
+        self.transfer, self.offset = transfer, offset
+
+
+class _Server(flight.FlightServerBase):  # type: ignore[misc]
+    """Flight's side of a ``TensorServer``."""
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        del ticket  # it is in a header, so that it is seen first
+        transfer, offset = _claimed(context)
+        return flight.GeneratorStream(_SCHEMA, _given(transfer, offset, context.peer()))
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        del descriptor
+        transfer, offset = _claimed(context)
+        with transfer.call(context.peer()) as parts:
+            if reader.schema != _SCHEMA:
+                raise flight.FlightServerError("expected one column of bytes")
+            if offset != transfer.received:
+                raise flight.FlightUnavailableError(f"received {transfer.received} bytes so far")
+            for chunk in reader:
+                data = _bytes_of(chunk)
+                if transfer.received + len(data) > transfer.size:
+                    transfer.received, transfer.is_spent = -1, True
+                    raise flight.FlightUnauthorizedError(
+                        f"more than the {transfer.size} bytes that were announced"
+                    )
+                parts.write(transfer.received, data)
+                transfer.received += len(data)
+                transfer.moved = time.monotonic()
+            if transfer.received < transfer.size:
+                raise flight.FlightUnavailableError(
+                    f"ended after {transfer.received} of {transfer.size} bytes"
+                )
+            transfer.is_spent = True
+        writer.write(b"whole")
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        transfer = _claimed(context, is_transfer=False)[0]
+        if action.type == _DONE:
+            transfer.is_spent = True
+        return [str(transfer.received).encode()]
+
+
+def _claimed(context: Any, *, is_transfer: bool = True) -> tuple[_Transfer, int]:
+    """Return the transfer that a call may take up, and where; raises for another node's ticket."""
+    ticket = context.get_middleware(_TICKET)
+    transfer: _Transfer = ticket.transfer
+    if context.peer_identity() != _name(transfer.node).encode():
+        raise flight.FlightUnauthorizedError("the ticket is another node's")
+    if is_transfer:
+        transfer.calls += 1
+        if transfer.calls > _CALLS or ticket.offset > transfer.size:
+            raise flight.FlightUnauthorizedError("the ticket has been used too often")
+    return transfer, ticket.offset
+
+
+def _given(transfer: _Transfer, offset: int, peer: str) -> Iterator[Any]:
+    with transfer.call(peer) as parts:
+        for piece in parts.pieces(offset):
+            yield _batch(piece)
+            transfer.moved = time.monotonic()
+
+
+def _name(node: int) -> str:
+    return f"node-{node}.desloc"
+
+
+def _batch(data: Buffer) -> Any:
+    size = memoryview(data).nbytes
+    column = pa.Array.from_buffers(pa.uint8(), size, [None, pa.py_buffer(data)])
+    return pa.RecordBatch.from_arrays([column], schema=_SCHEMA)
+
+
+def _bytes_of(chunk: Any) -> memoryview:
+    """Return the bytes of a piece: at most as many as it states, and those that there are."""
+    if chunk.data is None:
+        return memoryview(b"")
+    column = chunk.data.column(0)
+    buffer = column.buffers()[1]
+    if buffer is None:
+        return memoryview(b"")
+    return memoryview(buffer).cast("B")[column.offset : column.offset + len(column)]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what went wrong, without what gRPC adds."""
+    text = str(error).partition(". Detail:")[0].partition(". gRPC client debug")[0]
+    return " ".join(text.split())[:200]

@@ -1,0 +1,482 @@
+"""Tensors beside the messages: the same weights, and nobody gets or brings what is not theirs."""
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+
+import pyarrow as pa
+import pytest
+import torch
+from federation import OPTIMIZERS
+from flower_path import Run
+from flwr.app import ArrayRecord, Message
+from pyarrow import flight
+
+from flower_desloc.core.outer import OuterOptimizer
+from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
+from flower_desloc.flower.arrays import from_record, stated, to_array
+from flower_desloc.flower.client import DesLocClient
+from flower_desloc.flower.flight import at_site, body, wire
+from flower_desloc.flower.flight.wire import Parts, TensorClient, TensorServer, TransferError
+from flower_desloc.flower.policy import Policy
+
+BODY = torch.randint(0, 256, (3_000_000,), generator=torch.Generator().manual_seed(0)).byte()
+DATA = BODY.numpy().tobytes()
+NODE, OTHER = 7, 8
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def deployment(monkeypatch):
+    monkeypatch.setattr(
+        "flower_desloc.flower.internals.is_grid", lambda _, name: name == "HttpGrid"
+    )
+    yield
+    at_site._forget_client()
+
+
+def trained(folder, address: str | None, periods=(2, 4, 8), **options) -> Run:
+    options = {"num_steps": 8, "policy": Policy(data_address=address), **options}
+    run = Run("adam", periods, folder, **options)
+    run.start()
+    return run
+
+
+def equal(a: Run, b: Run) -> bool:
+    ours, theirs = from_record(a.result.arrays), from_record(b.result.arrays)
+    return all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+
+
+def has_arrays(messages: Sequence[Message]) -> list[bool]:
+    trains = [m for m in messages if m.metadata.message_type == "train"]
+    return [any(isinstance(r, ArrayRecord) for r in m.content.values()) for m in trains]
+
+
+# The runs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"formats": {"params": "int8", "exp_avg": "bf16", "exp_avg_sq": "int4"}},
+        {"outer": OuterOptimizer(partial(torch.optim.SGD, lr=0.7))},
+    ],
+    ids=["exact", "coded", "outer"],
+)
+def test_weights_are_the_same_over_either(tmp_path, options):
+    beside = trained(tmp_path / "a", free_address(), **options)
+    inside = trained(tmp_path / "b", None, **options)
+    assert not any(has_arrays(beside.grid.sent))
+    assert equal(beside, inside)
+    for ours, theirs in zip(beside.watch.records, inside.watch.records, strict=True):
+        assert ours.traffic.up == theirs.traffic.up
+        assert ours.traffic.down == theirs.traffic.down
+        assert ours.events == theirs.events == []
+
+
+def test_a_site_that_cannot_reach_the_server_is_sent_messages(tmp_path, monkeypatch):
+    connected = at_site._connected
+
+    def unreachable_for_one(address, authority, certificate, key):
+        if next(asked) == 1:  # the second client's greeting
+            address = free_address()
+        return connected.__wrapped__(address, authority, certificate, key)
+
+    asked = itertools.count()
+    unreachable_for_one.cache_clear = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(at_site, "_connected", unreachable_for_one)
+    mixed = trained(tmp_path / "a", free_address())
+    monkeypatch.setattr(at_site, "_connected", connected)
+    assert has_arrays(mixed.grid.sent)[:3] == [False, True, False]
+    assert equal(mixed, trained(tmp_path / "b", None))
+    (event,) = [e for record in mixed.watch.records for e in record.events]
+    assert (event.kind, event.client) == ("by message", "client-1")
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_transfer_that_fails_is_repeated_by_message(tmp_path, monkeypatch, direction):
+    works = getattr(TensorClient, direction)
+
+    def fails_once(self, ticket, parts):
+        if parts.size and next(calls) == 2:
+            raise TransferError("it was unplugged")
+        works(self, ticket, parts)
+
+    calls = itertools.count()
+    monkeypatch.setattr(TensorClient, direction, fails_once)
+    run = trained(tmp_path / "a", free_address())
+    assert equal(run, trained(tmp_path / "b", None))
+    (event,) = [e for record in run.watch.records for e in record.events]
+    assert event.kind == "by message"
+    assert "unplugged" in event.what
+
+
+def test_a_reply_is_left_out_if_its_digest_is_another(tmp_path):
+    policy = Policy(data_address=free_address(), on_failure="continue")
+    run = Run("adam", (2, 4, 8), tmp_path, num_steps=2, policy=policy)
+
+    def other_digest(reply: Message) -> None:
+        reply.content.config_records[body.FLIGHT]["digest"] = bytes(16)
+
+    run.grid.on_training(other_digest, node=2)
+    run.start()
+    left_out = run.watch.records[1].left_out
+    assert "another digest" in left_out["client-1"]
+    assert left_out.keys() == {"client-1"}
+
+
+def test_a_reply_cannot_name_tensors_that_did_not_come(tmp_path, monkeypatch):
+    policy = Policy(data_address=free_address(), on_failure="continue")
+    run = Run("adam", (2, 4, 8), tmp_path, num_steps=2, policy=policy)
+    works = TensorClient.put
+    calls = itertools.count()
+
+    def half(self, ticket, parts):
+        if next(calls) != 1:
+            works(self, ticket, parts)
+
+    monkeypatch.setattr(TensorClient, "put", half)
+    run.start()
+    assert run.watch.records[1].left_out == {
+        "client-1": "the tensors that it announced did not come whole"
+    }
+
+
+@pytest.mark.parametrize("wrong", ["names", "shapes", "types"])
+def test_other_tensors_than_the_model_s_are_refused_as_in_a_message(tmp_path, monkeypatch, wrong):
+    train = DesLocClient._train
+
+    def other_tensors(self, message, context):
+        reply = train(self, message, context)
+        if context.node_id == 2:
+            arrays = reply.content.array_records["params"]
+            key = next(iter(arrays))
+            tensor = from_record(arrays)[key]
+            if wrong == "names":
+                arrays["other"] = arrays.pop(key)
+            else:
+                arrays[key] = to_array(tensor.half() if wrong == "types" else tensor[:1])
+        return reply
+
+    def left_out(folder, address):
+        policy = Policy(data_address=address, on_failure="continue")
+        return trained(folder, address, num_steps=2, policy=policy).watch.records[1].left_out
+
+    monkeypatch.setattr(DesLocClient, "_train", other_tensors)
+    beside = left_out(tmp_path / "a", free_address())
+    monkeypatch.setattr("flower_desloc.flower.internals.is_grid", lambda *_: False)  # no bundles
+    inside = left_out(tmp_path / "b", None)
+    assert beside == inside
+    assert beside.keys() == {"client-1"}
+
+
+def test_gradients_travel_beside_messages(tmp_path):
+    def run(folder, address):
+        outer = OuterOptimizer(OPTIMIZERS["adam"].make)
+        schedule = SyncSchedule({GRADIENTS: 1})
+        return trained(folder, address, schedule, num_steps=3, outer=outer)
+
+    beside = run(tmp_path / "a", free_address())
+    assert not any(has_arrays(beside.grid.sent))
+    assert equal(beside, run(tmp_path / "b", None))
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"federation.data_address={address}: .*another port"):
+            trained(tmp_path, address)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 5), (1000,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_size_of_an_array_is_known_before_it_is_there(shape, dtype):
+    array = to_array(torch.zeros(shape, dtype=dtype))
+    assert stated(dtype, shape) == (array.dtype, array.shape, array.stype, len(array.data))
+
+
+# The tickets
+
+
+class Peers:
+    """A server, and connections of its nodes."""
+
+    def __init__(self) -> None:
+        self.server = TensorServer("127.0.0.1", 0)
+        self.memory = bytearray(len(DATA))
+
+    def client(self, node: int = NODE) -> TensorClient:
+        return TensorClient(f"127.0.0.1:{self.server.port}", self.server.credentials(node))
+
+    def give(self) -> str:
+        return self.server.give(NODE, Parts([DATA[:1000], DATA[1000:]]))
+
+    def take(self) -> str:
+        return self.server.take(NODE, len(DATA), lambda: Parts([self.memory]))
+
+
+@pytest.fixture
+def peers(monkeypatch) -> Iterator[Peers]:
+    monkeypatch.setattr(wire, "_PIECE", 1 << 18)
+    found = Peers()
+    yield found
+    found.server.close()
+
+
+def got(client: TensorClient, ticket: str) -> bytes:
+    memory = bytearray(len(DATA))
+    client.get(ticket, Parts([memory]))
+    return bytes(memory)
+
+
+def test_what_is_given_and_taken_comes_whole(peers):
+    assert got(peers.client(), peers.give()) == DATA
+    ticket = peers.take()
+    assert peers.server.taken(ticket) is None
+    peers.client().put(ticket, Parts([DATA[:5], b"", DATA[5:70_005], DATA[70_005:]]))
+    assert peers.server.taken(ticket) is not None
+    assert peers.memory == DATA
+
+
+@pytest.mark.parametrize("direction", ["give", "take"])
+def test_a_ticket_is_for_one_node_one_direction_and_once(peers, direction):
+    ticket = getattr(peers, direction)()
+    use: Callable[[TensorClient, str], object] = (
+        got if direction == "give" else lambda client, t: client.put(t, Parts([DATA]))
+    )
+    with pytest.raises(TransferError, match="another node's"):
+        use(peers.client(OTHER), ticket)
+    with pytest.raises(TransferError, match="other direction"):
+        use(peers.client(), peers.take() if direction == "give" else peers.give())
+    use(peers.client(), ticket)
+    if direction == "give":
+        with pytest.raises(TransferError, match="has been used"):
+            got(peers.client(), ticket)
+    else:  # it is whole already, and is not sent again
+        options = TensorClient._options(ticket, 0, 1)
+        with pytest.raises(flight.FlightUnauthorizedError, match="has been used"):
+            put_pieces(peers.client(), options, [DATA[:9]])
+    with pytest.raises(TransferError, match="unknown"):
+        use(peers.client(), "0" * 64)
+    late = getattr(peers, direction)()
+    peers.server.revoke([late])
+    with pytest.raises(TransferError, match="its window is over"):
+        use(peers.client(), late)
+
+
+def put_pieces(client: TensorClient, options, pieces, schema=wire._SCHEMA) -> None:
+    descriptor = flight.FlightDescriptor.for_command(b"")
+    writer, _ = client._client.do_put(descriptor, schema, options)
+    try:
+        for piece in pieces:
+            batch = wire._batch(piece) if isinstance(piece, bytes) else piece
+            writer.write_batch(batch)
+        writer.done_writing()
+    finally:
+        writer.close()
+
+
+def test_a_byte_more_than_announced_ends_the_transfer(peers):
+    ticket = peers.take()
+    options = TensorClient._options(ticket, 0, len(DATA))
+    with pytest.raises(flight.FlightUnauthorizedError, match="more than the 3000000 bytes"):
+        put_pieces(peers.client(), options, [DATA, b"!"])
+    assert peers.server.taken(ticket) is None
+    with pytest.raises(TransferError, match="has been used"):
+        peers.client().put(ticket, Parts([DATA]))
+
+
+def test_fewer_bytes_than_announced_are_not_whole(peers):
+    ticket = peers.take()
+    options = TensorClient._options(ticket, 0, len(DATA))
+    with pytest.raises(flight.FlightUnavailableError, match="ended after 1000 of 3000000"):
+        put_pieces(peers.client(), options, [DATA[:1000]])
+    assert peers.server.taken(ticket) is None
+
+
+def test_another_column_is_refused(peers):
+    schema = pa.schema([("values", pa.float32())])
+    batch = pa.RecordBatch.from_arrays([pa.array([1.0], pa.float32())], schema=schema)
+    options = TensorClient._options(peers.take(), 0, len(DATA))
+    with pytest.raises(flight.FlightServerError, match="one column of bytes"):
+        put_pieces(peers.client(), options, [batch], schema)
+
+
+def test_nobody_connects_without_a_certificate(peers):
+    own = peers.server.credentials(NODE)
+    for certificate in ({}, strangers_certificate()):
+        stranger = flight.FlightClient(
+            f"grpc+tls://127.0.0.1:{peers.server.port}",
+            tls_root_certs=own.authority,
+            override_hostname=wire._SERVER,
+            **certificate,
+        )
+        with pytest.raises(flight.FlightUnavailableError):
+            list(stranger.list_actions(flight.FlightCallOptions(timeout=2)))
+
+
+def strangers_certificate() -> dict[str, bytes]:
+    import trustme
+
+    made = trustme.CA().issue_cert(wire._name(NODE))
+    chain = b"".join(pem.bytes() for pem in made.cert_chain_pems)
+    return {"cert_chain": chain, "private_key": made.private_key_pem.bytes()}
+
+
+def test_a_site_cannot_stand_in_for_the_server(peers):
+    site, own = peers.server.credentials(OTHER), peers.server.credentials(NODE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    false = flight.FlightServerBase(
+        f"grpc+tls://127.0.0.1:{port}", tls_certificates=[(site.certificate, site.key)]
+    )
+    client = TensorClient(f"127.0.0.1:{port}", own)
+    with pytest.raises(TransferError):
+        client.get(peers.give(), Parts([]))
+    false.shutdown()
+
+
+# Broken and stalled transfers
+
+
+class Relay:
+    """A TCP relay in front of the server that cuts its connections after so many bytes."""
+
+    def __init__(self, port: int, breaks: list[int]) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.port, self.breaks = port, breaks
+        self.sockets: list[socket.socket] = []
+        self.threads = [threading.Thread(target=self._accept)]
+        self.threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self.listener.accept()
+                there = socket.create_connection(("127.0.0.1", self.port))
+                self.sockets += [here, there]
+                left = [self.breaks.pop(0) if self.breaks else 1 << 40]
+                for pair in ((here, there), (there, here)):
+                    self.threads.append(threading.Thread(target=self._copy, args=(*pair, left)))
+                    self.threads[-1].start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket, left: list[int]) -> None:
+        with suppress(OSError):
+            while (data := source.recv(1 << 16)) and left[0] > len(data):
+                left[0] -= len(data)
+                sink.sendall(data)
+        cut(source, sink)
+
+    def close(self) -> None:
+        cut(self.listener, *self.sockets)
+        for thread in self.threads:
+            thread.join()
+        for each in (self.listener, *self.sockets):
+            each.close()
+
+
+def cut(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("direction", ["give", "take"])
+def test_a_broken_transfer_continues_where_it_stopped(peers, direction, share):
+    with closing(Relay(peers.server.port, [int(share * len(DATA)), len(DATA) // 3])) as relay:
+        client = TensorClient(relay.address, peers.server.credentials(NODE))
+        if direction == "give":
+            assert got(client, peers.give()) == DATA
+        else:
+            ticket = peers.take()
+            client.put(ticket, Parts([DATA]))
+            assert peers.server.taken(ticket) is not None
+            assert peers.memory == DATA
+        assert len(relay.sockets) >= 4  # two connections
+        client.close()
+
+
+def test_a_server_that_is_gone_ends_the_transfer(peers, monkeypatch):
+    monkeypatch.setattr(wire, "_CALLS", 2)
+    ticket, client = peers.give(), peers.client()
+    client.get(peers.server.give(NODE, Parts([])), Parts([]))
+    peers.server.close()
+    with pytest.raises(TransferError):
+        got(client, ticket)
+
+
+def stalled(peers, direction: str) -> TensorClient:
+    """Return a connection that holds a transfer open and does not move."""
+    ticket = peers.take() if direction == "put" else peers.server.give(NODE, Parts([DATA] * 20))
+    client = peers.client()
+    if direction == "put":
+        descriptor = flight.FlightDescriptor.for_command(b"")
+        writer, _ = client._client.do_put(
+            descriptor, wire._SCHEMA, TensorClient._options(ticket, 0, len(DATA))
+        )
+        writer.write_batch(wire._batch(DATA[:1000]))
+        client.kept = writer
+    else:
+        reader = client._client.do_get(
+            flight.Ticket(b""), TensorClient._options(ticket, 0, 20 * len(DATA))
+        )
+        reader.read_chunk()
+        client.kept = reader
+    deadline = time.monotonic() + 20
+    while not any(t.peer for t in peers.server._transfers.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return client
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_stalled_site_holds_nobody_up(peers, monkeypatch, direction):
+    client = stalled(peers, direction)
+    assert got(peers.client(), peers.give()) == DATA  # meanwhile
+    monkeypatch.setattr(wire, "IDLE", 0.5)
+    deadline = time.monotonic() + 20
+    while any(t.peer for t in peers.server._transfers.values()):
+        assert time.monotonic() < deadline, "its transfer has a thread"
+        time.sleep(0.05)
+    del client
+
+
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_the_end_of_a_run_leaves_no_thread(peers, direction):
+    client = stalled(peers, direction)
+    began, port = time.monotonic(), peers.server.port
+    peers.server.close()
+    assert time.monotonic() - began < wire._LEAVE
+    assert not [t.name for t in threading.enumerate() if t is peers.server._watch]
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+    del client
+
+
+def test_memory_that_is_short_on_the_disk_is_ordinary(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    rows = [("params", "x", "float32", (2,), "numpy.ndarray", 136)]
+    (view,) = body.mapped(rows, tmp_path)
+    view[:] = bytes(range(136))
+    arrays = body.records(rows, [view])["params"]
+    assert bytes(arrays["x"].data) == bytes(range(136))
+    assert list(tmp_path.iterdir()) == []
