@@ -55,7 +55,10 @@ LOSSY = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 def grouped(params: Iterable[Tensor]) -> Optimizer:
     """Return an Adam of two parameter groups, of which one has no bound (``optim.bounds``)."""
     params = list(params)
-    groups = [{"params": params[::2]}, {"params": params[1::2], "betas": (0.99, 0.9)}]
+    groups: list[dict[str, Any]] = [
+        {"params": params[::2]},
+        {"params": params[1::2], "betas": (0.99, 0.9)},
+    ]
     return Adam(groups, lr=0.05, betas=(0.9, 0.95))
 
 

@@ -149,7 +149,7 @@ def test_the_seed_is_the_square_of_what_the_optimizer_calls_the_gradient(make, d
     stepped, other = primed()
     other.step()
     # ADOPT's first step is a seed itself.
-    beta2 = state_decays(optimizer, ["exp_avg_sq"])["exp_avg_sq"]
+    (beta2,) = state_decays(optimizer, ["exp_avg_sq"])["exp_avg_sq"]
     factor = 1.0 if isinstance(optimizer, ADOPT) else 1 - beta2
     for key, v in take(stepped, other, ["exp_avg_sq"])["exp_avg_sq"].items():
         torch.testing.assert_close(factor * seeded[key], v)
