@@ -119,7 +119,8 @@ def _run(grid: Grid, context: Context) -> None:
             observer=recorder,
             hooks=[*_hooks(config, grid, folder, strategy, save)],
         )
-        with task_errors(f"all steps are done, but the save of task={config.task} failed"):
+        failed = f"all steps are done, but the save of task={config.task} failed"
+        with task_errors(failed), exits_as_errors():
             folder.write_final(save)
         recorder.finish("completed", digest(from_record(strategy.state.averages[PARAMS])))
 

@@ -66,14 +66,12 @@ def test_a_run_that_no_site_can_join_ends_with_the_reasons(tmp_path):
 
 @pytest.mark.parametrize("task", ["InTheEvaluation", "WhenSaved", "WhenBuilt"])
 def test_a_server_app_that_exits_has_failed(tmp_path, task):
-    with pytest.raises(RuntimeError, match=r"it called sys\.exit\(0\)"):
+    with pytest.raises((RuntimeError, ValueError), match=r"it called sys\.exit\(0\)"):
         trained(tmp_path, task)
     for written in tmp_path.glob("*/summary.json"):
         found = tiny.summary(written.parent)
-        assert (found["status"], found["error"]) == (
-            "failed",
-            "RuntimeError: it called sys.exit(0)",
-        )
+        assert found["status"] == "failed"
+        assert "RuntimeError: it called sys.exit(0)" in found["error"]
 
 
 def test_any_client_app_that_exits_has_failed():

@@ -469,6 +469,8 @@ def test_metrics_that_are_averaged_may_be_negative_and_totals_not():
     with pytest.raises(ValueError, match="at least 0"):
         check(-2.0, dict)
     with pytest.raises(ValueError, match=r"at most 1e\+30"):
+        check(float("inf"))
+    with pytest.raises(ValueError, match="look for NaN"):
         check(float("nan"))
 
 

@@ -122,7 +122,8 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
-    optimizer = build_optimizer(config, probe_groups(config))
+    groups = probe_groups(config)
+    optimizer = build_optimizer(config, groups if config.optimizer.groups else groups[0]["params"])
     states = states_of(optimizer)
     return tuple(
         PlannedStream(

@@ -188,7 +188,8 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
         for group in probe_groups(config):
 
             def make(params: list[nn.Parameter], group: Any = group) -> Optimizer:
-                return build_optimizer(config, [{**group, "params": params}])
+                of = [{**group, "params": params}] if config.optimizer.groups else params
+                return build_optimizer(config, of)
 
             found.append(check_optimizer(make, 3, 2))
             with suppress(ConfigError):  # Muon, for example, is for matrices only
