@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,10 @@ class Usage:
                 memory[role] += sizes.rss - sizes.shared
         self.memory = max(self.memory, memory, key=Counter.total)
 
-    def seconds(self) -> Counter[str]:
-        total: Counter[str] = Counter()
+    def seconds(self) -> dict[str, float]:
+        total: dict[str, float] = defaultdict(float)
         for role, seconds in self.cpu.values():
-            total[role] += seconds  # type: ignore[assignment]
+            total[role] += seconds
         return total
 
     @staticmethod
@@ -103,7 +103,7 @@ def measure(size: int, sites: int, windows: int, settings: list[str]) -> dict[st
             stderr=subprocess.STDOUT,
             text=True,
         ) as run:
-            at: list[Counter[str]] = []  # after each window
+            at: list[dict[str, float]] = []  # after each window
             while run.poll() is None:
                 usage.sample()
                 found = list(Path(folder).glob("*/metrics.jsonl"))

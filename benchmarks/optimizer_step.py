@@ -83,7 +83,7 @@ def contenders(*, compiled: bool) -> dict[str, tuple[Make, str]]:
 
 def compiled_step(optimizer: ADOPT | SGDM | Adam) -> Optimizer:
     if isinstance(optimizer, Adam):
-        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]  # as PyTorch's pages do
     else:
         optimizer.compile()
     return optimizer

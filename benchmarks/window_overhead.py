@@ -87,7 +87,7 @@ def time_file_writes() -> None:
         with Path(os.environ[STATE_DIR], "writes").open("a") as file:
             file.write(f"{took}\n")
 
-    StateFiles.write = timed  # type: ignore[method-assign]
+    StateFiles.write = timed  # type: ignore[method-assign]  # to time it
 
 
 app = client_app(lambda _config, _context: worker())

@@ -14,7 +14,7 @@ def accumulated(losses: Iterable[Tensor], params: Sequence[Tensor]) -> Tensor:
     else a gradient.
     """
     trained = [p for p in params if p.requires_grad]
-    total: Tensor = _Accumulated.apply(losses, *trained)  # type: ignore[no-untyped-call]
+    total: Tensor = _Accumulated.apply(losses, *trained)  # type: ignore[no-untyped-call]  # PyTorch's
     return total
 
 

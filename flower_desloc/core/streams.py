@@ -278,7 +278,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     if not is_wrapper(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # is_wrapper
         yield from parts(getattr(tensor, name))
 
 

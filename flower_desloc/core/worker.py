@@ -171,6 +171,7 @@ class Worker:
         groups = self.optimizer.param_groups
         # The last bits of a norm depend on the order: that of clip_grad_norm_(module.parameters()).
         params = trained(self.module, self.optimizer)
+        tensors = list(params.values())
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         steps = LocalSteps(self.module, self.optimizer, start, stop, origin)
@@ -178,7 +179,7 @@ class Worker:
             loss = self.loss_at(step)
             loss.backward()
             require_dense(params)
-            steps.record(loss, clip(list(params.values()), self.clipping))
+            steps.record(loss, clip(tensors, self.clipping))
             factor = self.lr_schedule(step)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor

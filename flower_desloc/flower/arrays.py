@@ -23,8 +23,6 @@ from flower_desloc.flower.bundles import STYPE, unbundled
 
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 
-_Stated = tuple[str, tuple[int, ...], str, int]
-
 _NUMPY = "numpy.ndarray"  # Flower's name of the format
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1024  # bytes; NumPy's own are shorter, and parsed headers are cached
@@ -118,7 +116,9 @@ def from_array(array: Array) -> Tensor:
         raise ValueError(f"an array cannot be read: {error}") from error
 
 
-def stated(dtype: torch.dtype, shape: tuple[int, ...]) -> _Stated | None:
+def stated(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], str, int] | None:
     """Return type, shape, format and bytes of the Array of such a tensor; None if there is none."""
     kind = next((theirs for theirs, ours in _DTYPES.items() if ours == dtype), None)
     if kind is None:

@@ -77,8 +77,10 @@ class RoundHook:
     Hooks are called after the observer of the run, which only looks.
     """
 
-    finished = False
-    """Whether the run is to end before its next window, as if it had no more steps."""
+    @property
+    def finished(self) -> bool:
+        """Whether the run is to end before its next window, as if it had no more steps."""
+        return False
 
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""

@@ -136,12 +136,7 @@ def _options(config: Config) -> Iterator[str]:
         )
     if optimizer.name not in OPTIMIZERS:
         return
-    betas = OPTIMIZERS[optimizer.name].settings.get("betas")
-    if betas is not None and len(optimizer.betas) != len(betas):
-        yield (
-            f"optimizer.betas={[*optimizer.betas]}: takes {len(betas)} values where "
-            f"{optimizer.name=!s}, got {len(optimizer.betas)}"
-        )
+    yield from _number_of_betas("optimizer", optimizer.betas, optimizer)
     if optimizer.options.keys() - own_options(optimizer.name):
         keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
@@ -181,6 +176,16 @@ def _unused(config: Config) -> Iterator[str]:
             )
 
 
+def _number_of_betas(key: str, betas: tuple[float, ...], optimizer: Optimizer) -> Iterator[str]:
+    of_optimizer = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else {}
+    takes = of_optimizer.get("betas", betas)
+    if len(betas) != len(takes):
+        yield (
+            f"{key}.betas={[*betas]}: takes {len(takes)} values where {optimizer.name=!s}, "
+            f"got {len(betas)}"
+        )
+
+
 def _groups(config: Config) -> Iterator[str]:
     """Yield what is wrong with an entry of ``optimizer.groups``, for any model."""
     optimizer = config.optimizer
@@ -202,11 +207,8 @@ def _groups(config: Config) -> Iterator[str]:
                     f"{key}.{name}: is for this project's own optimizers; state options: "
                     f"{{{name}: VALUE}} for {optimizer.name=!s}"
                 )
-        if is_ours and group.betas and len(group.betas) != len(optimizer.betas):
-            yield (
-                f"{key}.betas={[*group.betas]}: takes {len(optimizer.betas)} values where "
-                f"{optimizer.name=!s}, got {len(group.betas)}"
-            )
+        if group.betas:
+            yield from _number_of_betas(key, group.betas, optimizer)
         for name in group.options.keys() - options if is_ours else ():
             yield (
                 f"{key}.options.{name}: {optimizer.name=!s} has no such option; a group of it "

@@ -57,7 +57,7 @@ def _type(text: str) -> str | None:
     return next((kind for kind, pattern, _ in _CORE if re.fullmatch(pattern, text)), None)
 
 
-class _Loader(_SafeLoader):  # type: ignore[misc]
+class _Loader(_SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """YAML 1.2, with anchors and merge keys, and without tags of Python."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # PyYAML's own are those of 1.1
@@ -91,7 +91,7 @@ def _is_unquoted(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and not node.style
 
 
-class _Dumper(_SafeDumper):  # type: ignore[misc]
+class _Dumper(_SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Quotes a text that YAML 1.1 or 1.2 reads as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002

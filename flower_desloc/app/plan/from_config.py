@@ -22,7 +22,7 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
-from flower_desloc.app.setup.param_groups import probe_groups
+from flower_desloc.app.setup.param_groups import group_settings, groups_of
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import PARAMS
@@ -122,8 +122,8 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
-    groups = probe_groups(config)
-    optimizer = build_optimizer(config, groups if config.optimizer.groups else groups[0]["params"])
+    matrices = (([nn.Parameter(torch.zeros(3, 2))], own) for own in group_settings(config))
+    optimizer = build_optimizer(config, groups_of(matrices))
     states = states_of(optimizer)
     return tuple(
         PlannedStream(

@@ -105,7 +105,7 @@ class KeepBest(RoundHook):
         self._take_back(last)
 
     @property
-    def finished(self) -> bool:  # type: ignore[override]
+    def finished(self) -> bool:
         """Whether the run has got no better for too long."""
         return self._patience is not None and self._since >= self._patience
 

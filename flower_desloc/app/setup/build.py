@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.errors import suggestion
 from flower_desloc.app.config.imports import imported, is_path
-from flower_desloc.app.setup.param_groups import param_groups, probe_groups, tuples
+from flower_desloc.app.setup.param_groups import group_settings, groups_of, param_groups, tuples
 from flower_desloc.app.tasks import find_task
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
@@ -185,11 +185,10 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
         return list(stream_names(module, optimizer)), []
     try:
         found: list[tuple[str, ...]] = []
-        for group in probe_groups(config):
+        for own in group_settings(config):
 
-            def make(params: list[nn.Parameter], group: Any = group) -> Optimizer:
-                of = [{**group, "params": params}] if config.optimizer.groups else params
-                return build_optimizer(config, of)
+            def make(params: list[nn.Parameter], own: dict[str, Any] = own) -> Optimizer:
+                return build_optimizer(config, groups_of([(params, own)]))
 
             found.append(check_optimizer(make, 3, 2))
             with suppress(ConfigError):  # Muon, for example, is for matrices only

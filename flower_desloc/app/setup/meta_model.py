@@ -75,6 +75,7 @@ def _parameters_on_meta() -> Iterator[None]:
         moved = param, nn.Parameter(on_meta(param), param.requires_grad)
         return known.setdefault(id(param), moved)[1]
 
+    # PyTorch's types leave out that a parameter may be None.
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield

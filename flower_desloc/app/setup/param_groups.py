@@ -1,10 +1,9 @@
 """The parameter groups of a configuration, from the names and kinds of a model's parameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
@@ -49,16 +48,23 @@ def param_groups(
     members: dict[int, list[nn.Parameter]] = {}
     for key, p in params.items():
         members.setdefault(claimed.get(key, -1), []).append(p)
-    return [
-        {"params": members[index], **(settings_of(entries[index]) if index >= 0 else {})}
-        for index in sorted(members)
-    ]
+    settings = group_settings(config)
+    return groups_of((members[index], settings[index + 1]) for index in sorted(members))
 
 
-def probe_groups(config: Config) -> list[Any]:
-    """Return groups of one small matrix each, where a model's parameters are not known."""
-    entries = [{}, *map(settings_of, config.optimizer.groups)]
-    return [{"params": [nn.Parameter(torch.zeros(3, 2))], **settings} for settings in entries]
+def group_settings(config: Config) -> list[dict[str, Any]]:
+    """Return the settings of every group: none of its own for the first, which no entry names."""
+    return [{}, *map(settings_of, config.optimizer.groups)]
+
+
+def groups_of(members: Iterable[tuple[list[nn.Parameter], dict[str, Any]]]) -> list[Any]:
+    """Return PyTorch's groups of parameters with settings.
+
+    A single one without settings is its parameters: a function that ``optimizer.name`` names need
+    not know groups.
+    """
+    groups = [{"params": params, **settings} for params, settings in members]
+    return groups[0]["params"] if len(groups) == 1 and len(groups[0]) == 1 else groups
 
 
 def param_kinds(model: nn.Module) -> dict[str, str]:

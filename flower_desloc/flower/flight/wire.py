@@ -332,7 +332,7 @@ class TensorClient:
         raise AssertionError
 
 
-class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
     """Refuses a call without a ticket that is good for it, before Flight reads what it brings."""
 
     def __init__(self, transfers: dict[str, _Transfer]) -> None:
@@ -352,12 +352,12 @@ class _Tickets(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         return _Ticket(transfer, int(offset) if offset.isdecimal() and len(offset) < 20 else 0)
 
 
-class _Ticket(flight.ServerMiddleware):  # type: ignore[misc]
+class _Ticket(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no types
     def __init__(self, transfer: _Transfer, offset: int) -> None:
         self.transfer, self.offset = transfer, offset
 
 
-class _Server(flight.FlightServerBase):  # type: ignore[misc]
+class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     """Flight's side of a ``TensorServer``."""
 
     def do_get(self, context: Any, ticket: Any) -> Any:
