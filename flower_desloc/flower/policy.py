@@ -61,7 +61,7 @@ class Policy:
     """For sites of unequal speed: the least share of a window's local steps that a client takes.
     Below 1, a slow client takes as many as it can while the fastest takes all."""
     data_address: str | None = None
-    """The server's host and port for tensors beside the messages; null: in them."""
+    """The server's host and port for tensors by Arrow Flight; null: in messages."""
     step_seconds: dict[str, float] = field(default_factory=dict, metadata={"range": Range(above=0)})
     """With min_steps: seconds per local step of clients by name, as in `{client-3: 0.4}`;
     with all of them, a run can be repeated exactly."""

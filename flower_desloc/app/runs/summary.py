@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def known_from(config: Config, steps: int = 0, sizes: Mapping[str, int] | None = None) -> RunInfo:
-    """Return what the configuration alone tells of a run."""
+    """Return the ``RunInfo`` of a run that has not started, from its configuration."""
     schedule = build_schedule(config)
     return RunInfo(
         schedule=schedule, num_steps=steps, num_windows=0, stream_bytes=sizes or {}, clients={}
