@@ -238,6 +238,8 @@ class TensorServer:
                 if not stat.S_ISSOCK(os.fstat(number).st_mode):
                     continue
                 with socket.socket(fileno=os.dup(number)) as found:
+                    if found.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue  # an address of another kind
                     theirs, ours = found.getpeername(), found.getsockname()
                     here = theirs[0].removeprefix("::ffff:"), theirs[1]
                     if here == remote and ours[1] == self.port:
