@@ -26,35 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in _LONGEST, item.path not in slow))
 
 
-_PAGE = "app.runs.report.write_page"
-_PICTURES = (_PAGE, "app.runs.figures.overview.draw", "app.runs.figures.partition.draw_partition")
-_NOT_DRAWN: dict[str, tuple[str, ...]] = {
-    "test_best.py": _PICTURES,
-    "test_cluster.py": _PICTURES,
-    "test_compared_runs.py": _PICTURES,
-    "test_example_runs.py": _PICTURES,
-    "test_export.py": _PICTURES,
-    "test_final.py": _PICTURES,
-    "test_flower_strategies.py": _PICTURES,
-    "test_image_files.py": (_PAGE, "app.runs.figures.overview.draw"),
-    "test_image_runs.py": (_PAGE, "app.runs.figures.overview.draw"),
-    "test_init_from.py": _PICTURES,
-    "test_outputs.py": _PICTURES,
-    "test_own_optimizers.py": _PICTURES,
-    "test_param_groups.py": _PICTURES,
-    "test_preflight.py": _PICTURES,
-    "test_private_data.py": _PICTURES,
-    "test_resume_run.py": _PICTURES,
-    "test_streaming_text.py": _PICTURES,
-    "test_study.py": _PICTURES,
-}
+_PICTURES = (
+    "app.runs.report.write_page",
+    "app.runs.figures.overview.draw",
+    "app.runs.figures.partition.draw_partition",
+)
+_DRAWN = ("test_figures.py", "test_malformed_replies.py", "test_own_metrics.py", "test_report.py")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave out what a run draws at its end, seconds each, where it is not what is tested."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in _NOT_DRAWN.get(request.path.name, ()):
+        for name in () if request.path.name in _DRAWN else _PICTURES:
             patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
         yield
 

@@ -56,7 +56,7 @@ def test_it_learns_at_sites_with_data_of_their_own(app, tmp_path, capsys):
     command = [sys.executable, "-m", "desloc_quickstart.task", str(tmp_path / "data"), "2"]
     output_of(command, cwd=HUB)
     sites = [{"data-path": str(tmp_path / "data" / f"site-{i}"), "name": f"s{i}"} for i in (0, 1)]
-    app(sites, **{"num-steps": 96})
+    app(sites, **{"num-steps": 64})
     assert accuracies(capsys.readouterr().out)[-1] > 0.7
 
 

@@ -167,7 +167,7 @@ def test_a_run_that_diverges_ends_infinitely_far_off():
 
 def test_desloc_toy_in_miniature(tmp_path):
     small = ("--workers", 2, "--rounds", 1, "--transcribed", 2, "--seeds", 2)
-    output = accepted("toy", "--output-dir", tmp_path, "--jobs", 2, *small)
+    output = accepted("toy", "--output-dir", tmp_path, "--jobs", 1, *small)
     for figure in ("toy_iid.png", "toy_niid.png"):
         assert (tmp_path / figure).exists()
         assert figure in output

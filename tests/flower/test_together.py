@@ -126,7 +126,7 @@ def _no_waiting():
 
 
 @given(cases())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_all_at_once_equals_the_oracle(case: Case) -> None:
     """Of late averages and unequal speeds there is no other such test."""
     with tempfile.TemporaryDirectory() as folder:

@@ -50,6 +50,7 @@ print(typer.testing.CliRunner().invoke(app, words, catch_exceptions=False).outpu
 """
 
 
+@pytest.mark.soak
 def test_a_run_in_one_process_does_without_linux(tmp_path):
     settings = ["run.steps=4", "sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=4", *TINY]
     command = [sys.executable, "-c", SCRIPT, *settings, "--output-dir", str(tmp_path)]

@@ -220,7 +220,7 @@ def test_a_run_that_fails_exits_with_1_and_prints_the_error(tiny, place):
     assert "the app has had enough" in errors
 
 
-@slow
+@pytest.mark.soak
 def test_an_app_that_cannot_be_built_exits_with_1_and_prints_the_error(tiny, place):
     (tiny / "LICENSE").unlink()
     code, output, errors = place.run(tiny)

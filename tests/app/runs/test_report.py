@@ -57,6 +57,7 @@ def test_a_run_writes_its_report_as_a_self_contained_page(real):
                for _, name, value in page.attributes if name in ("src", "href"))  # fmt: skip
     assert "url(" not in (real / "desloc" / "report.html").read_text(encoding="utf-8")
     images = page.having("img", "src")
+    assert (real / "desloc" / "partition.png").is_file()
     assert len(images) == len([alt for alt in page.having("img", "alt") if alt]) == 8
 
 

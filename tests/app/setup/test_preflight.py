@@ -133,6 +133,7 @@ def test_an_evaluation_never_holds_all_logits():
     assert taken < 16 * 1024 * 16384 * 4 / 3  # the logits alone, in fp32
 
 
+@pytest.mark.soak
 def test_sequences_of_the_papers_are_evaluated_in_a_few_hundred_megabytes():
     """The logits of one and their softmax alone are 800 MB; `auto` takes one at a time."""
     words = ["model.num_hidden_layers=1", "model.precision=full", "model.compile=false"]

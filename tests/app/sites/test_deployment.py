@@ -220,7 +220,7 @@ def test_the_sites_on_this_machine_exchange_tensors_at_a_free_port_unless_it_is_
 # --- Authentication ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_only_a_supernode_with_a_registered_key_and_tls_is_accepted():
     with private_superlink(simulation=False) as superlink, ExitStack() as stack:
         assert superlink.certificates is not None

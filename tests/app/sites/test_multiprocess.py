@@ -278,6 +278,7 @@ def test_two_shards_that_go_on_while_their_streams_travel_equal_one_process(tmp_
     assert taken == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]  # none of them twice
 
 
+@pytest.mark.soak
 def test_a_rank_that_fails_before_it_joins_is_reported():
     parallelism, cpu = Parallelism(2, "ddp"), torch.device("cpu")
     assert build_worker.launcher is not None
@@ -298,6 +299,7 @@ client.window(1, 2, {"params"})
 """
 
 
+@pytest.mark.soak
 def test_no_rank_outlives_rank_0(tmp_path):
     folders = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests")])
     command = [sys.executable, "-c", ALONE, folders, str(tmp_path)]

@@ -147,7 +147,7 @@ def test_the_steps_of_our_own_optimizers_are_compiled(name, expected, monkeypatc
     assert compiled == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_loss_is_compiled(compiling):
     model = nn.Linear(4, 3, dtype=torch.float64).requires_grad_(False)  # no backward to compile

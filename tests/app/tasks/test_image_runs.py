@@ -53,7 +53,6 @@ def test_the_summary_says_who_holds_what_and_who_fares_how(finished):
     assert summary["fairness"]["std"]["accuracy"] == pytest.approx(np.std(accuracies))
     assert summary["fairness"]["worst"]["accuracy"] == min(accuracies)
     assert [*last["evaluation"]["central"]["parts"]] == list("0123456789")
-    assert (finished.folder / "partition.png").is_file()
 
 
 def test_a_run_leaves_a_model_that_transformers_loads(finished):
