@@ -42,13 +42,14 @@ class CausalLM:
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
-        return build_model(
+        model: nn.Module = build_model(
             self._config.model,
             vocab_size=self._vocab_size(),
             seq_len=self._config.data.seq_len,
             eos_id=self._tokenizer.eos_id,
             seed=self._config.run.seed,
         )
+        return model
 
     def vocabulary_digest(self) -> str:
         """Return the digest of the tokenizer's vocabulary."""

@@ -43,12 +43,13 @@ class ImageClassification:
 
     def build_model(self) -> nn.Module:
         """Return a new model on the CPU; its weights are a function of the seed."""
-        return build_model(
+        model: nn.Module = build_model(
             self._config.model,
             shape=common_shape(self._config),
             names=read(Source.of(self._config.data)).names,
             seed=self._config.run.seed,
         )
+        return model
 
     def client_data(self, site: Site) -> ImageShard:
         """Return the images of one client."""
