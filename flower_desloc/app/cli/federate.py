@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from flower_desloc.app.cli.run import resume_hint
+from flower_desloc.app.cli.run import resume_hint, tell
 from flower_desloc.app.cli.run_arguments import (
     OutputDir,
     Overrides,
@@ -23,6 +24,8 @@ from flower_desloc.app.engines.deployment import NodeConfig, deploy
 from flower_desloc.app.engines.simulation import flwr_run
 from flower_desloc.app.runs.client_files import client_files, clients_folder
 from flower_desloc.app.runs.resume import begun_in, file_to_resume
+from flower_desloc.app.setup.machine import default_device
+from flower_desloc.app.setup.preflight import Needs, federation_on_this_machine
 from flower_desloc.app.sites.deployment.environment import free_port
 from flower_desloc.app.sites.supervisor import ProcessError
 
@@ -62,6 +65,11 @@ def federate(
         sites = _node_configs(nodes, data_path or [], device or [], clients_folder(output_dir))
     require_writable(output_dir)
     config = arguments.config
+    devices = [torch.device(str(site.get("device", default_device()))) for site in sites]
+    try:
+        tell(config, federation_on_this_machine(Needs(config), devices, output_dir))
+    except ValueError as error:  # it may still fit
+        typer.echo(f"cannot estimate whether this run fits: {error}")
     with failing(FAILED, ProcessError):
         here = with_data_address(arguments)
     command = flwr_run(APP_FOLDER, here.run_config(output_dir))
@@ -102,6 +110,11 @@ def _node_configs(
         raise ConfigError(f"--data-path is given {len(data_paths)} times for --nodes {nodes}")
     if len(devices) not in (0, 1, nodes):
         raise ConfigError(f"--device is given {len(devices)} times for --nodes {nodes}")
+    for name in devices:
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
     configs: list[dict[str, str | int]] = []
     for node in range(nodes):
         own: dict[str, str | int] = {"partition-id": node, "num-partitions": nodes}

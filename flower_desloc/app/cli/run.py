@@ -4,7 +4,7 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -36,7 +36,13 @@ from flower_desloc.app.runs.client_files import client_files
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.app.setup.machine import cores
 from flower_desloc.app.setup.param_groups import param_groups
-from flower_desloc.app.setup.preflight import OVERRIDE, Hardware, Needs, on_this_machine
+from flower_desloc.app.setup.preflight import (
+    OVERRIDE,
+    Finding,
+    Hardware,
+    Needs,
+    on_this_machine,
+)
 from flower_desloc.app.sites.supervisor import ProcessError
 from flower_desloc.flower.client_state import STATE_DIR
 from flower_desloc.flower.system import described
@@ -148,7 +154,12 @@ def _preflight(
     lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:
         typer.echo(line)
-    for finding in on_this_machine(needs, hardware, output_dir):
+    tell(config, on_this_machine(needs, hardware, output_dir), dry=dry)
+
+
+def tell(config: Config, findings: Iterable[Finding], *, dry: bool = False) -> None:
+    """Print what was found before a run; unless ``dry``, end the command if it does not fit."""
+    for finding in findings:
         stops = finding.stops and (config.run.preflight == "stop" or not finding.estimated)
         if stops and not dry:
             fail(USAGE, finding.what + (f" ({OVERRIDE})" if finding.estimated else ""))

@@ -5,7 +5,8 @@ Activations are not part of it; ``measured_step`` finds them on the device that 
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import WARNING
@@ -33,9 +34,10 @@ Parts = dict[str, int]
 
 OVERRIDE = "run.preflight=warn starts the run anyway"
 
-# Bytes of processes after their imports, measured on Linux; the last is the sum of Flower's and
-# Ray's own processes in a simulation.
+# Bytes of processes after their imports, measured on Linux; the others are the sums of Flower's
+# and Ray's own processes in a simulation, and of Flower's own for a deployment and for each site.
 _CLIENT, _SERVER, _SIMULATION = 500_000_000, 600_000_000, 1_100_000_000
+_SUPERLINK, _SUPERNODE = 700_000_000, 400_000_000
 _CLIENT_FILES = 4  # the current one, one being written, and those of the last two checkpoints
 _CHECKPOINTS = 3  # the last two, and one being written
 _DISK_MARGIN = 1.5  # not all of these files are there at all times
@@ -146,6 +148,12 @@ class Needs:
         waiting = self.config.simulation.num_clients * self._due(self.wire)
         return sum(self.server().values()) + waiting + at_once * sum(client.values()) + _SIMULATION
 
+    def federation(self, devices: Sequence[torch.device]) -> int:
+        """Return the memory that a server and sites, with a device each, need on one machine."""
+        on_cpu, on_gpu = self.client(torch.device("cpu")), self.host_memory()
+        sites = sum(sum((on_cpu if d.type == "cpu" else on_gpu).values()) for d in devices)
+        return sum(self.server().values()) + _SUPERLINK + len(devices) * _SUPERNODE + sites
+
     def client_disk(self) -> int:
         """Return the disk space of one client's state."""
         return 0 if GRADIENTS in self.sizes else _CLIENT_FILES * self._kept
@@ -213,14 +221,31 @@ def on_this_machine(needs: Needs, hardware: Hardware, folder: Path) -> Iterator[
         yield Finding(
             "this machine has a GPU that no client uses; set simulation.client_gpus=1, or a share"
         )
-    total, free = memory()
     who, change = "the server and a client at a time", _SMALLER
     if hardware.at_once > 1:
         who = f"the server and {hardware.at_once} clients at a time"
         change = f"simulate fewer clients at once (--workers 1), or {_SMALLER}"
-    wanted = needs.machine(device, hardware.at_once)
+    yield from _host(needs, who, needs.machine(device, hardware.at_once), change, folder)
+
+
+def federation_on_this_machine(
+    needs: Needs, devices: Sequence[torch.device], folder: Path
+) -> Iterator[Finding]:
+    """Yield the problems of a server and sites, with a device each, on this machine."""
+    for device, number in Counter(devices).items():
+        if device.type == "cuda" and torch.cuda.is_available():
+            total, free = device_memory(device)
+            wanted = number * sum(needs.client(device).values())
+            yield from _memory(f"{number} sites on {device}", wanted, total, _SMALLER, free=free)
+    who, change = f"the server and {len(devices)} sites", f"use fewer --nodes, or {_SMALLER}"
+    yield from _host(needs, who, needs.federation(devices), change, folder)
+
+
+def _host(needs: Needs, who: str, wanted: int, change: str, folder: Path) -> Iterator[Finding]:
+    """Yield what this machine's memory and disk lack for all clients of a run."""
+    total, free = memory()
     yield from _memory(who, wanted, total, change, free=free)
-    number = config.simulation.num_clients
+    number = needs.config.simulation.num_clients
     states = number * needs.client_disk()
     yield from _disk(
         needs.server_disk() + states,

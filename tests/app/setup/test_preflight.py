@@ -30,6 +30,7 @@ from flower_desloc.app.setup.preflight import (
     Hardware,
     Needs,
     Preflight,
+    federation_on_this_machine,
     on_the_server,
     on_this_machine,
 )
@@ -229,9 +230,22 @@ def test_what_does_not_fit_on_this_machine_is_found(tmp_path):
     found = [*on_this_machine(large, Hardware(CPU, 1), tmp_path / "not" / "there")]
     assert found[0].stops
     assert "model.hidden_size" in found[0].what
+    found = [*federation_on_this_machine(large, [CPU], tmp_path)]
+    assert found[0].stops
+    assert "--nodes" in found[0].what
     small = Needs(load("quickstart", TINY))
-    found = [*on_this_machine(small, Hardware(CPU, 1), tmp_path)]
-    assert not any(finding.stops for finding in found)
+    for found in (
+        [*on_this_machine(small, Hardware(CPU, 1), tmp_path)],
+        [*federation_on_this_machine(small, [CPU], tmp_path)],
+    ):
+        assert not any(finding.stops for finding in found)
+
+
+def test_a_federation_on_one_machine_needs_memory_for_every_site():
+    needs = Needs(load("quickstart", [*TINY.split(), "model.hidden_size=512"]))
+    one, two, three = (needs.federation([CPU] * sites) for sites in (1, 2, 3))
+    assert three - two == two - one > sum(needs.client(CPU).values())
+    assert one > sum(needs.server().values()) + sum(needs.client(CPU).values())
 
 
 # --- The measured step ------------------------------------------------------------------------

@@ -198,6 +198,8 @@ superexec.main()
         (["quickstart", "federation.min_clients=4", "--nodes", "2"], "federation.min_clients=4"),
         (["quickstart", "--nodes", "2", "--data-path", "."], "--data-path is given 1 times"),
         (["quickstart", "--device", "cpu", "--device", "cpu"], "--device is given 2 times"),
+        (["quickstart", "--device", "quantum"], "--device quantum: "),
+        (["quickstart", "model.hidden_size=65536"], "the server and 3 sites: needed are "),
     ],
 )
 def test_an_invalid_command_line_is_exit_code_2_and_starts_nothing(monkeypatch, arguments, message):
