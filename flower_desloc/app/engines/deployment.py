@@ -5,11 +5,12 @@ from contextlib import ExitStack, contextmanager
 
 import typer
 
-from flower_desloc.app.engines.simulation import follow
+from flower_desloc.app.engines.simulation import brief, follow
 from flower_desloc.app.engines.superlink import RunStatus, SuperLink, private_superlink
 from flower_desloc.app.sites.deployment.credentials import make_key
 from flower_desloc.app.sites.deployment.environment import HERE, Host, private_home
 from flower_desloc.app.sites.deployment.supernode import KEY, SuperNode, supernode
+from flower_desloc.app.sites.supervisor import TAIL_LINES
 
 NodeConfig = Mapping[str, str | int]
 
@@ -37,7 +38,9 @@ def deploy(
         status = follow(superlink, run_id, verbose=verbose)
         for number, node in enumerate(nodes):
             if not status.completed and node.has_errors:
-                text = f"\nthe log of SuperNode {number} ends with\n{node.log_tail()}"
+                log = node.log().splitlines()
+                ends = (log if verbose else [*brief(log)])[-TAIL_LINES:]
+                text = "\n".join(["", f"the log of SuperNode {number} ends with", *ends])
                 typer.echo(text, err=True)
     return status
 

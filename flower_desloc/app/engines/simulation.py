@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import typer
@@ -96,13 +96,68 @@ def follow(superlink: SuperLink, run_id: str, *, verbose: bool) -> RunStatus:
             yield line
 
     while True:
-        for line in new_lines() if verbose else without_flower(new_lines()):
+        for line in new_lines() if verbose else brief(new_lines()):
             typer.echo(line)
         # Not finished: the log broke off; it can only be read again from its start.
         if (status := superlink.status(run_id)).finished:
             return status
 
 
+def brief(lines: Iterable[str]) -> Iterator[str]:
+    """Yield what is shown of a log unless it is asked for: ``without_flower``, and briefer errors.
+
+    In place of a traceback there is a line with the error and where it was raised, once for each.
+    """
+    block: list[str] = []
+    said = set[str]()
+    for line in chain(without_flower(lines), (None,)):
+        text = "" if line is None else _plain(line)
+        begins = text.startswith(_BEGINNINGS)
+        if line is not None and block and _goes_on(block, text, begins=begins):
+            block.append(text)
+            continue
+        if block:
+            error, where = _cause(block)
+            if error not in said:
+                yield f"ERROR: {error} ({where}-v shows the traceback)"
+            said.add(error)
+            block = []
+        if begins:
+            block.append(text)
+        elif line is not None:
+            yield line
+
+
+def _goes_on(block: Sequence[str], text: str, *, begins: bool) -> bool:
+    """Return whether ``text`` belongs to the traceback whose lines so far are ``block``."""
+    chained = ("The above exception ", "During handling of ")
+    if begins:
+        return any(line.startswith(chained) for line in block[-2:])
+    is_error = block[-1].startswith(" ")  # what follows the lines of code
+    more = (" ", "Exception ClientAppException ", *chained)
+    return is_error or not text.strip() or text.startswith(more)
+
+
+def _cause(block: Sequence[str]) -> tuple[str, str]:
+    """Return the first error of a traceback, and the place in the code that raised it."""
+    where = ""
+    for text in block:
+        if frame := _FRAME.match(text):
+            where = "{}, line {}, in {}; ".format(*frame.groups())
+        elif text.strip() and not text.startswith((" ", *_BEGINNINGS)) and "ray::" not in text:
+            return text, where
+    return "an error without a text", where
+
+
+def _plain(line: str) -> str:
+    """Return a line without colours, and without what a logger writes before an error."""
+    text = _COLOUR.sub("", line)
+    flower = _FROM_FLOWER.match(text)
+    return text[flower.end() :].lstrip() if flower else text
+
+
+_BEGINNINGS = ("Traceback (most recent call last):", "ray::")
+_FRAME = re.compile(r'\s*File "(.+)", line (\d+), in (.+)')
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FROM_FLOWER = re.compile(
     r"(\(\w+ pid=\d+\) )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [ \d:,-]*: "

@@ -27,7 +27,7 @@ import psutil
 
 _LOG = "log"  # file in the home folder that the command writes to
 _EXITED = "supervisor: the process ended with exit code"
-_TAIL_LINES = 20
+TAIL_LINES = 20
 _START_TIMEOUT = 120.0  # seconds
 _RESTART_DELAY = 2.0  # seconds
 _TERMINATE_TIMEOUT = 1.0  # seconds between SIGTERM and SIGKILL
@@ -55,7 +55,7 @@ class Supervised:
 
     def log_tail(self) -> str:
         """Return the last lines that the command has written."""
-        return "\n".join(self.log().splitlines()[-_TAIL_LINES:])
+        return "\n".join(self.log().splitlines()[-TAIL_LINES:])
 
     @property
     def has_exited(self) -> bool:

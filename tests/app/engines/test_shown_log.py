@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flower_desloc.app.engines import simulation, superlink
-from flower_desloc.app.engines.simulation import without_flower
+from flower_desloc.app.engines.simulation import brief, without_flower
 
 LOG = """\
 Using SuperLink: local (127.0.0.1:49291)
@@ -39,6 +39,44 @@ def test_the_apps_lines_are_shown_and_flowers_warnings():
         "ERROR :     Simulation raised an exception",
         "Traceback (most recent call last):",
         "ValueError: boom",
+    ]
+
+
+RAY = """\
+\x1b[91mERROR \x1b[0m:     ray::ClientAppActor.run() (pid=7, ip=192.0.2.2)
+                  ^^^^^
+  File "/app/client.py", line 50, in __call__
+    reply = self.answer(message)
+            ^^^^^^^^^^^
+  File "/mine/task.py", line 8, in train_batch
+    raise ValueError("the scanner gave no image")
+ValueError: the scanner gave no image
+
+The above exception was the direct cause of the following exception:
+
+ray::ClientAppActor.run() (pid=7, ip=192.0.2.2)
+  File "/flwr/ray_actor.py", line 65, in run
+    raise ClientAppException(str(ex)) from ex
+flwr.clientapp.client_app.ClientAppException:
+Exception ClientAppException occurred. Message: the scanner gave no image
+"""
+
+
+def test_of_a_traceback_the_error_and_its_place_are_shown_once():
+    again = RAY.replace(
+        "     ray::",
+        "     Traceback (most recent call last):\n  File\nray.exceptions.RayTaskError(X): ray::",
+        1,
+    )
+    other = 'Traceback (most recent call last):\n  File "/a.py", line 1, in f\nKeyError: 3\n'
+    log = f"step 1/2\n{RAY}step 2/2\n{again}\n{other}failed after 1 step"
+    assert [*brief(log.splitlines())] == [
+        "step 1/2",
+        "ERROR: ValueError: the scanner gave no image "
+        "(/mine/task.py, line 8, in train_batch; -v shows the traceback)",
+        "step 2/2",
+        "ERROR: KeyError: 3 (/a.py, line 1, in f; -v shows the traceback)",
+        "failed after 1 step",
     ]
 
 
