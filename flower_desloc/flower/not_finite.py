@@ -47,7 +47,9 @@ def cause(
 
 
 def _has_half(optimizer: Optimizer) -> bool:
-    return any(p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"])
+    return any(
+        p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]
+    )
 
 
 def _bad_batch(start: int, steps: StepMetrics, again: Callable[[int], StepMetrics]) -> int | None:

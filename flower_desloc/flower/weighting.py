@@ -59,7 +59,9 @@ class Weighting:
 
     def _most(self, member: Member, stated: float) -> float:
         """Return how many examples count of a client, given those that the others have stated."""
-        most = self._largest(_examples(m for m in self._run.loop.round.asked if m.name != member.name))
+        most = self._largest(
+            _examples(m for m in self._run.loop.round.asked if m.name != member.name)
+        )
         if stated > most:
             counts = f"its {stated:g} examples count as {most:g}"
             self._say_capped(member.name, counts, evaluation=False)

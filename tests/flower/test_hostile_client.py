@@ -572,7 +572,7 @@ def test_an_evaluation_by_examples_is_capped_too():
     run = Federation(policy={"max_share": 0.5})
     strategy, _ = run.run()
     strategy.metrics = None
-    said = {c: Evaluation.measured({"num-examples": n, "loss": l}, None) for c, n, l in (
+    said = {c: Evaluation.measured({"num-examples": n, "loss": nats}, None) for c, n, nats in (
         ("client-0", 10, 2.0), ("client-1", 10**6, 1e-12), ("client-2", 20, 2.0),
     )}  # fmt: skip
     counted = strategy.weighting.of_evaluations(said)
