@@ -35,8 +35,8 @@ class Policy:
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
-    """The largest share that a client counts for: of an evaluation, and with weighting by examples
-    of a window; 1: no limit."""
+    """Largest share that a client counts for, in evaluations and with weighting by examples; 1: no
+    limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
