@@ -11,6 +11,7 @@ from flower_desloc.flower.metrics import pooled, unusual
 from flower_desloc.flower.replies import Evaluation, WindowReply
 from flower_desloc.flower.rounds import RoundLoop
 from flower_desloc.flower.server_state import ServerState
+from flower_desloc.flower.weighting import Weighting
 
 
 def is_due(window: Window, state: ServerState, every: int, num_steps: int) -> bool:
@@ -25,11 +26,15 @@ def is_due(window: Window, state: ServerState, every: int, num_steps: int) -> bo
 
 
 def federated(
-    replies: Iterable[Message], loop: RoundLoop, state: ServerState, metrics: FromTotals | None
+    replies: Iterable[Message],
+    loop: RoundLoop,
+    state: ServerState,
+    metrics: FromTotals | None,
+    weighting: Weighting,
 ) -> MetricRecord | None:
     """Return the metrics of all clients together, and each one's as ``client/metric``.
 
-    A client whose evaluation cannot be used, or would outweigh all others, is left out.
+    A client whose evaluation cannot be used, or is far beyond those of most clients, is left out.
     """
     usable: dict[str, Evaluation] = {}
     members: dict[str, Member] = {}
@@ -42,4 +47,4 @@ def federated(
     for name, why in unusual(usable).items():
         del usable[name]
         loop.leave_out(members[name], f"evaluation: {why}", "outlier")
-    return pooled(usable, metrics)
+    return pooled(weighting.of_evaluations(usable), metrics)

@@ -3,10 +3,15 @@
 from collections.abc import Callable
 from math import isfinite
 
+import torch
 from torch.optim import Optimizer
 
 from flower_desloc.core.worker import StepMetrics
 from flower_desloc.flower.failures import DivergedError
+
+_LEAST_EPS = 2e-4
+"""Where float16 rounds the square of a gradient to 0, Adam divides the gradient by eps alone: the
+step stays below the learning rate if eps is at least as large as such a gradient."""
 
 
 def cause(
@@ -29,9 +34,22 @@ def cause(
             "batch, and for a division by zero in the task's loss"
         )
     advice = "lower optimizer.lr"
-    if any(group.get("eps") == 0 for group in optimizer.param_groups):
-        advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
+    for eps in {group["eps"] for group in optimizer.param_groups if "eps" in group}:
+        if eps == 0:
+            advice += ", or set optimizer.eps above 0"  # 0 / 0 where a gradient is 0
+        elif eps < _LEAST_EPS and _has_half(optimizer):
+            advice = (
+                f"in float16 optimizer.eps={eps:g} is {torch.tensor(eps).half():g}, and the square "
+                "of a gradient below 2e-4 is 0: keep the parameters in float32 and compute under "
+                f"torch.autocast, or set optimizer.eps={_LEAST_EPS:g}; otherwise {advice}"
+            )
     return DivergedError(f"training diverged: {error}; {advice}")
+
+
+def _has_half(optimizer: Optimizer) -> bool:
+    return any(
+        p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]
+    )
 
 
 def _bad_batch(start: int, steps: StepMetrics, again: Callable[[int], StepMetrics]) -> int | None:

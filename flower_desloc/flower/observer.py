@@ -65,7 +65,7 @@ EventKind = Literal[
     "late",  # it did not answer in time
     "refused",  # its reply cannot be used
     "outlier",  # its update or evaluation is too far from the others'
-    "capped",  # it stated more examples than count
+    "capped",  # it stated more examples, or a larger evaluation, than count
     "by message",  # its tensors travel in Flower's messages: it cannot reach the server's address
     "joined",
     "moved",  # it came back at another node

@@ -35,8 +35,8 @@ class Policy:
     weighting: str = one_of("uniform", "examples")
     """`uniform` (the paper's E_m) or `examples`."""
     max_share: float = bounded(0.9, 0.5, 1)
-    """With weighting by examples: the largest share of the window's examples that a client counts
-    for; 1: no limit."""
+    """Largest share that a client counts for, in evaluations and with weighting by examples; 1: no
+    limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
     coordinate. These hold all replies of a window in memory, the mean one."""
@@ -134,10 +134,5 @@ _EXCLUSIONS: Final = (
         where=lambda policy: policy.average != "trimmed_mean",
         keys=("trim",),
         why="it needs federation.average=trimmed_mean",
-    ),
-    Exclusion(
-        where=lambda policy: policy.weighting != "examples",
-        keys=("max_share",),
-        why="it needs federation.weighting=examples",
     ),
 )

@@ -9,7 +9,7 @@ nothing that has one of these checks it again, or reads the metrics of the reply
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from types import MappingProxyType
 from typing import Any, Self
@@ -176,6 +176,11 @@ class Evaluation:
     totals: Mapping[str, float]
     metrics: Mapping[str, float]
     """Its own: those of its totals, or without a function for that those that it states."""
+
+    def scaled(self, factor: float) -> Self:
+        """Return what counts as ``factor`` of it; its own metrics stay the same."""
+        totals = {name: factor * total for name, total in self.totals.items()}
+        return replace(self, examples=factor * self.examples, totals=totals)
 
     @classmethod
     def of(cls, reply: WindowReply, step: int, metrics: FromTotals | None) -> Self:

@@ -261,7 +261,7 @@ class DesLoc(Strategy):
     ) -> MetricRecord | None:
         """Return the metrics of all clients together, and each one's as ``client/metric``."""
         del server_round
-        return evaluation.federated(replies, self.loop, self.state, self.metrics)
+        return evaluation.federated(replies, self.loop, self.state, self.metrics, self.weighting)
 
     def _averager(self, window: Window) -> Averager:
         """Return what averages the replies of a window."""

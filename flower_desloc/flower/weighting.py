@@ -1,15 +1,15 @@
-"""A client's weight in the averages of a window (``policy.weighting``, ``policy.max_share``)."""
+"""A client's weight in averages and evaluations (``policy.weighting``, ``policy.max_share``)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Protocol
 
-from flower_desloc.core.types import Weight
+from flower_desloc.core.types import FromTotals, Weight
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.policy import Policy
-from flower_desloc.flower.replies import Contribution
+from flower_desloc.flower.replies import Contribution, Evaluation
 from flower_desloc.flower.rounds import RoundLoop
 
 
@@ -17,15 +17,16 @@ class Weighs(Protocol):
     """What weights follow from: the strategy."""
 
     policy: Policy
+    metrics: FromTotals | None
     loop: RoundLoop
 
 
 class Weighting:
-    """Weights by the policy; the first time that one is capped, an event says so."""
+    """Weights by the policy; the first time that a client's is capped, an event says so."""
 
     def __init__(self, run: Weighs) -> None:
         self._run = run
-        self._capped: set[str] = set()  # clients with more examples than count
+        self._capped: set[tuple[str, bool]] = set()  # a client, and whether in evaluations
 
     def of(self, member: Member, reply: Contribution) -> Weight:
         """Return a client's weight, by tensor if clients take a part of the window's steps."""
@@ -39,17 +40,44 @@ class Weighting:
             for name, shares in reply.shares.items()
         }
 
+    def of_evaluations(self, evaluations: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+        """Return the evaluations by client, those above the largest share scaled down to it."""
+        by_examples = self._run.metrics is None
+        sizes = {
+            client: each.examples if by_examples else sum(each.totals.values())
+            for client, each in evaluations.items()
+        }
+        counted = {}
+        for client, each in evaluations.items():
+            size, others = sizes[client], sum(sizes[c] for c in sizes if c != client)
+            most = self._largest(others)
+            if size > most:
+                counts = f"its evaluation is {size / others:.3g} times all others'; it counts as"
+                self._say_capped(client, f"{counts} {most / others:.3g} times", evaluation=True)
+            counted[client] = each.scaled(most / size) if size > most else each
+        return counted
+
     def _most(self, member: Member, stated: float) -> float:
         """Return how many examples count of a client, given those that the others have stated."""
-        share = self._run.policy.max_share
-        others = _examples(m for m in self._run.loop.round.asked if m.name != member.name)
-        most = others * share / (1 - share) if share < 1 and others > 0 else math.inf
-        if stated > most and member.name not in self._capped:
-            self._capped.add(member.name)
-            what = f"its {stated:g} examples count as {most:g}; federation.max_share={share:g}"
-            log(WARNING, "%s: %s", member.name, what)
-            self._run.loop.note("capped", member.name, what)
+        most = self._largest(
+            _examples(m for m in self._run.loop.round.asked if m.name != member.name)
+        )
+        if stated > most:
+            counts = f"its {stated:g} examples count as {most:g}"
+            self._say_capped(member.name, counts, evaluation=False)
         return most
+
+    def _largest(self, others: float) -> float:
+        """Return how much may count of a client, compared with all others together."""
+        share = self._run.policy.max_share
+        return others * share / (1 - share) if share < 1 and others > 0 else math.inf
+
+    def _say_capped(self, client: str, what: str, *, evaluation: bool) -> None:
+        if (client, evaluation) not in self._capped:
+            self._capped.add((client, evaluation))
+            what += f"; federation.max_share={self._run.policy.max_share:g}"
+            log(WARNING, "%s: %s", client, what)
+            self._run.loop.note("capped", client, what)
 
 
 def _examples(members: Iterable[Member]) -> int:

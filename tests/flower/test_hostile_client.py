@@ -548,6 +548,40 @@ def test_an_evaluation_that_outweighs_all_others_is_left_out(totals):
     assert seen[-1].federated.parts.keys() == {"client-0", "client-2"}
 
 
+@pytest.mark.parametrize(
+    ("totals", "loss"),
+    [
+        # The others have 4 nats and 2 tokens each, and it counts as nine times these 12 together.
+        ({"totals/tokens": 1.9e6}, 8 / (4 + 108)),
+        ({"totals/nats": 3e6, "totals/tokens": 1e6}, (8 + 0.75 * 108) / (4 + 0.25 * 108)),
+    ],
+)
+def test_an_evaluation_above_the_largest_share_counts_as_that_and_is_named(totals, loss):
+    spoil = [told(name, value) for name, value in totals.items()]
+    _, seen = Federation({("evaluate", step): spoil for step in (0, 2, 4, 6)}).run()
+    [event] = [event for record in seen for event in record.events]  # once
+    assert (event.kind, event.client) == ("capped", "client-1")
+    assert event.what.endswith("all others'; it counts as 9 times; federation.max_share=0.9")
+    for record in seen:
+        assert record.federated is not None
+        assert record.federated.overall["loss"] == pytest.approx(loss, rel=1e-4)
+        assert record.federated.parts["client-0"] == {"loss": 2.0}
+
+
+def test_an_evaluation_by_examples_is_capped_too():
+    run = Federation(policy={"max_share": 0.5})
+    strategy, _ = run.run()
+    strategy.metrics = None
+    said = {c: Evaluation.measured({"num-examples": n, "loss": nats}, None) for c, n, nats in (
+        ("client-0", 10, 2.0), ("client-1", 10**6, 1e-12), ("client-2", 20, 2.0),
+    )}  # fmt: skip
+    counted = strategy.weighting.of_evaluations(said)
+    found = pooled(counted, None)
+    assert found is not None
+    assert found["loss"] == pytest.approx(1.0)
+    assert counted["client-0"] is said["client-0"]
+
+
 def test_a_clients_metrics_are_computed_from_its_totals():
     """A stated loss, or a metric of its own, is in no record."""
     found = pooled({"client-0": reply(loss=1e-12, boast=1.0), "client-1": reply()}, ratio)

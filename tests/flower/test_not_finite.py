@@ -15,14 +15,14 @@ from flower_desloc.flower.replies import Evaluation
 OF_THE_BATCH, OF_THE_RATE = "look for NaN and infinity in the data", "lower optimizer.lr"
 
 
-def message(*, start=0, stop=8, lr=0.1, bad=(), weight=0.5, **options):
+def message(*, start=0, stop=8, lr=0.1, bad=(), weight=0.5, dtype=torch.float32, **options):
     """Train from ``weight`` on batches of which some are ``bad``; return what is said."""
-    module = torch.nn.Linear(1, 1, bias=False)
+    module = torch.nn.Linear(1, 1, bias=False).to(dtype)
     optimizer = torch.optim.Adam(module.parameters(), lr=lr, **options)
     prime(optimizer)
 
     def loss_at(step):
-        row = torch.tensor([[math.nan if step in bad else 1.0]])
+        row = torch.tensor([[math.nan if step in bad else 1.0]], dtype=dtype)
         return (module(row) - 1).square().square().sum()
 
     worker = Worker(module=module, optimizer=optimizer, loss_at=loss_at, num_examples=1)
@@ -68,6 +68,20 @@ def test_a_rate_that_is_too_high_is_to_be_lowered(diverging):
 
 def test_an_eps_of_zero_is_named():
     assert message(eps=0.0, weight=1.0).endswith("or set optimizer.eps above 0")
+
+
+@pytest.mark.parametrize(("eps", "is_worth"), [(1e-8, "0"), (1e-7, "1.19209e-07")])
+def test_an_eps_too_small_for_float16_is_named_before_the_rate(eps, is_worth):
+    # The gradient is 1e-4, its square 0 in float16; in float32 the same training converges.
+    said = message(eps=eps, weight=0.971, dtype=torch.float16)
+    assert f"in float16 optimizer.eps={eps:g} is {is_worth}, and" in said
+    assert "torch.autocast, or set optimizer.eps=0.0002; otherwise lower optimizer.lr" in said
+
+
+@pytest.mark.parametrize("options", [{"eps": 2e-4}, {"eps": 1e-8, "dtype": torch.float32}])
+def test_an_eps_that_is_large_enough_does_not_diverge(options):
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        message(**({"weight": 0.971, "dtype": torch.float16} | options))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,17 @@ def test_without_any_temporary_folder_the_error_names_the_remedy(monkeypatch):
         system.new_temporary_folder(20)
 
 
+def test_without_any_temporary_folder_the_command_says_so_before_its_imports():
+    code = (
+        "import tempfile\ndef none(): raise FileNotFoundError(2, 'none')\n"
+        "tempfile._get_default_tempdir = none\nimport flower_desloc.app.cli"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: there is no folder for temporary files: TMPDIR, /tmp,")
+    assert done.stderr.endswith("set TMPDIR to a folder with free space\n")
+
+
 def test_sockets_fit_below_a_long_temporary_folder(long_temp):
     folder = system.socket_folder()
     assert len(str(folder / "0123456789abcdef.sock")) <= 103

@@ -1,12 +1,20 @@
 """The command `desloc`, one file for each verb."""
 
 import os
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from flower_desloc import __version__
+from flower_desloc.flower.system import temporary_folder
+
+try:
+    temporary_folder()
+except FileNotFoundError as error:  # the imports below would end with a traceback
+    sys.exit(f"error: {error}")
+
 from flower_desloc.app.cli import (
     export,
     federate,

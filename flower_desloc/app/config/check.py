@@ -9,10 +9,12 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
 from flower_desloc.app.config.schema import AUTO, Config, Optimizer, ParamGroup
+from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
@@ -24,6 +26,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
+_SIMULATED: Final = "simulation.num_clients"
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
     "image_classification": ("iid", "dirichlet", "pathological", "quantity"),
@@ -75,11 +78,11 @@ def _excluded(config: Config) -> Iterator[str]:
     return chain.from_iterable(exclusion.problems(config) for exclusion in _EXCLUSIONS)
 
 
-def check_clients(config: Config, setting: str = "simulation.num_clients") -> None:
+def check_clients(config: Config, setting: str = _SIMULATED) -> None:
     """Raise ``ConfigError`` if more clients are needed than ``setting`` states.
 
-    Not part of ``check``: it is known where clients are simulated. In a deployment any number of
-    sites may register.
+    Also if simulated clients have too little text. Not part of ``check``: the clients are known
+    where they are simulated. In a deployment any number of sites may register, with their own text.
     """
     federation, clients = config.federation, config.simulation.num_clients
     if federation.min_clients > clients:
@@ -91,6 +94,30 @@ def check_clients(config: Config, setting: str = "simulation.num_clients") -> No
             raise ConfigError(
                 f"federation.attendance.{step}={number}: must be at most {setting}={clients}"
             )
+    if setting == _SIMULATED and config.task == TEXT:
+        _check_text(config)
+
+
+def _check_text(config: Config) -> None:
+    """Raise ``ConfigError`` for files that cannot hold a sequence for every client.
+
+    Only by their sizes, before anything is read or started: a token has a byte at least, and a file
+    without line ends one for its end. The task itself counts tokens.
+    """
+    data, clients = config.data, config.simulation.num_clients
+    path, needed = Path(data.source).expanduser(), clients * (data.seq_len + 1)
+    if (data.streaming and not data.max_bytes) or not path.exists():
+        return  # a stream begins again where it ends
+    held = 0
+    for files, file in enumerate(filter(Path.is_file, chain([path], path.rglob("*"))), start=1):
+        held += file.stat().st_size
+        if held + files >= needed or file.suffix.lower() in (".gz", ".parquet"):  # compressed
+            return
+    raise ConfigError(
+        f"data.source={data.source}: it holds {held} bytes, and the {clients} clients need "
+        f"data.seq_len + 1 = {data.seq_len + 1} tokens each; add text, or lower data.seq_len or "
+        f"{_SIMULATED}"
+    )
 
 
 # Each function yields problems, as "key=value: what is allowed". f"{model.dtype=!s}" is

@@ -19,6 +19,7 @@ from flower_desloc.app.config import (
     load_run_config,
     parse,
 )
+from flower_desloc.app.config.check import check_clients
 from flower_desloc.app.config.overrides import override
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.config.run_config import SETTINGS, app_run_config
@@ -536,3 +537,26 @@ def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
     assert (config.optimizer.lr, config.optimizer.betas) == (1.0, Config().optimizer.betas)
     with pytest.raises(ConfigError, match=r"^optimizer.betas=.*sgdm has no such setting"):
         load("child", "optimizer.betas=[0.8,0.9]", presets=presets())
+
+
+def test_text_that_cannot_hold_a_sequence_for_every_client_is_refused_by_its_size(tmp_path):
+    def refused(*settings: str, where: str = "simulation.num_clients") -> str:
+        config = load("quickstart", [f"data.source={tmp_path}", "data.seq_len=7", *settings])
+        try:
+            check_clients(config, where)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    (tmp_path / "a.txt").write_text("one two three")
+    message = refused()
+    assert "it holds 13 bytes, and the 4 clients need data.seq_len + 1 = 8 tokens each" in message
+    assert not refused("simulation.num_clients=1")
+    assert not refused("data.streaming=true", "data.max_bytes=0")  # read again and again
+    assert not refused("simulation.num_clients=3", where="--nodes")  # sites have their own text
+    (tmp_path / "b.txt").write_text("x" * 17)  # the ends of two files count as tokens
+    assert not refused()
+    (tmp_path / "b.txt").write_text("x" * 16)
+    assert refused()
+    (tmp_path / "c.parquet").touch()
+    assert not refused()
