@@ -48,7 +48,7 @@ def federate(
         typer.Option(help="Device, such as cpu or cuda:1; once, or once per node."),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also show Flower's log lines.")
+        bool, typer.Option("--verbose", "-v", help="Also show Flower's log lines, and tracebacks.")
     ] = False,
 ) -> None:
     """Run the app once as a deployment: a SuperLink and SuperNodes, with TLS and a key for each.
