@@ -31,7 +31,13 @@ _PICTURES = (
     "app.runs.figures.overview.draw",
     "app.runs.figures.partition.draw_partition",
 )
-_DRAWN = ("test_figures.py", "test_malformed_replies.py", "test_own_metrics.py", "test_report.py")
+_DRAWN = (
+    "test_figures.py",
+    "test_malformed_replies.py",
+    "test_own_metrics.py",
+    "test_partition.py",
+    "test_report.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Mapping
+from functools import lru_cache
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from flower_desloc.flower.arrays import records_of, values_bytes
 from flower_desloc.flower.observer import Traffic
@@ -46,25 +47,28 @@ def framed_bytes(message: Message) -> int:
     """
     if not message.has_content():
         return len(message.deflate())
-    payload = 0
-    bare = RecordDict()
-    for name, record in message.content.items():
-        if not isinstance(record, ArrayRecord):
-            bare[name] = record
-            continue
-        bare[name] = stripped = ArrayRecord()
-        for index, (key, array) in enumerate(record.items()):
-            # Distinct data: Flower sends equal objects once.
-            data = f"{name}/{index}".encode()
-            stripped[key] = Array(array.dtype, array.shape, array.stype, data)
-            payload += len(array.data) - len(data)
     skeleton = copy.copy(message)
-    skeleton.content = bare
-    framing = len(skeleton.deflate()) + len(bare.deflate())
-    for record in bare.values():
-        framing += len(record.deflate())
+    # Of the records only the names count here, and that they differ.
+    records = {name: ConfigRecord({"": i}) for i, name in enumerate(message.content)}
+    skeleton.content = RecordDict(records)
+    total = len(skeleton.deflate()) + len(skeleton.content.deflate())
+    for record in message.content.values():
         if isinstance(record, ArrayRecord):
-            for array in record.values():
-                framing += len(array.deflate())
-                framing += sum(len(chunk.deflate()) for _, chunk in array.slice_array())
-    return framing + payload
+            arrays = [(key, a.dtype, tuple(a.shape), a.stype) for key, a in record.items()]
+            total += _framing(tuple(arrays)) + sum(len(a.data) for a in record.values())
+        else:
+            total += len(record.deflate())
+    return total
+
+
+@lru_cache(maxsize=64)
+def _framing(arrays: tuple[tuple[str, str, tuple[int, ...], str], ...]) -> int:
+    """Return the bytes of a record of such arrays, without their data; the same in every window."""
+    record, data = ArrayRecord(), 0
+    for index, (key, *kind) in enumerate(arrays):
+        # Distinct data: Flower sends equal objects once.
+        record[key] = Array(*kind, str(index).encode())
+        data += len(record[key].data)
+    chunks = [chunk for array in record.values() for _, chunk in array.slice_array()]
+    parts = [record, *record.values(), *chunks]
+    return sum(len(part.deflate()) for part in parts) - data
