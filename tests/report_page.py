@@ -55,6 +55,12 @@ def page_of(path, output):
     return Page(write_report([path], output, pngs=False))
 
 
+def skip_images(patch):
+    """Leave the pictures of a page empty: they take most of its time."""
+    empty = {"uri": "data:,", "width": 1, "height": 1}
+    patch.setattr("flower_desloc.app.runs.report.page._image", lambda _: empty)
+
+
 def keys(*runs):
     return [section.key for section in sections(runs, DEFAULT_LINK)]
 

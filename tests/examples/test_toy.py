@@ -179,6 +179,7 @@ def test_desloc_toy_in_miniature(tmp_path):
     assert all(0 < end["federated"][0] < 100 for end in told["ends"])
 
 
+@pytest.mark.soak
 def test_desloc_toy_search_in_miniature(tmp_path, monkeypatch):
     small: dict[str, Any] = {"rules": [("adam", 5.0)], "beta1": [0.9, 0.995]}
     small |= {"beta2": [0.999], "rates": [0.1, 0.3]}

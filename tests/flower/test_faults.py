@@ -111,7 +111,7 @@ AFTER_THE_FIRST_WINDOW: dict[str, Callable[..., None]] = {
     [
         *(("adopt", 1, f"killed while {phase}") for phase in PHASES),
         *(("adopt", 3, what) for what in FAULTS | AFTER_THE_FIRST_WINDOW),
-        *(("adam", 3, what) for what in FAULTS | AFTER_THE_FIRST_WINDOW),
+        *(("adam", 3, what) for what in ("its state is lost", "a late reply")),
     ],
 )
 def test_a_fault_costs_only_the_clients_contribution(name, window, what, tmp_path):

@@ -187,11 +187,11 @@ def outcome(run: Run) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
-    """After two of the checkpoints, and at one more point, drawn by the case's name."""
+    """After one of the checkpoints, and at one more point, drawn by the case's name."""
     case, draw = CASES[name], random.Random(name)
     whole = Whole(case, tmp_path / "whole")
     saved = whole.at("after the checkpoint")
-    points = {*draw.sample(saved, 2), draw.randrange(1, len(whole.points))}
+    points = {draw.choice(saved), draw.randrange(1, len(whole.points))}
     for point in sorted(points):
         folder = tmp_path / str(point)
         killed(case, folder, point)

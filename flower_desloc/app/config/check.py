@@ -106,7 +106,7 @@ def _check_text(config: Config) -> None:
     """
     data, clients = config.data, config.simulation.num_clients
     path, needed = Path(data.source).expanduser(), clients * (data.seq_len + 1)
-    if (data.streaming and not data.max_bytes) or not path.exists():
+    if (data.streaming and not data.max_bytes) or data.source == "builtin" or not path.exists():
         return  # a stream begins again where it ends
     held = 0
     for files, file in enumerate(filter(Path.is_file, chain([path], path.rglob("*"))), start=1):

@@ -146,7 +146,7 @@ def test_relative_paths_with_blanks_reach_the_app_as_absolute_paths(
 ):
     here = tmp_path / "my own folder\u00a0"
     for name in ("two words", "builtin"):
-        (here / name).mkdir(parents=True)
+        write(here / name / "text.txt", "text\n" * 200)
     write(here / "mine.yaml", "extends: quickstart\ndata: {source: two words}\n")
     monkeypatch.chdir(here)
     lines = accepted("run", *arguments, "--dry-run").splitlines()

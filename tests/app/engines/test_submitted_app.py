@@ -22,11 +22,6 @@ from scripts import ROOT
 
 from flower_desloc.app.engines import superlink
 
-
-def slow(test):
-    return pytest.mark.slow(pytest.mark.timeout(900)(test))
-
-
 PYPROJECT = """\
 [project]
 name = "tiny"
@@ -190,7 +185,7 @@ def place(tmp_path) -> Iterator[Place]:
         yield Place(cwd, environment, Path(temp))
 
 
-@slow
+@pytest.mark.soak
 def test_a_run_that_completes_exits_with_0_and_runs_the_submitted_code(tiny, place):
     code, output, errors = place.run(
         tiny, "simulation.num_clients=2", "--workers", "1", "--output-dir", "my runs"

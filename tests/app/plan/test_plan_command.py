@@ -222,7 +222,7 @@ def test_the_figure_has_every_moment_in_a_colour_of_its_own(tmp_path, figures):
     assert colours[0] == stream_colours(["exp_avg"], {})["exp_avg"]
 
 
-@pytest.mark.parametrize("compute", [1e-4, 0.0025, 10, 9000])
+@pytest.mark.parametrize("compute", [1e-4, 9000])
 def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, figures):
     run = planned(8, 24, 48, compute=compute, link=Link(bandwidth=2.5e6, latency=0.05))
     for topologies in ((Topology.STAR,), tuple(Topology)):
@@ -236,8 +236,10 @@ def test_the_figure_has_its_times_in_units_that_fit_them(compute, tmp_path, figu
             assert not any("000 ms" in label for label in labels)
 
 
-@pytest.mark.parametrize("topologies", [(Topology.STAR,), tuple(Topology)])
-@pytest.mark.parametrize("once_at", [(), range(16, 976, 16)])
+@pytest.mark.parametrize(
+    ("topologies", "once_at"),
+    [((Topology.STAR,), range(16, 976, 16)), (tuple(Topology), ())],
+)
 def test_the_heading_of_the_figure_fits_above_its_panels(topologies, once_at, tmp_path, figures):
     run = planned(160, 480, 960, phases=by_stream(8, 128, 256), once_at=once_at)
     plan_figure.draw(replace(run, topologies=topologies), tmp_path / "plan.png")

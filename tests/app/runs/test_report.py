@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pytest
 from command import accepted, desloc
 from recorded import record
-from report_page import CLOCKS, PNG, SHORT, Page, keys, made, page_of, skip_pages
+from report_page import CLOCKS, PNG, SHORT, Page, keys, made, page_of, skip_images, skip_pages
 from tiny import summary, train
 
 from flower_desloc.app.config.units import bytes_text, figures, loss_text
@@ -106,7 +106,8 @@ def test_the_same_run_gives_the_same_bytes(real, tmp_path):
     assert mpl.rcParams["svg.hashsalt"] is None  # the setting is restored
 
 
-def test_text_from_clients_is_escaped(copy, tmp_path):
+def test_text_from_clients_is_escaped(copy, tmp_path, monkeypatch):
+    skip_images(monkeypatch)
     event = {"kind": "refused", "client": "client-1", "what": "<script>alert(1)</script>"}
     change_lines(copy, lambda line: line.update(events=[event]))
     page = page_of(copy, tmp_path / "page.html")
@@ -176,7 +177,9 @@ def test_a_section_without_data_is_absent(copy, lose, absent):
     assert set(keys(load(copy))) == everything - absent
 
 
-def test_numbers_that_are_not_finite_are_gaps(copy, tmp_path):
+def test_numbers_that_are_not_finite_are_gaps(copy, tmp_path, monkeypatch):
+    skip_images(monkeypatch)
+
     def diverge(line):
         if line["step"] < 4:
             return
