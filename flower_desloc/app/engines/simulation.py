@@ -150,17 +150,18 @@ def _cause(block: Sequence[str]) -> tuple[str, str]:
 
 
 def _plain(line: str) -> str:
-    """Return a line without colours, and without what a logger writes before an error."""
+    """Return a line without colours, and without what Ray and a logger write before an error."""
     text = _COLOUR.sub("", line)
     flower = _FROM_FLOWER.match(text)
-    return text[flower.end() :].lstrip() if flower else text
+    return text[flower.end() :].lstrip() if flower else _ACTOR.sub("", text)
 
 
 _BEGINNINGS = ("Traceback (most recent call last):", "ray::")
 _FRAME = re.compile(r'\s*File "(.+)", line (\d+), in (.+)')
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_ACTOR = re.compile(r"\(\w+ pid=\d+\) ")
 _FROM_FLOWER = re.compile(
-    r"(\(\w+ pid=\d+\) )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [ \d:,-]*: "
+    rf"({_ACTOR.pattern})?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [ \d:,-]*: "
 )
 _NOISE = (
     "Using SuperLink: ",

@@ -69,7 +69,8 @@ def test_of_a_traceback_the_error_and_its_place_are_shown_once():
         1,
     )
     other = 'Traceback (most recent call last):\n  File "/a.py", line 1, in f\nKeyError: 3\n'
-    log = f"step 1/2\n{RAY}step 2/2\n{again}\n{other}failed after 1 step"
+    in_an_actor = "".join(f"(ClientAppActor pid=7) {line}\n" for line in other.splitlines())
+    log = f"step 1/2\n{RAY}step 2/2\n{again}\n{other}{in_an_actor}failed after 1 step"
     assert [*brief(log.splitlines())] == [
         "step 1/2",
         "ERROR: ValueError: the scanner gave no image "
