@@ -1,7 +1,11 @@
 """Tensors beside the messages: the same weights, and nobody gets or brings what is not theirs."""
 
 import itertools
+import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -419,6 +423,99 @@ def test_a_server_that_is_gone_ends_the_transfer(peers, monkeypatch):
     peers.server.close()
     with pytest.raises(TransferError):
         got(client, ticket)
+
+
+SERVER = """
+import json, sys, time
+from flower_desloc.flower.flight.wire import Parts, TensorServer
+size = int(sys.argv[1])
+server = TensorServer("127.0.0.1", 0)
+own = server.credentials(7)
+memory = Parts([bytearray(size)])
+tickets = [server.give(7, Parts([bytes(size)])), server.take(7, size, lambda: memory)]
+pems = [pem.decode() for pem in (own.authority, own.certificate, own.key)]
+print(json.dumps([server.port, pems, tickets]), flush=True)
+time.sleep(600)
+"""
+
+
+class Deadly(Parts):
+    """Kills a process when a third of it is read or written."""
+
+    def __init__(self, size: int, process: "subprocess.Popen[str]") -> None:
+        super().__init__([bytearray(size)])
+        self.process = process
+
+    def write(self, offset: int, data: memoryview) -> None:
+        super().write(offset, data)
+        self.kill_after(offset)
+
+    def pieces(self, offset: int = 0) -> Iterator[wire.Buffer]:
+        for piece in super().pieces(offset):
+            yield piece
+            offset += len(piece)
+            self.kill_after(offset)
+
+    def kill_after(self, offset: int) -> None:
+        if offset > self.size / 3:
+            self.process.kill()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_server_that_is_killed_ends_the_transfer(direction):
+    size = 200_000_000
+    command = [sys.executable, "-c", SERVER, str(size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port, pems, tickets = json.loads(process.stdout.readline())
+        client = TensorClient(f"127.0.0.1:{port}", wire.Credentials(*(p.encode() for p in pems)))
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"refused|reset|closed|connect"):
+            getattr(client, direction)(tickets[direction == "put"], Deadly(size, process))
+        assert process.wait() == -signal.SIGKILL
+        assert time.monotonic() - began < wire.IDLE
+
+
+SITE = """
+import os, signal, sys
+from flower_desloc.flower.flight.wire import Credentials, Parts, TensorClient
+port, direction, ticket, *pems = sys.argv[1:]
+size = 3_000_000
+
+class Deadly(Parts):
+    def write(self, offset, data):
+        super().write(offset, data)
+        if offset > size / 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pieces(self, offset=0):
+        for piece in super().pieces(offset):
+            yield piece
+            offset += len(piece)
+            if offset > size / 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+client = TensorClient(f"127.0.0.1:{port}", Credentials(*(pem.encode() for pem in pems)))
+getattr(client, direction)(ticket, Deadly([bytearray(size)]))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_a_site_that_is_killed_may_begin_again(peers, direction):
+    ticket = peers.give() if direction == "get" else peers.take()
+    own = peers.server.credentials(NODE)
+    pems = [pem.decode() for pem in (own.authority, own.certificate, own.key)]
+    words = [str(peers.server.port), direction, ticket, *pems]
+    done = subprocess.run([sys.executable, "-c", SITE, *words], check=False)
+    assert done.returncode == -signal.SIGKILL
+    if direction == "get":
+        assert got(peers.client(), ticket) == DATA
+    else:
+        peers.client().put(ticket, Parts([DATA]))
+        assert peers.server.taken(ticket) is not None
+        assert peers.memory[len(DATA) // 2 :] == DATA[len(DATA) // 2 :]
 
 
 def stalled(peers, direction: str) -> TensorClient:
