@@ -49,8 +49,9 @@ def framed_bytes(message: Message) -> int:
         return len(message.deflate())
     skeleton = copy.copy(message)
     # Of the records only the names count here, and that they differ.
-    records = {name: ConfigRecord({"": i}) for i, name in enumerate(message.content)}
-    skeleton.content = RecordDict(records)
+    skeleton.content = RecordDict()
+    for index, name in enumerate(message.content):
+        skeleton.content[name] = ConfigRecord({"": index})
     total = len(skeleton.deflate()) + len(skeleton.content.deflate())
     for record in message.content.values():
         if isinstance(record, ArrayRecord):
@@ -65,9 +66,9 @@ def framed_bytes(message: Message) -> int:
 def _framing(arrays: tuple[tuple[str, str, tuple[int, ...], str], ...]) -> int:
     """Return the bytes of a record of such arrays, without their data; the same in every window."""
     record, data = ArrayRecord(), 0
-    for index, (key, *kind) in enumerate(arrays):
+    for index, (key, dtype, shape, stype) in enumerate(arrays):
         # Distinct data: Flower sends equal objects once.
-        record[key] = Array(*kind, str(index).encode())
+        record[key] = Array(dtype, shape, stype, str(index).encode())
         data += len(record[key].data)
     chunks = [chunk for array in record.values() for _, chunk in array.slice_array()]
     parts = [record, *record.values(), *chunks]
