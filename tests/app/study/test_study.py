@@ -356,7 +356,7 @@ def test_a_run_on_other_data_does_not_count_as_finished(tmp_path):
     file = data / "a.txt"
 
     def read(text):
-        file.write_text(text)
+        file.write_text(100 * text)
         files_once.cache_clear()
         return study(tmp_path, f"base: [data.source={data}]", SHORT)
 
@@ -456,6 +456,8 @@ axes:
 def test_a_failed_run_does_not_stop_the_others_and_is_retried(tmp_path):
     source = tmp_path / "nothing"
     source.mkdir()
+    broken = source / "broken.parquet"
+    broken.write_text("this is no table")
     text = f"""
 base: [simulation.num_clients=2, data.partition=iid, evaluation.federated=false]
 axes: {{data: {{none: [data.source={source}], some: []}}}}
@@ -467,6 +469,7 @@ axes: {{data: {{none: [data.source={source}], some: []}}}}
     assert (store.failed_path(made.cells[0].run(0)) / "log.txt").exists()
     assert [len(row.runs) for row in results(made, store)] == [0, 1]
     tales = [json.dumps({"text": f"Tale {n}: {'once upon a time. ' * 20}"}) for n in range(40)]
+    broken.unlink()
     (source / "tales.jsonl").write_text("\n".join(tales))
     assert run_study(made, store, Here(), Mock()) == {}
     assert not store.failed_path(made.cells[0].run(0)).exists()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from flower_desloc.app.runs.figures import measures, style
 from flower_desloc.app.runs.figures.losses import fill_heldout_loss
 from flower_desloc.app.runs.figures.timeline import fill_averages
@@ -11,6 +13,11 @@ from flower_desloc.app.runs.record import RunRecord
 
 def draw(run: RunRecord, path: Path) -> None:
     """Draw the run into ``path``."""
+    overview(run).savefig(path, dpi=140)
+
+
+def overview(run: RunRecord) -> Figure:
+    """Return the figure of a run."""
     made, (loss, sent, averages, drift) = style.figure(2, 2, 7.6)
     made.set_figwidth(12)
     fill_heldout_loss(loss, run)
@@ -23,4 +30,4 @@ def draw(run: RunRecord, path: Path) -> None:
     partly = f" ({run.status} after {run.num_steps} of {planned} steps)"
     name = run.name if run.status == "completed" else f"{run.name}{partly}"
     style.headline(made, name, f"{run.optimizer_and_clients}, {run.averaged}")
-    made.savefig(path, dpi=140)
+    return made

@@ -1,0 +1,80 @@
+"""Runs from Python: the tables, the figure and the model are those of the run's files."""
+
+import sys
+
+import pytest
+from tiny import TINY, summary
+
+from flower_desloc.app import compare, load_run, run
+from flower_desloc.app.config import ConfigError
+from flower_desloc.app.runs.folder import read_lines
+from flower_desloc.core.streams import digest, parameters
+
+SHORT = [*TINY, "run.steps=4", "run.eval_every=2", "sync.params=2", "simulation.num_clients=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return run("quickstart", *SHORT, engine="inprocess", output_dir=folder)
+
+
+def test_the_tables_are_those_of_the_files(result, folder):
+    assert result.folder == folder / "quickstart"
+    assert "completed" in repr(result)
+    *_, last = read_lines(result.folder / "metrics.jsonl")
+    assert [*result.windows.index] == [2, 4]
+    assert result.windows.loc[4, "train_loss"] == last["train_loss"]
+    assert (
+        result.windows.bytes_up.sum() == summary(result.folder)["bytes"]["measured"]["up"]["total"]
+    )
+    client = last["clients"]["client-1"]
+    assert result.clients.loc[(4, "client-1"), "update_norm"] == client["update_norm"]
+    central = last["evaluation"]["central"]
+    assert result.evaluations.loc[(4, "central", "all"), "loss"] == central["overall"]["loss"]
+    assert {*result.evaluations.loc[(4, "federated")].index} == {"all", "client-0", "client-1"}
+
+
+def test_the_model_is_that_of_the_run(result):
+    assert digest(parameters(result.model())) == summary(result.folder)["weights_sha256"]
+
+
+def test_runs_are_compared_and_shown(result, folder):
+    again = run("quickstart", *SHORT, "run.seed=1", engine="inprocess", output_dir=folder)
+    assert again.folder != result.folder
+    table = compare([result, again.folder, load_run(result.folder)])
+    assert [*table.seed] == [result.record.seed, 1, result.record.seed]
+    assert table.loss.iloc[0] == result.evaluations.loc[(4, "central", "all"), "loss"]
+    shown = result._repr_html_()
+    assert "<table" in shown
+    assert "data:image/png;base64," in shown
+
+
+def test_mistakes_are_errors_of_python(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.stepz"):
+        run("quickstart", "run.stepz=3", output_dir=tmp_path)
+    with pytest.raises(ValueError, match="engine=ray"):
+        run("quickstart", engine="ray", output_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        load_run(tmp_path / "nowhere")
+
+
+def test_a_simulation_that_fails_is_an_error_with_its_reason(tmp_path, monkeypatch, capsys):
+    """The command is another here, which fails as it does."""
+    says = tmp_path / "desloc"
+    says.write_text("#!/bin/sh\necho step 1\necho 'error: the site has no data' >&2\nexit 1\n")
+    says.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RuntimeError, match="the site has no data"):
+        run("quickstart", *SHORT, output_dir=tmp_path)
+    assert "step 1" in capsys.readouterr().out
+
+
+@pytest.mark.soak
+def test_a_simulation_gives_the_weights_of_a_run_in_one_process(result, tmp_path):
+    simulated = run("quickstart", *SHORT, output_dir=tmp_path)
+    assert simulated.summary["weights_sha256"] == result.summary["weights_sha256"]
