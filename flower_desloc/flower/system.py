@@ -18,6 +18,8 @@ _LONGEST_SOCKET: Final = 103
 """Bytes in the path of a Unix socket: 107 on Linux, 103 on macOS."""
 _SOCKET: Final = "0123456789abcdef.sock"
 """As long as the name of a socket."""
+_LEAST_SPACE: Final = 50_000_000
+"""Bytes for the app, logs and databases of Flower's processes, and Ray's logs."""
 _SHORT_FOLDERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
 
 
@@ -64,9 +66,15 @@ def new_temporary_folder(longest: int) -> Path:
     Where the folder for temporary files has a path of more than ``longest`` bytes, which sockets
     have no room for, it is a link. ``remove`` deletes both.
 
-    Raises ``FileNotFoundError`` if there is no folder for temporary files, or for the link.
+    Raises ``FileNotFoundError`` if there is no folder for temporary files, or for the link, and
+    ``OSError`` if its disk is nearly full.
     """
     parent = temporary_folder()
+    if (free := shutil.disk_usage(parent).free) < _LEAST_SPACE:
+        raise OSError(
+            f"the folder for temporary files, {parent}, has {free // 1_000_000} MB free, and "
+            f"Flower and Ray need {_LEAST_SPACE // 1_000_000}; set TMPDIR to one with free space"
+        )
     folder = Path(tempfile.mkdtemp(prefix="desloc-", dir=parent)).resolve()
     if len(os.fsencode(folder.parent)) <= longest:
         return folder

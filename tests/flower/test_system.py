@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -208,3 +209,9 @@ def test_loopback_is_never_proxied_and_a_socks_proxy_ends_no_local_run(monkeypat
     assert "secret" not in caplog.text
     monkeypatch.setattr(system, "find_spec", lambda name: object())
     assert "ALL_PROXY" in system.direct_on_loopback(given)
+
+
+def test_a_disk_of_temporary_files_that_is_nearly_full_is_named(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=300_000))
+    with pytest.raises(OSError, match=r"0 MB free.*set TMPDIR"):
+        system.new_temporary_folder(20)
