@@ -61,6 +61,7 @@ def adopt_step(
     torch._foreach_clamp_min_(denominators, eps)
     ns = torch._foreach_div(gs, denominators)
     if clip is not None:
+        # A tensor of one value counts as a number, which PyTorch's types do not know.
         torch._foreach_clamp_min_(ns, [-clip] * len(ns))  # type: ignore[list-item]
         torch._foreach_clamp_max_(ns, [clip] * len(ns))  # type: ignore[list-item]
     torch._foreach_lerp_(us, ns, 1 - beta1)

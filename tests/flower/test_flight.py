@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -19,6 +21,7 @@ from federation import OPTIMIZERS
 from flower_path import Run
 from flwr.app import ArrayRecord, Message
 from pyarrow import flight
+from scripts import ROOT
 
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
@@ -440,11 +443,11 @@ time.sleep(600)
 
 
 class Deadly(Parts):
-    """Kills a process when a third of it is read or written."""
+    """Calls ``kill`` when a third of it is read or written."""
 
-    def __init__(self, size: int, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, size: int, kill: Callable[[], None]) -> None:
         super().__init__([bytearray(size)])
-        self.process = process
+        self.kill = kill
 
     def write(self, offset: int, data: memoryview) -> None:
         super().write(offset, data)
@@ -458,7 +461,7 @@ class Deadly(Parts):
 
     def kill_after(self, offset: int) -> None:
         if offset > self.size / 3:
-            self.process.kill()
+            self.kill()
 
 
 @pytest.mark.soak
@@ -472,32 +475,20 @@ def test_a_server_that_is_killed_ends_the_transfer(direction):
         client = TensorClient(f"127.0.0.1:{port}", wire.Credentials(*(p.encode() for p in pems)))
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"refused|reset|closed|connect"):
-            getattr(client, direction)(tickets[direction == "put"], Deadly(size, process))
+            getattr(client, direction)(tickets[direction == "put"], Deadly(size, process.kill))
         assert process.wait() == -signal.SIGKILL
         assert time.monotonic() - began < wire.IDLE
 
 
 SITE = """
 import os, signal, sys
-from flower_desloc.flower.flight.wire import Credentials, Parts, TensorClient
-port, direction, ticket, *pems = sys.argv[1:]
-size = 3_000_000
-
-class Deadly(Parts):
-    def write(self, offset, data):
-        super().write(offset, data)
-        if offset > size / 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def pieces(self, offset=0):
-        for piece in super().pieces(offset):
-            yield piece
-            offset += len(piece)
-            if offset > size / 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from test_flight import DATA, Deadly
+from flower_desloc.flower.flight.wire import Credentials, TensorClient
+port, direction, ticket, *pems = sys.argv[2:]
 client = TensorClient(f"127.0.0.1:{port}", Credentials(*(pem.encode() for pem in pems)))
-getattr(client, direction)(ticket, Deadly([bytearray(size)]))
+dies = Deadly(len(DATA), lambda: os.kill(os.getpid(), signal.SIGKILL))
+getattr(client, direction)(ticket, dies)
 """
 
 
@@ -507,7 +498,8 @@ def test_a_site_that_is_killed_may_begin_again(peers, direction):
     ticket = peers.give() if direction == "get" else peers.take()
     own = peers.server.credentials(NODE)
     pems = [pem.decode() for pem in (own.authority, own.certificate, own.key)]
-    words = [str(peers.server.port), direction, ticket, *pems]
+    folders = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests")])
+    words = [folders, str(peers.server.port), direction, ticket, *pems]
     done = subprocess.run([sys.executable, "-c", SITE, *words], check=False)
     assert done.returncode == -signal.SIGKILL
     if direction == "get":

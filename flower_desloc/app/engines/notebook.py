@@ -13,15 +13,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from torch import nn
 
-from flower_desloc.app.config import load_run_config, parse
+from flower_desloc.app.config import load_run_config
 from flower_desloc.app.config.run_config import app_run_config
 from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.engines.in_process import run_in_process
+from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
-from flower_desloc.app.runs.folder import RunFolder, evaluations
+from flower_desloc.app.runs.folder import evaluations
 from flower_desloc.app.runs.record import RunRecord, load
-from flower_desloc.app.tasks import build_task
-from flower_desloc.core.streams import install
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 
 _OF_A_CLIENT = ("num_examples", "steps", "train_loss", "update_norm", "param_norm", "seconds")
@@ -103,11 +102,7 @@ class RunResult:
 
         Raises ``CheckpointError`` when there is none (``run.checkpoint_every=0``).
         """
-        checkpoint = Checkpoint.read(last_checkpoint(self.folder))
-        model = build_task(parse(checkpoint.settings)).build_model()
-        for name in {"params", "buffers"} & checkpoint.averages.keys():
-            install(model, checkpoint.averages[name])
-        return model
+        return averaged_model(Checkpoint.read(last_checkpoint(self.folder)))[1]
 
     def figure(self) -> Figure:
         """Return the figure of ``overview.png``."""
@@ -205,7 +200,7 @@ def _table(rows: Iterable[dict[str, Any]], *index: str) -> pd.DataFrame:
 def _folders(output_dir: str | Path) -> dict[Path, int]:
     """Return the folders of runs, each with the time of its last change."""
     files = Path(output_dir).expanduser().resolve().glob("*/summary.json")
-    return {RunFolder(file.parent).path: file.stat().st_mtime_ns for file in files}
+    return {file.parent: file.stat().st_mtime_ns for file in files}
 
 
 def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> None:

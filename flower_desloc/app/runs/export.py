@@ -3,13 +3,15 @@
 import shutil
 from pathlib import Path
 
+from torch import nn
+
 from flower_desloc.app.config import parse
 from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.runs.card import card
 from flower_desloc.app.runs.folder import RunFolder, read_lines, replaced
 from flower_desloc.app.runs.resume import completed
 from flower_desloc.app.runs.summary import build
-from flower_desloc.app.tasks import build_task
+from flower_desloc.app.tasks import Task, build_task
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import BUFFERS, digest, install
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
@@ -41,15 +43,21 @@ def export(source: Path, folder: Path | None = None) -> Path:
     return folder
 
 
+def averaged_model(checkpoint: Checkpoint) -> tuple[Task, nn.Module]:
+    """Return the task of a checkpoint's run and the averaged model, on the CPU."""
+    task = build_task(parse(checkpoint.settings))
+    model = task.build_model()
+    for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
+        install(model, checkpoint.averages[name])
+    return task, model
+
+
 def _write(run: RunFolder, file: Path, folder: Path) -> None:
     checkpoint = Checkpoint.read(file)
     if checkpoint.step == 0:
         raise ValueError(f"{file}: has not completed a window; there is nothing to export")
     config = parse(checkpoint.settings)
-    task = build_task(config)
-    model = task.build_model()
-    for name in {PARAMS, BUFFERS} & checkpoint.averages.keys():
-        install(model, checkpoint.averages[name])
+    task, model = averaged_model(checkpoint)
     try:
         task.save(model, folder)
     except OSError:  # of the disk

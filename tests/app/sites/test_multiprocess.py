@@ -111,7 +111,7 @@ class Undivided:
         return {}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # only the server saves
 
     def _obey(self, rank: int) -> None:
         if rank == 1 and (order := self.folder / "order").exists():

@@ -391,6 +391,7 @@ def failing(times: int, error: Exception) -> Any:
 
 
 def test_a_refusal_or_a_network_that_is_not_to_be_used_is_not_asked_again(monkeypatch):
+    # Only the status is read, not the request.
     refusal = aiohttp.ClientResponseError(None, (), status=404)  # type: ignore[arg-type]
     for error in (FileNotFoundError("x"), refusal, ValueError("x")):
         with pytest.raises(type(error)):
