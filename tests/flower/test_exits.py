@@ -64,14 +64,23 @@ def test_a_run_that_no_site_can_join_ends_with_the_reasons(tmp_path):
         trained(tmp_path, "AtEverySite")
 
 
-@pytest.mark.parametrize("task", ["InTheEvaluation", "WhenSaved", "WhenBuilt"])
-def test_a_server_app_that_exits_has_failed(tmp_path, task):
-    with pytest.raises((RuntimeError, ValueError), match=r"it called sys\.exit\(0\)"):
+EXITED = "RuntimeError: it called sys.exit(0)"
+SAVE = (
+    f"ValueError: all steps are done, but the save of task={__name__}:WhenSaved failed ({EXITED})"
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [("InTheEvaluation", EXITED), ("WhenSaved", SAVE), ("WhenBuilt", EXITED)],
+)
+def test_a_server_app_that_exits_has_failed(tmp_path, task, error):
+    kind = ValueError if task == "WhenSaved" else RuntimeError
+    with pytest.raises(kind, match=r"it called sys\.exit\(0\)"):
         trained(tmp_path, task)
     for written in tmp_path.glob("*/summary.json"):
         found = tiny.summary(written.parent)
-        assert found["status"] == "failed"
-        assert "RuntimeError: it called sys.exit(0)" in found["error"]
+        assert (found["status"], found["error"]) == ("failed", error)
 
 
 def test_any_client_app_that_exits_has_failed():
