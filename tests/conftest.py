@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("laws", derandomize=True, deadline=None, max_examples=15)
+settings.register_profile("many", deadline=None, max_examples=200)  # --hypothesis-profile=many
 settings.load_profile("laws")
 torch.set_num_threads(1)
 # And one thread in every process that a test starts: for small tensors more of them only wait.
@@ -46,6 +47,14 @@ def _not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in () if request.path.name in _DRAWN else _PICTURES:
             patch.setattr(f"flower_desloc.{name}", lambda *_, **__: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting() -> Iterator[None]:
+    """Let a server look for clients without a pause: in one process they are all there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.001)
         yield
 
 

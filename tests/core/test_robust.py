@@ -32,12 +32,6 @@ from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.policy import Policy
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
-
-
 # Integers, because their sums are exact in any order.
 STACKS = arrays.arrays(
     np.float64,

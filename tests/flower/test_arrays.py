@@ -7,7 +7,7 @@ import pytest
 import torch
 from federation import generator
 from flwr.app import Array, ArrayRecord
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
@@ -144,7 +144,6 @@ def read_by_numpy(data: bytes) -> np.ndarray | None:
     return array if file.tell() == len(data) else None
 
 
-@settings(max_examples=200)
 @given(
     description=st.sampled_from(DESCRIPTIONS),
     order=st.sampled_from(["False", "True", "0"]),

@@ -66,19 +66,26 @@ CASES = {name: OPTIMIZERS[name] for name in ("adam", "adopt", "sgdm")}
 CASES["groups"] = replace(OPTIMIZERS["adam"], make=grouped)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "late": {"sync_delay": 2},
+    "joiner": {"present": lambda m, t: m < 2 or t >= 4, "sync_bound": True},
+    "unequal": {"policy": Policy(min_steps=0.3, step_seconds={"client-0": 1.0, "client-1": 4.0})},
+    "lossy": {"formats": LOSSY},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("name", "kind"),
     [
-        {},
-        {"sync_delay": 2},
-        {"present": lambda m, t: m < 2 or t >= 4, "sync_bound": True},
-        {"policy": Policy(min_steps=0.3, step_seconds={"client-0": 1.0, "client-1": 4.0})},
-        {"formats": LOSSY},
+        *(("adam", kind) for kind in OPTIONS),
+        *(("adopt", kind) for kind in ("late", "joiner")),
+        *(("sgdm", kind) for kind in ("unequal", "lossy")),
+        *(("groups", kind) for kind in ("plain", "joiner", "lossy")),
     ],
-    ids=["plain", "late", "joiner", "unequal", "lossy"],
 )
-def test_both_forms_of_a_client_end_equal(case, options, tmp_path):
+def test_both_forms_of_a_client_end_equal(name, kind, tmp_path):
+    case, options = CASES[name], OPTIONS[kind]
     schedule = SyncSchedule(case.periods(3, 4, 6))
     if "formats" in options:
         options = {"formats": {s: f for s, f in LOSSY.items() if s in schedule.periods}}

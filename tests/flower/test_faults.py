@@ -13,7 +13,7 @@ from faults import Faults, Phase, Spoil
 from federation import OPTIMIZERS, assert_close
 from flower_path import Run
 from flwr.app import Context, Error, Message, RecordDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import SyncSchedule
@@ -26,11 +26,6 @@ from flower_desloc.flower.policy import Policy
 PHASES: list[Phase] = ["starting", "training", "saving", "uploading"]
 COINS = {"adopt": None, "adam": 4}
 """ADOPT is run with periods, Adam with coins."""
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
 
 
 def faulty(name: str, coins: int | None, folder: Path, timeout: float = 0.02) -> Faults:
@@ -120,7 +115,6 @@ def test_a_fault_costs_only_the_clients_contribution(name, window, what, tmp_pat
     check(faults)
 
 
-@settings(max_examples=12)
 @given(
     st.sampled_from(["adopt", "adam"]),
     st.none() | st.integers(0, 5),

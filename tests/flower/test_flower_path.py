@@ -66,8 +66,13 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["adopt", "amsgrad"])
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("name", "situation"),
+    [
+        *(("adopt", situation) for situation in SITUATIONS),
+        *(("amsgrad", situation) for situation in ("coins", "away for two windows", "joins later")),
+    ],
+)
 def test_the_federated_path_is_algorithm_1(name, situation, tmp_path):
     options = {**SITUATIONS[situation]}
     periods = OPTIMIZERS[name].periods(*options.pop("periods"))

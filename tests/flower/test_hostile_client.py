@@ -13,7 +13,7 @@ import torch
 from flower_path import Watch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord
 from flwr.app import RecordDict as Content
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_malformed_replies import TRAINING, of_evaluations, of_greetings
 
@@ -43,11 +43,6 @@ STEPS = 6
 X0 = {key: torch.full(shape, 0.5) for key, shape in SHAPES.items()}
 Tree = dict[str, torch.Tensor]
 Spoil = Callable[[Content], object]
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
 
 
 def drawn(m: int, step: int, name: str) -> Tree:
@@ -222,7 +217,6 @@ def hostile_runs(draw: st.DrawFn) -> Federation:
     return Federation({**train, **evaluate, **hello}, draw(st.integers(0, 2)), policy)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
 @given(run=hostile_runs())
 def test_no_reply_changes_anything_but_by_its_admitted_share(run):
     _, records = run.run()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc.app.sites.warm.framing import receive, send
@@ -45,7 +45,6 @@ def transferred(sent, **options):
     return received
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 9), st.integers(8190, 8194), st.just(70_000)), max_size=5))
 def test_a_message_of_any_sizes_is_transferred_whole(sizes):
     sent, same = message(sizes), message(sizes)

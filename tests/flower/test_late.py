@@ -75,7 +75,6 @@ def test_a_client_killed_in_a_window_of_coded_streams_repeats_it_to_the_same_bit
     phase, paces, delay, tmp_path, monkeypatch
 ):
     """The server leaves it out, has too few replies, and asks for the window again."""
-    monkeypatch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
     unequal = {"min_steps": 0.3, "step_seconds": paces} if paces else {}
     options: dict[str, Any] = {
         "delay": delay,

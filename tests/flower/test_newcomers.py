@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc import NEVER, Policy, SyncSchedule
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.states import needs_seed, seed_states, state_decays
 from flower_desloc.core.streams import prime, stream_names, take, trained_by
 from flower_desloc.flower.arrays import from_record
@@ -20,20 +20,22 @@ from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.optim import ADOPT
 from flower_desloc.optim import OPTIMIZERS as DESCRIBED
 
-JOINS = 10
+JOINS = 6
 SEEDED = [name for name, case in OPTIMIZERS.items() if case.oracle.seeds]
 
 
-@pytest.mark.parametrize("name", SEEDED)
+SETTINGS: list[tuple[tuple[Period, ...], bool]] = [  # periods, bounded
+    ((2, 2, NEVER), True),
+    ((2, 4, 24), False),
+    ((2, 4, 24), True),
+    ((2, NEVER, 4), False),
+    ((2, NEVER, NEVER), True),
+]
+
+
 @pytest.mark.parametrize(
-    ("periods", "bound"),
-    [
-        ((2, 2, NEVER), True),
-        ((2, 4, 24), False),
-        ((2, 4, 24), True),
-        ((2, NEVER, 4), False),
-        ((2, NEVER, NEVER), True),
-    ],
+    ("name", "periods", "bound"),  # each optimizer with two settings in turn
+    [(n, *SETTINGS[i % len(SETTINGS)]) for k, n in enumerate(SEEDED) for i in (k, k + 2)],
 )
 def test_a_newcomer_seeds_v_and_fits_u_to_it_whatever_the_runs_settings(
     name, periods, bound, tmp_path

@@ -185,13 +185,15 @@ def outcome(run: Run) -> dict[str, str]:
     return {name: digest(from_record(a)) for name, a in run.strategy.state.averages.items()}
 
 
+@pytest.mark.parametrize("number", [1, pytest.param(8, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, tmp_path):
-    """After one of the checkpoints, and at one more point, drawn by the case's name."""
+def test_a_run_killed_anywhere_and_resumed_ends_with_the_same_bits(name, number, tmp_path):
+    """At points drawn by the case's name, half of them after a checkpoint."""
     case, draw = CASES[name], random.Random(name)
     whole = Whole(case, tmp_path / "whole")
     saved = whole.at("after the checkpoint")
-    points = {draw.choice(saved), draw.randrange(1, len(whole.points))}
+    anywhere = range(1, len(whole.points))
+    points = {draw.choice(draw.choice([saved, anywhere])) for _ in range(number)}
     for point in sorted(points):
         folder = tmp_path / str(point)
         killed(case, folder, point)

@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
 from federation import BOUNDED, LINEAR, OPTIMIZERS, Quadratic, Regression, assert_close
 from flower_path import Run, oracle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import NEVER, Policy, SyncSchedule, Window
@@ -118,15 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_waiting():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flower_desloc.flower.members._POLL_INTERVAL", 0.0)
-        yield
-
-
 @given(cases())
-@settings(max_examples=25)
 def test_all_at_once_equals_the_oracle(case: Case) -> None:
     """Of late averages and unequal speeds there is no other such test."""
     with tempfile.TemporaryDirectory() as folder:
