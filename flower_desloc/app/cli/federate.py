@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flower_desloc.app.cli.run import resume_hint, tell
+from flower_desloc.app.cli.run import estimating, resume_hint, tell
 from flower_desloc.app.cli.run_arguments import (
     OutputDir,
     Overrides,
@@ -66,10 +66,8 @@ def federate(
     require_writable(output_dir)
     config = arguments.config
     devices = [torch.device(str(site.get("device", default_device()))) for site in sites]
-    try:
+    with estimating():
         tell(config, federation_on_this_machine(Needs(config), devices, output_dir))
-    except ValueError as error:  # it may still fit
-        typer.echo(f"cannot estimate whether this run fits: {error}")
     with failing(FAILED, ProcessError):
         here = with_data_address(arguments)
     command = flwr_run(APP_FOLDER, here.run_config(output_dir))

@@ -126,12 +126,10 @@ def run(
         typer.echo(described())
         return
     require_writable(output_dir)
-    try:
+    with estimating():
         if ray_address:
             raise ValueError(f"its clients run on the Ray cluster at {ray_address}")
         _preflight(config, engine, workers, output_dir, dry=False)
-    except ValueError as error:  # a run that cannot be estimated may still fit
-        typer.echo(f"cannot estimate whether this run fits: {error}")
     again = ["desloc", "run", arguments.preset, *arguments.overrides]
     again += ["--engine", engine] if engine is not Engine.SIMULATION else []
     again += ["--workers", str(workers)] if workers is not None else []
@@ -155,6 +153,15 @@ def _preflight(
     for line in lines:
         typer.echo(line)
     tell(config, on_this_machine(needs, hardware, output_dir), dry=dry)
+
+
+@contextmanager
+def estimating() -> Iterator[None]:
+    """Say so where the block cannot estimate what a run needs, which may still fit."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"cannot estimate whether this run fits: {error}")
 
 
 def tell(config: Config, findings: Iterable[Finding], *, dry: bool = False) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from flower_desloc.app.config import load_run_config
 from flower_desloc.app.config.run_config import app_run_config
-from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
@@ -170,7 +169,7 @@ def load_run(folder: str | Path) -> RunResult:
 def compare(runs: Iterable[RunResult | str | Path]) -> pd.DataFrame:
     """Return a table of runs, one row each: what they sent, took and reached.
 
-    ``times_less`` is the bytes of Local Adam, by the formula, over those that were sent.
+    ``bytes_up`` is what all clients sent; ``times_less`` is Local Adam's, by the formula, over it.
     """
     rows = []
     for each in runs:
@@ -184,7 +183,7 @@ def compare(runs: Iterable[RunResult | str | Path]) -> pd.DataFrame:
                 "status": record.status,
                 "steps": record.num_steps,
                 **{metric: course["final"] for metric, course in reached.items()},
-                "sent": bytes_text(found["bytes"]["measured"]["up"]["total"]),
+                "bytes_up": found["bytes"]["measured"]["up"]["total"],
                 "times_less": found["ratio"]["local_adam"],
                 "seconds": found["seconds"]["total"],
             }
