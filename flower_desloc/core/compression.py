@@ -1,11 +1,13 @@
-"""Lossy formats for streams in messages: bf16, and blockwise int8 and int4 with error feedback.
+"""Lossy formats of streams in messages: bf16, and blockwise int8, int4, int2 with error feedback.
 
 A tensor is cut into blocks, each quantised with a scale of its own (Dettmers et al., "8-bit
 Optimizers via Block-wise Quantization", 2022). Parameters are sent as their difference to the last
 common parameters. The sender of a signed stream keeps the quantisation residual and adds it to what
 it sends next (error feedback: Seide et al., 2014; Karimireddy et al., 2019), so that errors do not
 accumulate. Second moments are quantised by their logarithm: they have no sign, span many orders of
-magnitude within a block, and are divisors, so a small entry must never become zero.
+magnitude within a block, and are divisors, so a small entry must never become zero. In ``int2`` a
+signed value keeps its sign and one of two magnitudes of its block, which are the best in the mean
+square (Lloyd, 1982): the larger is what few values of a block have.
 
 Only messages are compressed; both ends hold streams in the model's own type.
 """
@@ -20,9 +22,13 @@ from flower_desloc.core.formats import EXACT, Format
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.types import Stream
 
-_BITS = {"int8": 8, "int4": 4}
-_BLOCK = {"int8": 256, "int4": 64}
-"""Values that share a scale of two bytes or, quantised by logarithm, two ends of two bytes."""
+_BITS = {"int8": 8, "int4": 4, "int2": 2}
+_BLOCK = {"int8": 256, "int4": 64, "int2": 64}
+"""Values that share a scale of two bytes or, quantised by logarithm or in int2, two of them."""
+_LLOYD = 4
+"""Rounds in which the two magnitudes of a block are sought."""
+_AT_ONCE = 2048
+"""Blocks that fit into a processor's cache."""
 _LEAST = torch.finfo(torch.float32).tiny
 """The smallest normal number; some devices have no smaller ones."""
 
@@ -107,7 +113,8 @@ def coded_bytes(format_: Format, tensor: Tensor, *, signed: bool = True) -> int:
     if format_ == "bf16":
         return 2 * tensor.numel()
     blocks = math.ceil(tensor.numel() / _BLOCK[format_])
-    return _bytes_of_codes(format_, tensor.numel()) + blocks * (2 if signed else 4)
+    has_one_scale = signed and format_ != "int2"
+    return _bytes_of_codes(format_, tensor.numel()) + blocks * (2 if has_one_scale else 4)
 
 
 def encode(tensor: Tensor, format_: Format, *, signed: bool) -> Tensor:
@@ -116,7 +123,10 @@ def encode(tensor: Tensor, format_: Format, *, signed: bool) -> Tensor:
     if format_ == "bf16":
         return _bytes(flat.bfloat16())
     blocks = _blocks(flat, _BLOCK[format_])
-    codes, scales = (_quantise if signed else _quantise_log)(blocks, _BITS[format_])
+    if signed and format_ == "int2":
+        codes, scales = _quantise_by_sign(blocks, flat.numel())
+    else:
+        codes, scales = (_quantise if signed else _quantise_log)(blocks, _BITS[format_])
     return torch.cat([_pack(codes.reshape(-1)[: flat.numel()], format_), _bytes(scales)])
 
 
@@ -168,8 +178,41 @@ def _quantise(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    if bits == 2:
+        small, large = scales.view(2, -1).unsqueeze(2)
+        return torch.where(codes & 1 > 0, large, small) * (1 - (codes & 2).float())
     middle = 1 << (bits - 1)
     return (codes.float() - middle) * scales.unsqueeze(1)
+
+
+def _quantise_by_sign(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Quantise to the magnitude (bit 0: the larger) and the sign (bit 1: negative).
+
+    The magnitudes are those of the first ``count`` values: the rest only fills the last block.
+    """
+    counts = blocks.new_full(blocks.shape[:1], blocks.shape[1])
+    counts[-1:] -= blocks.numel() - count
+    codes, scales = [], []
+    for part, number in zip(blocks.split(_AT_ONCE), counts.split(_AT_ONCE), strict=True):
+        sizes = part.abs()
+        own = _two_magnitudes(sizes, number).bfloat16()
+        is_larger = sizes > own.float().mean(dim=0).unsqueeze(1)
+        codes.append((part < 0).to(torch.uint8).mul_(2).add_(is_larger))
+        scales.append(own)
+    return torch.cat(codes), torch.cat(scales, dim=1)
+
+
+def _two_magnitudes(sizes: Tensor, count: Tensor) -> Tensor:
+    """Return the two means, smaller first, between which the border of the sizes is half-way."""
+    total = sizes.sum(dim=1)
+    small = large = total / count
+    for _ in range(_LLOYD):
+        is_large = (sizes > ((small + large) / 2).unsqueeze(1)).float()
+        number = is_large.sum(dim=1)
+        sum_large = is_large.mul_(sizes).sum(dim=1)
+        small = ((total - sum_large) / (count - number).clamp_min(1)).clamp_min(0)
+        large = torch.where(number > 0, sum_large / number.clamp_min(1), small)
+    return torch.stack([small, large])
 
 
 def _quantise_log(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -211,16 +254,19 @@ def _blocks(flat: Tensor, size: int) -> Tensor:
 
 
 def _pack(codes: Tensor, format_: Format) -> Tensor:
-    if format_ == "int8":
-        return codes
-    low, high = _blocks(codes, 2).unbind(dim=1)
-    return torch.bitwise_or(low, high << 4)
+    """Return codes with the first of a byte in its lowest bits."""
+    bits = _BITS[format_]
+    columns = _blocks(codes, 8 // bits)
+    packed = columns[:, 0]
+    for i in range(1, 8 // bits):
+        packed = packed | columns[:, i] << i * bits
+    return packed
 
 
 def _unpack(data: Tensor, format_: Format, count: int) -> Tensor:
-    if format_ == "int8":
-        return data
-    return torch.stack([data & 15, data >> 4], dim=1).view(-1)[:count]
+    bits = _BITS[format_]
+    columns = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(columns, dim=1).view(-1)[:count]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Final, Literal, cast, get_args
 
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS
 
-Format = Literal["fp32", "bf16", "int8", "int4"]
+Format = Literal["fp32", "bf16", "int8", "int4", "int2"]
 """``fp32``: not compressed, in the type of the tensors."""
 
 EXACT: Final = "fp32"

@@ -67,8 +67,8 @@ class DesLoc(Strategy):
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
     formats : Mapping[str, str], optional
-        Lossy format of a stream on the wire: ``bf16``, ``int8`` or ``int4``. Optimizer states in it
-        must be in ``states``.
+        Lossy format of a stream on the wire: ``bf16``, ``int8``, ``int4`` or ``int2``. Optimizer
+        states in it must be in ``states``.
     kinds : Mapping[str, Kind], optional
         What the optimizer's states are, where they do not have PyTorch's names:
         ``kinds_of(optimizer)``. Second moments are coded, checked and merged as such.

@@ -22,8 +22,8 @@ from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
 
-LOSSY = ["bf16", "int8", "int4"]
-BLOCK = {"int8": 256, "int4": 64}
+LOSSY = ["bf16", "int8", "int4", "int2"]
+BLOCK = {"int8": 256, "int4": 64, "int2": 64}
 LEVELS = {"int8": 127, "int4": 7}
 ALL_CODED = {PARAMS: "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
 
@@ -62,7 +62,8 @@ def test_a_code_has_as_many_bytes_as_is_said_and_comes_back_in_shape(seed, shape
 
 def test_bytes_of_a_value():
     x = torch.zeros(1_000_000)
-    sizes: dict[Format, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 64}
+    sizes: dict[Format, float] = {"fp32": 4, "bf16": 2}
+    sizes |= {"int8": 1 + 2 / 256, "int4": 0.5 + 2 / 64, "int2": 0.25 + 4 / 64}
     for format_, each in sizes.items():
         assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
     wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}, {})
@@ -80,6 +81,24 @@ def test_a_signed_value_is_off_by_half_a_step_of_its_block_at_most(seed, shape, 
         assert (error[i * BLOCK[format_] :][: len(part)] <= most).all()
 
 
+@given(seeds, shapes)
+def test_in_two_bits_a_value_keeps_its_sign_and_the_nearer_magnitude_of_its_block(seed, shape):
+    x = values(seed, shape)
+    back = there_and_back(x, "int2", signed=True)
+    assert (back * x >= 0).all()
+    blocks = (each.reshape(-1).double().split(BLOCK["int2"]) for each in (x, back))
+    for part, other in zip(*blocks, strict=True):
+        if not len(part):
+            continue
+        sizes = other.abs().unique()
+        assert len(sizes) <= 2
+        error = (part - other).abs()
+        assert (error <= (part.abs()[:, None] - sizes).abs().amin(dim=1) + 1e-12).all()
+        # No worse than the best single magnitude; a bfloat16 is off by 2^-9.
+        one = (part.abs() - part.abs().mean()).square().sum()
+        assert error.square().sum() <= one + 2**-8 * part.square().sum()
+
+
 @given(seeds, shapes, formats)
 def test_a_second_moment_keeps_its_order_of_magnitude_and_never_becomes_zero(seed, shape, format_):
     v = values(seed, shape, spread=2.0).square() * 1e-8
@@ -89,7 +108,7 @@ def test_a_second_moment_keeps_its_order_of_magnitude_and_never_becomes_zero(see
     if format_ == "bf16":
         torch.testing.assert_close(back, v, rtol=2**-8, atol=0)
         return
-    step = {"int8": 254, "int4": 14}[format_]
+    step = {"int8": 254, "int4": 14, "int2": 2}[format_]
     for part, other in zip(
         v.reshape(-1).split(BLOCK[format_]), back.reshape(-1).split(BLOCK[format_]), strict=True
     ):
@@ -122,8 +141,9 @@ def run(name: str, formats: Mapping[str, str], folder: Any, **options: Any) -> R
         ("adam", dict.fromkeys(ALL_CODED, "bf16")),
         ("adopt", {"exp_avg_sq": "int8"}),
         ("adam", {PARAMS: "int8"}),
+        ("adam", {PARAMS: "int2", "exp_avg": "int4"}),
     ],
-    ids=["adopt", "adam", "bf16", "v", "params"],
+    ids=["adopt", "adam", "bf16", "v", "params", "two bits"],
 )
 def test_a_federation_of_coded_streams_is_algorithm_1_with_these_codes(name, formats, tmp_path):
     federation = run(name, formats, tmp_path)

@@ -296,8 +296,8 @@ class Config:
     """Bound Adam's first moment by its second after an average of either: |u| <= c sqrt(v). `false`
     is the paper's letter, under which a run can spike."""
     wire: dict[str, str] = field(default_factory=dict)
-    """Format of each stream in messages: `fp32` (default), `bf16`, or `int8` or `int4` in blocks
-    with a scale each. The quantisation error of params and first moments is sent later."""
+    """Format of each stream in messages: `fp32` (default), `bf16`, or `int8`, `int4`, `int2` in
+    blocks with a scale each. The quantisation error of params and first moments is sent later."""
     outer: Outer = field(default_factory=Outer)
     fedadam: FedAdam = field(default_factory=FedAdam)
     federation: Policy = field(default_factory=Policy)
