@@ -81,11 +81,16 @@ def test_the_methods_are_the_papers():
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+ADAM = ToySetting(lr=0.02, betas=(0.9, 0.99))
+
+
 @pytest.mark.parametrize(
-    "setting",
-    [ToySetting(lr=0.02, betas=(0.9, 0.99)), ToySetting("adopt", 0.02, (0.95, 0.99), clip=None)],
-    ids=lambda setting: setting.rule,
+    ("setting", "method"),
+    [
+        *((ADAM, method) for method in METHODS),
+        (ToySetting("adopt", 0.02, (0.95, 0.99), clip=None), "desloc"),
+    ],
+    ids=lambda it: it if isinstance(it, str) else it.rule,
 )
 def test_the_federation_and_the_transcription_agree(setting, method, tmp_path):
     """Past K_v, and past a reset; at a higher rate every rounding grows until runs part."""

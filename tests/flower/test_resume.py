@@ -214,7 +214,8 @@ def test_a_run_resumed_from_the_checkpoint_before_the_last_ends_with_the_same_bi
     whole = Whole(case, tmp_path / "whole")
     saved = whole.at("after the checkpoint")
     points = (saved[2], saved[2] + 4, saved[3] - 1, saved[4] + 2)
-    for point, again in zip(points, (0, 12, 3, 12), strict=True):
+    which = slice(0, 2) if name == "coded streams" else slice(2, 4)
+    for point, again in list(zip(points, (0, 12, 3, 12), strict=True))[which]:
         folder = tmp_path / str(point)
         killed(case, folder, point)
         killed(case, folder, again, resume=True, last=-2)  # at the start or on the way back

@@ -426,6 +426,7 @@ def digest(source: Source) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+@pytest.mark.soak  # ten seconds of imports
 def test_another_process_deals_the_same_documents(three):
     code = f"import test_text; print(test_text.digest(test_text.Source({three.source!r})))"
     path = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
