@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from flwr.supernode import start_client_internal as start_client_internal
     from flwr.supernode.cli import flower_supernode as flower_supernode
     from flwr.supernode.cli import flwr_clientapp as flwr_clientapp
+    from flwr.supernode.runtime import run_clientapp as run_clientapp
     from flwr.supernode.servicer.runtime import runtime_handlers as runtime_handlers
 
     ray: Any
@@ -52,7 +53,8 @@ _MODULES = {
     "start_client_internal": "flwr.supernode",
     "flower_superexec": "flwr.supercore.cli",  # a SuperNode starts it,
     "subprocess_executor": "flwr.supercore.superexec.executor",  # with another way to start
-    "flwr_clientapp": "flwr.supernode.cli",  # a process for a message
+    "flwr_clientapp": "flwr.supernode.cli",  # a process for a message,
+    "run_clientapp": "flwr.supernode.runtime",  # which need not unpack the app again
     "DecodeError": "flwr.supercore.protobuf.translation",  # of objects in a reply
     "http_grid": "flwr.superlink.grid",  # the server asks for arriving objects more often
     "pull_objects": "flwr.supercore.inflatable.inflatable_utils",

@@ -42,7 +42,7 @@ from flower_desloc.app.sites.deployment.environment import (
     program,
 )
 from flower_desloc.app.sites.deployment.node import PollInterval, when_available
-from flower_desloc.app.sites.deployment.superexec import popen_by_fork
+from flower_desloc.app.sites.deployment.superexec import once_for_all, popen_by_fork
 from flower_desloc.app.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.app.sites.supervisor import ProcessError, Supervised, supervised
 
@@ -165,6 +165,26 @@ os.write(1, " ".join([*said, "\\n"]).encode())  # at once: the others write here
     ]  # fmt: skip
 
 
+def test_an_app_is_unpacked_once_for_all_forked_processes(tmp_path):
+    calls = tmp_path / "calls"
+
+    def install(fab: bytes, **options: object) -> Path:
+        with calls.open("ab") as file:
+            file.write(fab)
+        (tmp_path / fab.decode()).mkdir(exist_ok=True)
+        return tmp_path / fab.decode()
+
+    install_once = once_for_all(install)
+    for fab in (b"a", b"a", b"b", b"b", b"a"):
+        if (pid := os.fork()) == 0:
+            os._exit(install_once(fab, skip_prompt=True) != tmp_path / fab.decode())
+        assert os.waitpid(pid, 0)[1] == 0
+    assert calls.read_bytes() == b"aba"
+    (tmp_path / "a").rmdir()  # gone since
+    install_once(b"a", skip_prompt=True)
+    assert calls.read_bytes() == b"abaa"
+
+
 def test_only_clientapps_are_forked():
     reader, writer = os.pipe()
     start = popen_by_fork(writer)
@@ -181,7 +201,8 @@ import os, sys, threading
 from flower_desloc.app.sites.deployment import superexec
 def show(lines):
     own = [name for name in sys.modules if name.split(".")[0] in ("flower_desloc", "torch")]
-    print(threading.active_count(), own, "flwr.supernode.runtime.run_clientapp" in sys.modules)
+    expected = {"flwr.supernode.runtime.run_clientapp", "httpcore"}
+    print(threading.active_count(), own, expected <= {*sys.modules})
 superexec.forked_for, os.fork = show, lambda: 1
 superexec.main()
 """

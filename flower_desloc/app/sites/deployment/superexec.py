@@ -1,17 +1,21 @@
-"""A SuperExec whose ClientApp processes do not import Flower again.
+"""A SuperExec whose ClientApp processes do not import Flower, or unpack the app, again.
 
 Flower's SuperExec starts a program for every message, which imports Flower for a second of a core
-before it does anything. Here one process has imported it, and is forked for every message. It holds
-no thread, no connection and none of the app's modules; it is the parent of the SuperExec, and ends
-with it. ``desloc supernode`` runs this file in place of ``flower-superexec``.
+and unpacks the app before it does anything. Here one process has imported it, and is forked for
+every message; the first of these unpacks the app for all. It holds no thread, no connection and
+none of the app's modules; it is the parent of the SuperExec, and ends with it. ``desloc supernode``
+runs this file in place of ``flower-superexec``.
 """
 
+import hashlib
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +30,15 @@ def main() -> None:
     # What a warm client imports besides; neither has threads, as PyTorch does.
     import multiprocessing.connection  # noqa: F401
 
+    import httpcore  # noqa: F401 - with its first connection
     import psutil  # noqa: F401
 
-    from flower_desloc.flower.internals import flower_superexec, flwr_clientapp, subprocess_executor
+    from flower_desloc.flower.internals import (
+        flower_superexec,
+        flwr_clientapp,
+        run_clientapp,
+        subprocess_executor,
+    )
 
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -41,6 +51,7 @@ def main() -> None:
         flower_superexec()
         return
     os.close(writer)
+    run_clientapp.install_from_fab = once_for_all(run_clientapp.install_from_fab)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the SuperExec, and so this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps ended children
     for module in [name for name in sys.modules if name.partition(".")[0] == "flower_desloc"]:
@@ -48,6 +59,30 @@ def main() -> None:
     with os.fdopen(reader) as lines:
         if forked_for(lines):
             flwr_clientapp()
+
+
+def once_for_all(install: Callable[..., Path]) -> Callable[..., Path]:
+    """Return a function that unpacks an app, which does nothing where that was the last one.
+
+    It knows so also in a process that is forked before an app is unpacked in another.
+    """
+    shared = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def proof(fab: bytes, path: bytes) -> bytes:
+        return hashlib.sha256(hashlib.sha256(fab).digest() + path).hexdigest().encode()
+
+    def install_once(fab: bytes, **options: Any) -> Path:
+        stated, _, path = shared[:].rstrip(b"\0").partition(b" ")
+        if stated == proof(fab, path) and (done := Path(os.fsdecode(path))).is_dir():
+            return done
+        done = install(fab, **options)
+        path = os.fsencode(done)
+        line = proof(fab, path) + b" " + path
+        if len(line) <= len(shared):
+            shared[:] = line.ljust(len(shared), b"\0")
+        return done
+
+    return install_once
 
 
 def popen_by_fork(writer: int) -> Any:
