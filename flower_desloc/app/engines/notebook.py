@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from flower_desloc.app.config import load_run_config
 from flower_desloc.app.config.run_config import app_run_config
 from flower_desloc.app.engines.in_process import run_in_process
+from flower_desloc.app.engines.shown import Shown
 from flower_desloc.app.runs.export import averaged_model
 from flower_desloc.app.runs.figures.overview import overview
 from flower_desloc.app.runs.folder import evaluations
@@ -122,6 +124,8 @@ def run(
 ) -> RunResult:
     """Start a run, print its output as it comes, and return it when it is complete.
 
+    In a notebook the windows are a progress bar.
+
     Parameters
     ----------
     preset : str
@@ -150,7 +154,8 @@ def run(
     config = load_run_config(run_config)
     before = _folders(output_dir)
     if engine == "inprocess":
-        run_in_process(run_config, config.simulation.num_clients)
+        with redirect_stdout(Shown(sys.stdout)):
+            run_in_process(run_config, config.simulation.num_clients)
     elif engine == "simulation":
         _simulate(preset, overrides, str(run_config["output-dir"]))
     else:
@@ -205,14 +210,14 @@ def _folders(output_dir: str | Path) -> dict[Path, int]:
 def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> None:
     words = ["run", preset, *overrides, "--output-dir", output_dir]
     command = [str(Path(sys.executable).with_name("desloc")), *words]
-    last = ""
+    last, shown = "", Shown(sys.stdout)
     with subprocess.Popen(  # noqa: S603 - the words are arguments of our own command
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                print(line, end="")  # a notebook does not show the output of other processes
+                shown.write(line)  # a notebook does not show the output of other processes
                 last = line.strip() if line.startswith("error: ") else last
         except BaseException:  # such as the notebook's interrupt
             process.terminate()
