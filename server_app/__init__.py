@@ -20,6 +20,7 @@ from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.app.runs.best import KeepBest
 from flower_desloc.app.runs.resume import to_resume
+from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.build import (
     build_optimizer,
     build_outer,
@@ -69,6 +70,7 @@ def main(grid: Grid, context: Context) -> None:
 def _run(grid: Grid, context: Context) -> None:
     run_config = context.run_config
     config = with_init_from(load_run_config(run_config))
+    require_installed(config)
     if config.model.config:
         log(INFO, OF_MODEL_CONFIG)
     task = build_task(config)

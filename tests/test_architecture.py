@@ -20,6 +20,7 @@ from processes import output_of
 
 import flower_desloc
 from flower_desloc.flower import internals
+from flower_desloc.trackers import TRACKERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flower_desloc"
@@ -28,6 +29,7 @@ LAYERS = (
     ("flower_desloc.core",),
     ("flower_desloc.optim",),
     ("flower_desloc.flower", "flower_desloc"),  # the package itself exports names of these three
+    ("flower_desloc.trackers",),
     ("flower_desloc.app.config",),
     ("flower_desloc.app.tasks",),
     ("flower_desloc.app.setup",),
@@ -190,8 +192,10 @@ def test_every_library_that_the_wheel_imports_is_declared():
     inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
     assert imported_distributions(inner) == library | flight
     assert flight <= app
+    trackers = imported_distributions(["flower_desloc/trackers"])  # those that are installed
+    assert trackers <= {normalised(re.split(r"[\[<>=]", extras[t][0])[0]) for t in TRACKERS}
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
-    assert imported_distributions(everything) <= library | app
+    assert imported_distributions(everything) - trackers <= library | app
     # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 

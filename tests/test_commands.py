@@ -43,6 +43,7 @@ NOT_HERE = {
     "run by test_plan_command.py": ("desloc plan",),
     "run by test_partition.py": ("desloc partition",),
     "needs runs: test_report.py": ("desloc report",),
+    "needs an extra: test_tracking.py": ("WANDB_MODE=offline", "ls"),
     "needs a run: test_export.py": ("desloc export",),
     "needs a run: test_final.py": ("lm_eval",),
     "needs a run and transformers[serving]": ("transformers serve", "transformers chat"),

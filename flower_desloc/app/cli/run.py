@@ -34,6 +34,7 @@ from flower_desloc.app.engines.simulation import (
 from flower_desloc.app.plan.dry_run import full_report, memory_line
 from flower_desloc.app.runs.client_files import client_files
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
+from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.machine import cores
 from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import (
@@ -115,6 +116,7 @@ def run(
     output_dir = begun_in(config, output_dir.expanduser().resolve())
     with failing(USAGE, ConfigError):
         file_to_resume(config, output_dir)
+        require_installed(config)
     run_config = arguments.run_config(output_dir)
     federation = federation_config(config, workers=workers, cores=None if ray_address else cores())
     command = flwr_run(APP_FOLDER, run_config, federation)

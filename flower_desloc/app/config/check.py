@@ -19,6 +19,7 @@ from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
 from flower_desloc.optim import OPTIMIZERS
+from flower_desloc.trackers import TRACKERS
 
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 """Name of a run or study, and so of a folder."""
@@ -44,6 +45,11 @@ _EXCLUSIONS: Final = (
         where=lambda config: not config.run.keep_best,
         keys=("run.patience",),
         why="it waits for a better value of run.keep_best, which is not set",
+    ),
+    Exclusion(
+        where=lambda config: not config.run.trackers,
+        keys=("run.track_model",),
+        why="it is for run.trackers, which names none",
     ),
     Exclusion(
         where=lambda config: GRADIENTS in config.sync,
@@ -266,6 +272,9 @@ def _run(config: Config) -> Iterator[str]:
             f"{run.name=!s}: must have 1 to 80 letters, digits, '_', '-' or '.', and must not "
             "begin with '.' or '-'"
         )
+    for name in run.trackers:
+        if name not in TRACKERS:
+            yield f"run.trackers={name}: must be one of {', '.join(TRACKERS)}"
     for step, number in federation.attendance.items():
         if step >= run.steps:
             yield f"federation.attendance.{step}={number}: must be before {run.steps=}"

@@ -37,6 +37,10 @@ class Run:
     own metric `max:NAME` or `min:NAME`."""
     patience: int | None = bounded(None, 1)
     """Stop after this many evaluations in a row without a better keep_best; null: never."""
+    trackers: list[str] = field(default_factory=list)
+    """Trackers to send the run to, of `wandb`, `mlflow` and `trackio`, each an extra."""
+    track_model: bool = False
+    """Also send them the final model."""
     init_from: str = ""
     """Start from the model of another run (its folder or a checkpoint) or of transformers (a folder
     or a name on the hub), whose architecture replaces the section model."""
@@ -79,10 +83,9 @@ class Model:
     """Type of weights and optimizer states: float32 or float64."""
     precision: str = one_of("full", "bf16")
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
-    bfloat16. Weights, optimizer states and averages stay in dtype."""
+    bfloat16. All else stays in dtype."""
     compile: bool = False
-    """`torch.compile` the loss and the steps of this project's optimizers. The first time takes a
-    minute or more. Needs a C++ compiler."""
+    """`torch.compile` the loss and the steps of this project's optimizers; needs a C++ compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,7 @@ class Optimizer:
     """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.head.*"],
     lr: 0.001}]`. A parameter must match one of names (shell patterns), and one of kinds, where they
     are stated. Kinds: `embeddings`, `norms_and_biases` (below two dimensions), `matrices` (all
-    others). A name without a match or a parameter in two entries is an error."""
+    others)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +218,7 @@ class FedAdam:
     lr: float = bounded(0.1, 0)
     """Learning rate, Flower's eta."""
     tau: float = bounded(1e-3, 1e-12)
-    """Stability term; a larger one makes coordinates' rates more equal."""
+    """Stability term."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ class RunFolder:
         self.partition = path / "partition.png"
         self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
+        self.trackers = path / "trackers"  # which run this is at each tracker, and its output
         self.checkpoints = path / "checkpoints"
         self.resumes = path / "resumes.jsonl"  # one JSON object per resumption
         self.final = path / "final"  # the trained model

@@ -12,19 +12,21 @@ from flower_desloc.app.runs.record import RunRecord, yaml_mapping
 from flower_desloc.app.runs.summary import Status, build, versions
 from flower_desloc.app.runs.tensorboard import TensorBoard
 from flower_desloc.app.runs.terminal import TerminalView
+from flower_desloc.app.runs.tracking import TrackerView
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord, client_data
 
 _log = logging.getLogger(__name__)
+_View = TensorBoard | TerminalView | TrackerView
 
 
 class RunRecorder(Observer):
     """Observer that writes the folder of a run and prints its progress.
 
     ``metrics.jsonl`` and ``summary.json`` are the record: when they cannot be written, ``OSError``
-    ends the run. TensorBoard, terminal, figures and report are views: one that fails is logged and
-    closed, and the run continues.
+    ends the run. TensorBoard, terminal, trackers, figures and report are views: one that fails is
+    logged and closed, and the run continues.
 
     Used as a context manager, it writes a summary also for a run that an exception or Ctrl-C ends::
 
@@ -45,12 +47,14 @@ class RunRecorder(Observer):
         self._folder = folder
         self._run: RunInfo | None = None
         self._finished = False
-        self._views: list[TensorBoard | TerminalView] = []
+        self._views: list[_View] = []
         folder.write_config(resumed.settings if resumed else dump(config))
         with _optional("TensorBoard"):
             self._views.append(TensorBoard(folder.tensorboard, resumed.step if resumed else None))
         with _optional("TerminalView"):
             self._views.append(TerminalView(config, folder.path, stream))
+        for name in dict.fromkeys(config.run.trackers):
+            self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
 
     def started(self, run: RunInfo) -> None:
         """Keep what is known of the run, and draw the partition of the data."""
@@ -129,7 +133,7 @@ class RunRecorder(Observer):
             # Not raised: the first error is the one to see.
             _log.warning("the summary of the failed run was not written: %s", second)
 
-    def _for_views(self, call: Callable[[TensorBoard | TerminalView], None]) -> None:
+    def _for_views(self, call: Callable[[_View], None]) -> None:
         for view in list(self._views):
             with _optional(type(view).__name__):
                 call(view)

@@ -30,7 +30,7 @@ def main() -> None:
     # What a warm client imports besides; neither has threads, as PyTorch does.
     import multiprocessing.connection  # noqa: F401
 
-    import httpcore  # noqa: F401 - with its first connection
+    import httpx
     import psutil  # noqa: F401
 
     from flower_desloc.flower.internals import (
@@ -40,6 +40,7 @@ def main() -> None:
         subprocess_executor,
     )
 
+    httpx.HTTPTransport().close()  # the first one imports the rest of the package
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(reader)
