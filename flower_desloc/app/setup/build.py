@@ -140,7 +140,8 @@ def check_streams(config: Config) -> None:
     Also if an import path in the configuration cannot be imported. No model is built; if the
     states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
     """
-    find_task(config)
+    if is_path(config.task):  # the project's own take seconds to import
+        find_task(config)
     always, sometimes = _known_streams(config)
     states = [name for name in always if name != PARAMS]
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
