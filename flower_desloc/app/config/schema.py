@@ -144,14 +144,16 @@ class Data:
 class ParamGroup:
     """An entry of ``optimizer.groups``: which parameters, and their own settings.
 
-    A setting that is null is that of the section ``optimizer``.
+    A setting that is null is that of the section ``optimizer``, or under another ``name`` the
+    default of that optimizer.
     """
 
-    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "norms_and_biases")
+    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "head", "norms_and_biases")
     SETTINGS: ClassVar[tuple[str, ...]] = ("lr", "betas", "momentum", "eps", "weight_decay")
 
     names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    name: str | None = one_of(None, *OPTIMIZERS, or_path=True)
     lr: float | None = bounded(None, 0)
     betas: tuple[float, ...] | None = bounded(None, 0, below=1)
     momentum: float | None = bounded(None, 0, below=1)
