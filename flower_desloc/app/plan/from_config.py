@@ -183,7 +183,7 @@ _Parts = Sequence[tuple[Description, Optimizer]]
 
 
 def _beta(parts: _Parts, name: str) -> float | None:
-    """Return the decay of a state; of groups with different ones, that which forgets most slowly."""
+    """Return the decay of a state: of groups with different ones, the slowest to forget."""
     found = [beta for _, optimizer in parts for beta in _betas(optimizer, name)]
     return max(found, default=None)
 
