@@ -80,7 +80,7 @@ def _optimizers() -> list[str]:
             f"{[*value] if isinstance(value, tuple) else value}"
             for key, value in described.all_settings.items()
         )
-        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.all_states)
+        states = ", ".join(f"`{state.name}`" for state in described.all_states)
         rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
     return [*rows, ""]
 

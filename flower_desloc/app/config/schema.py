@@ -169,8 +169,8 @@ class Optimizer:
     name: str = one_of(*OPTIMIZERS, or_path=True)
     """One of the table below; or a torch.optim.Optimizer by its import path, such as
     `pytorch_optimizer:Lion`, to which only lr, options, groups and clipping apply. Another
-    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw and amsgrad
-    share one)."""
+    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw, amsgrad and
+    muon share one). `muon` trains hidden matrices, AdamW the rest."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, ...] = bounded((0.95, 0.9999), 0, below=1)
@@ -189,10 +189,10 @@ class Optimizer:
     """Arguments of an optimizer named by its import path, or settings of one in the table without a
     key of their own. Lists become tuples."""
     groups: list[ParamGroup] = field(default_factory=list)
-    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.head.*"],
-    lr: 0.001}]`. A parameter must match one of names (shell patterns), and one of kinds, where they
-    are stated. Kinds: `embeddings`, `norms_and_biases` (below two dimensions), `matrices` (all
-    others). A name without a match or a parameter in two entries is an error."""
+    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.w"], name:
+    sgdm, lr: 0.1}]`. A parameter must match one of names (shell patterns), and one of kinds, where
+    they are stated. Kinds: `embeddings`, `head` (an output layer), `norms_and_biases` (below two
+    dimensions), `matrices` (all others). name: another optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
