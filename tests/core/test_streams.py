@@ -223,7 +223,8 @@ def test_scalars_keep_their_shape(make):
     put(other, optimizers[1], streams)
     assert_same(everything(other, optimizers[1]), streams)
     for stream in streams.values():
-        assert {key: tuple(t.shape) for key, t in stream.items()} == {"scalar": (), "empty": (0, 3)}
+        shapes = {key: tuple(t.shape) for key, t in stream.items()}
+        assert shapes.items() <= {"scalar": (), "empty": (0, 3)}.items()
 
 
 def all_but_a_weight_in_groups(module):

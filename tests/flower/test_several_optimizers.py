@@ -28,7 +28,7 @@ def test_one_client_equals_the_plain_loop_of_both_optimizers_to_the_bit(tmp_path
     named = dict(module.named_parameters())
     hidden = {key: p for key, p in named.items() if p.ndim == 2}
     rest = [p for p in named.values() if p.ndim != 2]
-    scale = {"momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
+    scale: dict[str, Any] = {"momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
     muon = torch.optim.Muon(hidden.values(), lr=0.05, weight_decay=0.1, **scale)
     adamw = AdamW(rest, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1)
     for t in range(9):

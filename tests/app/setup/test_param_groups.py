@@ -187,7 +187,7 @@ def muon_and_adamw_of(model: Any) -> list[torch.optim.Optimizer]:
     blocks = [p for p in model.model.layers.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     heads = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    scaled = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    scaled: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
     own: list[dict[str, Any]] = [{"params": heads}, {"params": vectors, "weight_decay": 0.0}]
     return [
         torch.optim.Muon(blocks, lr=0.003, weight_decay=0.1, **scaled),
@@ -206,13 +206,14 @@ def in_a_plain_loop(config: Config, optimizers_of: Optimizers = adamw_of) -> str
     optimizers = optimizers_of(model)
     rate = build_lr_schedule(config)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
+    takers: list[Any] = [*optimizers, *schedulers]
     model.train()
     for step in range(config.run.steps):
         model.zero_grad()
         task.loss(model, data.train_batch(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedulers):
-            each.step()
+        for taker in takers:
+            taker.step()
     return digest(parameters(model))
 
 
