@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from client_app.worker import RunParts
 from flower_desloc.app.config import Config
-from flower_desloc.app.setup.build import build_local_optimizer, described_optimizer
+from flower_desloc.app.setup.build import build_local_optimizer
+from flower_desloc.app.setup.param_groups import OPTIMIZER, described_optimizer, trial_groups
 from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.app.sites.multiprocess.rank_worker import RankWorker, ShardedRankWorker
 from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
@@ -80,10 +81,11 @@ def _check(config: Config, parallelism: Parallelism) -> None:
         )
     if not parallelism.sharded:
         return
-    if not described_optimizer(config).elementwise:
+    names = dict.fromkeys(group[OPTIMIZER] for group in trial_groups(config))
+    if whole := [name for name in names if not described_optimizer(name).elementwise]:
         elementwise = [name for name, known in OPTIMIZERS.items() if known.elementwise]
         raise ValueError(
-            f"optimizer.name={config.optimizer.name} may need whole tensors, which parallel='fsdp' "
+            f"optimizer.name={whole[0]} may need whole tensors, which parallel='fsdp' "
             f"does not give it; use parallel='ddp', or one of {', '.join(elementwise)}; a class of "
             "your own that treats every value by itself says so by elementwise = True"
         )

@@ -78,9 +78,9 @@ def _optimizers() -> list[str]:
         settings = ", ".join(
             f"`{'options.' * (key in options)}{key}` "
             f"{[*value] if isinstance(value, tuple) else value}"
-            for key, value in described.settings.items()
+            for key, value in described.all_settings.items()
         )
-        states = ", ".join(f"`{state.name}` ({state.kind})" for state in described.states)
+        states = ", ".join(f"`{state.name}`" for state in described.all_states)
         rows.append(f"| `{name}` | {settings} | {described.weight_decay} | {states} |")
     return [*rows, ""]
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.rounds import RoundHook
     from flower_desloc.flower.strategy import DesLoc
-    from flower_desloc.optim import ADOPT, SGDM, PaperAdam
+    from flower_desloc.optim import ADOPT, SGDM, MultiOptimizer, PaperAdam
 
 __version__ = "0.1.0"
 
@@ -66,6 +66,7 @@ __all__ = [
     "Kind",
     "LogLines",
     "Mean",
+    "MultiOptimizer",
     "Observer",
     "OuterOptimizer",
     "PaperAdam",
@@ -115,7 +116,7 @@ _HOMES = {
     "flower.arrays": ["from_record", "to_record"],
     "flower.rounds": ["RoundHook"],
     "flower.strategy": ["DesLoc"],
-    "optim": ["ADOPT", "SGDM", "PaperAdam"],
+    "optim": ["ADOPT", "SGDM", "MultiOptimizer", "PaperAdam"],
 }
 
 

@@ -67,7 +67,7 @@ def stream(worker: Worker, name: str) -> list[Tensor]:
     model, optimizer = worker
     if name == PARAMS:
         return [p.data for p in model.parameters()]
-    return [optimizer.state[p][name] for p in model.parameters()]
+    return [optimizer.state[p][name] for p in model.parameters() if name in optimizer.state[p]]
 
 
 def average(streams: Sequence[Sequence[Tensor]]) -> int:

@@ -37,7 +37,7 @@ from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, SyncSchedule
-from flower_desloc.core.states import states_of
+from flower_desloc.core.states import states_by_group
 from flower_desloc.core.streams import BUFFERS, check_like, digest, install
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.arrays import from_record, plain_numbers, to_record
@@ -227,16 +227,18 @@ def _warn_if_unbounded(config: Config, model: nn.Module) -> None:
     if config.strategy != "desloc" or not config.sync_bound:
         return
     optimizer = build_optimizer(config, param_groups(config, model))
-    states = states_of(optimizer)
+    by_group = states_by_group(optimizer)
     for first, ratios in moment_ratios(optimizer).items():
-        second = states[first].divided_by
-        if None in ratios and config.sync.get(first, NEVER) != config.sync.get(second, NEVER):
+        second = next(by_group[index][first].divided_by for index in ratios)
+        if None in ratios.values() and config.sync.get(first, NEVER) != config.sync.get(
+            second, NEVER
+        ):
             log(
                 WARNING,
                 "%s has no bound%s, as the square of its decay is not below the decay of %s: "
                 "sync_bound does nothing for it, and the run can spike after an average of %s",
                 first,
-                " in some of optimizer.groups" if any(ratios) else "",
+                " in some of optimizer.groups" if any(ratios.values()) else "",
                 second,
                 first,
             )

@@ -23,7 +23,7 @@ from flower_desloc import Clipping, Mean, SyncSchedule, Window, Worker, prime, p
 from flower_desloc.core.lr_schedule import LRSchedule, constant
 from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.streams import stream_names
-from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, PaperAdam
+from flower_desloc.optim import ADOPT, SGDM, Adam, AdamW, MultiOptimizer, PaperAdam
 
 # ------------------------------------------------------------------------------------- Optimizers
 
@@ -39,6 +39,25 @@ class OptimizerCase:
     def periods(self, *some: Period) -> dict[str, Period]:
         """``some`` for params and each state in turn, from the first again when they run out."""
         return dict(zip((PARAMS, *self.oracle.states), cycle(some), strict=False))
+
+
+def muon(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return PyTorch's Muon of the matrices among parameters or groups, and AdamW of the rest."""
+    params = list(params)
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    parts: list[torch.optim.Optimizer] = []
+    for make, is_hidden, settings in (
+        (torch.optim.Muon, True, {"momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}),
+        (AdamW, False, {"betas": (0.9, 0.95)}),
+    ):
+        own = [
+            {key: value for key, value in group.items() if key in ("lr", "weight_decay", *settings)}
+            | {"params": tensors}
+            for group in groups
+            if (tensors := [p for p in group["params"] if (p.ndim == 2) == is_hidden])
+        ]
+        parts += [make(own, lr=0.05, weight_decay=0.1, **settings)] if own else []
+    return MultiOptimizer(parts)
 
 
 OPTIMIZERS = {
@@ -63,6 +82,11 @@ OPTIMIZERS = {
         lambda p: PaperAdam(p, lr=0.02, betas=(0.9, 0.95), eps=1e-3),
         reference.paper_adam(0.9, 0.95, 1e-3),
         0.02,
+    ),
+    "muon": OptimizerCase(
+        muon,
+        reference.muon(0.8, 0.1, reference.adam(0.9, 0.95, 1e-8, decay=0.1, decoupled=True)),
+        0.05,
     ),
 }
 LINEAR = [

@@ -53,6 +53,8 @@ class Optimizer:
     """beta of every state ``s <- beta s + e``, where e is what enters it."""
     ratios: Mapping[str, float] = field(default_factory=dict)
     """The greatest |u| / sqrt(v) of every state u that a step divides by sqrt(v)."""
+    has: Callable[[str, Tensor], bool] = lambda stream, x: True
+    """Which states a tensor x has; ``update`` takes and returns these."""
 
 
 def run(
@@ -136,13 +138,14 @@ def run(
             g = clip(grad(m, t, s["params"]))
             for stream, seed in optimizer.seeds.items():
                 if t > 0 and not any(tensor.any() for tensor in s[stream].values()):
-                    s[stream] = each(seed, g, s["params"])
+                    s[stream] = each(seed, {key: g[key] for key in s[stream]}, s["params"])
             if new:
                 bounded([s], optimizer.ratios)
             for key in g:
-                states = [s[stream][key] for stream in streams]
+                own = [stream for stream in streams if key in s[stream]]
+                states = [s[stream][key] for stream in own]
                 updated = optimizer.update(t, lr(t), g[key], *states)
-                for stream, tensor in zip(streams, updated, strict=True):
+                for stream, tensor in zip(own, updated, strict=True):
                     if stream in in_time[m]:
                         beta = optimizer.decays.get(stream, 1.0)
                         entered = tensor - beta * s[stream][key]
@@ -187,7 +190,12 @@ def start(optimizer: Optimizer, x0: Tree) -> State:
     """The state before the first step."""
     return {
         "params": each(torch.clone, x0),
-        **{stream: each(torch.zeros_like, x0) for stream in optimizer.states},
+        **{
+            stream: each(
+                torch.zeros_like, {k: x for k, x in x0.items() if optimizer.has(stream, x)}
+            )
+            for stream in optimizer.states
+        },
     }
 
 
@@ -299,6 +307,38 @@ def sgdm(beta: float, *, decay: float = 0.0) -> Optimizer:
         return x - eta * u, u
 
     return Optimizer(("momentum_buffer",), update, decays={"momentum_buffer": beta})
+
+
+def muon(beta: float, decay: float, adamw: Optimizer) -> Optimizer:
+    """Muon (Jordan et al.) for matrices, at the scale of Liu et al., and ``adamw`` for the rest."""
+
+    def update(t, eta, g, x, *states):
+        if x.ndim != 2:
+            return adamw.update(t, eta, g, x, *states)
+        u = beta * states[0] + (1 - beta) * g
+        step = orthogonal((1 - beta) * g + beta * u).to(x)
+        return x - eta * decay * x - 0.2 * eta * math.sqrt(max(x.shape)) * step, u
+
+    return Optimizer(
+        ("momentum_buffer", *adamw.states),
+        update,
+        adamw.seeds,
+        {"momentum_buffer": beta, **adamw.decays},
+        adamw.ratios,
+        has=lambda stream, x: (stream == "momentum_buffer") == (x.ndim == 2),
+    )
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations X <- a X + (b A + c A A) X with A = X X^T, in bfloat16."""
+    X = g.bfloat16()
+    X = X.T if len(g) > len(g.T) else X
+    X = X / X.norm().clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.T
+        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.addmm(X, B, X, beta=3.4445)
+    return X.T if len(g) > len(g.T) else X
 
 
 def _adam(update, beta1: float, beta2: float, seed=lambda g, x: g**2) -> Optimizer:

@@ -1,7 +1,8 @@
 """What is known of an optimizer's states: kinds, decays, and the start of a newcomer's.
 
-An optimizer says it in an attribute ``states`` of its class. PyTorch's Adam, AdamW and RAdam are
-described here; of any other optimizer only the kinds of PyTorch's names are known.
+An optimizer says it in an attribute ``states`` of its class. PyTorch's Adam, AdamW, RAdam and Muon
+are described here; of any other optimizer only the kinds of PyTorch's names are known. Where
+several are one (``MultiOptimizer``), every parameter group has the states of its own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -9,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer, RAdam
 
 from flower_desloc.core.kinds import Kind
+from flower_desloc.core.multi import parts_of
+from flower_desloc.core.streams import group_of
 from flower_desloc.core.types import Stream
 
 Group = Mapping[str, Any]
@@ -82,16 +85,38 @@ ADAMW: Final = (ADAM[0], replace(ADAM[1], seed=_square))
 _MAXIMUM: Final = State("max_exp_avg_sq", Kind.MAXIMUM)
 AMSGRAD: Final = (*ADAM, _MAXIMUM)
 
+MUON: Final = (
+    State("momentum_buffer", Kind.FIRST_MOMENT, decay=lambda group: float(group["momentum"])),
+)
+
 _PYTORCH: Final[Mapping[type[Optimizer], tuple[State, ...]]] = {
     Adam: AMSGRAD,  # which it is with amsgrad=True
     AdamW: (*ADAMW, _MAXIMUM),
     RAdam: ADAM,
+    # Since PyTorch 2.9.
+    **({torch.optim.Muon: MUON} if hasattr(torch.optim, "Muon") else {}),
 }
 
 
 def states_of(optimizer: Optimizer | type[Optimizer]) -> dict[str, State]:
-    """Return by name what is known of the states of an optimizer; of some there may be nothing."""
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    """Return by name what is known of the states of an optimizer; of some there may be nothing.
+
+    Of states that several optimizers in one have under the same name, those of the first.
+    """
+    if isinstance(optimizer, type):
+        return _described(optimizer)
+    found: dict[str, State] = {}
+    for states in states_by_group(optimizer):
+        found = {**states, **found}
+    return found
+
+
+def states_by_group(optimizer: Optimizer) -> list[dict[str, State]]:
+    """Return for each of ``optimizer.param_groups`` what is known of its states, by name."""
+    return [_described(type(part)) for part in parts_of(optimizer) for _ in part.param_groups]
+
+
+def _described(kind: type[Optimizer]) -> dict[str, State]:
     for base in kind.__mro__:
         own = vars(base).get("states")
         found = own if isinstance(own, tuple) else _PYTORCH.get(base, ())
@@ -101,52 +126,82 @@ def states_of(optimizer: Optimizer | type[Optimizer]) -> dict[str, State]:
 
 
 def kinds_of(optimizer: Optimizer) -> dict[str, Kind]:
-    """Return the kinds of the states that an optimizer describes."""
-    return {name: state.kind for name, state in states_of(optimizer).items()}
+    """Return the kinds of the states that an optimizer describes.
+
+    Raises ``ValueError`` where several in one give a state of the same name different kinds.
+    """
+    kinds: dict[str, Kind] = {}
+    for states in states_by_group(optimizer):
+        for name, state in states.items():
+            if kinds.setdefault(name, state.kind) is not state.kind:
+                raise ValueError(
+                    f"{name!r} is a {kinds[name]} of one optimizer and a {state.kind} of another, "
+                    "and a stream holds one of them; choose others to be one"
+                )
+    return kinds
 
 
-def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, list[float]]:
+def state_decays(optimizer: Optimizer, names: Collection[str]) -> dict[str, dict[int, float]]:
     """Return what one step multiplies the named states of ``optimizer`` by: beta1, beta2.
 
-    Each has one value for every parameter group.
+    Each has one value for every parameter group that has the state, by the group's index.
 
     Raises ``ValueError`` for a state that states no decay, such as AMSGrad's maximum.
     """
-    what, states = type(optimizer).__name__, states_of(optimizer)
-    decays = {name: state.decay for name, state in states.items() if state.decay is not None}
-    if unknown := [name for name in names if name not in decays]:
+    decays: dict[str, dict[int, float]] = {name: {} for name in names}
+    unknown: dict[str, str] = {}
+    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
+    for index, (part, group) in enumerate(groups):
+        states = _described(type(part))
+        for name in names:
+            decay = states[name].decay if name in states else None
+            if decay is not None:
+                decays[name][index] = decay(group)
+            elif name in states or any(name in part.state.get(p, {}) for p in group["params"]):
+                unknown[name] = type(part).__name__
+    nowhere = {name: type(optimizer).__name__ for name in names if not decays[name]}
+    unknown = nowhere | unknown
+    if unknown:
+        what = next(iter(unknown.values()))
         raise ValueError(
             f"{what}'s {' and '.join(unknown)} has no constant decay factor, which late averages "
             f"and weights by steps need; if it has one, state it in {what}.states "
             "(flower_desloc.State)"
         )
-    return {name: [decays[name](group) for group in optimizer.param_groups] for name in names}
+    return decays
 
 
 def needs_seed(
-    optimizer: Optimizer, streams: Mapping[str, Stream], afresh: Collection[str] = ()
+    module: nn.Module,
+    optimizer: Optimizer,
+    streams: Mapping[str, Stream],
+    afresh: Collection[str] = (),
 ) -> dict[str, set[str]]:
     """Return by stream the tensors that are zero and must not be.
 
     They are all tensors of a stream of zeros, and of the others those in ``afresh``.
     """
+    groups, by_group = group_of(module, optimizer), states_by_group(optimizer)
     found = {}
-    for name, state in states_of(optimizer).items():
-        if state.seed is not None and name in streams:
-            is_zero = not any(tensor.any() for tensor in streams[name].values())
-            if keys := streams[name].keys() if is_zero else streams[name].keys() & afresh:
-                found[name] = set(keys)
+    for name in states_of(optimizer):
+        if name not in streams:
+            continue
+        states = {key: by_group[groups[key]].get(name) for key in streams[name]}
+        seeded = {key for key, state in states.items() if state and state.seed is not None}
+        is_zero = seeded and not any(tensor.any() for tensor in streams[name].values())
+        if keys := seeded if is_zero else seeded.intersection(afresh):
+            found[name] = keys
     return found
 
 
 @torch.no_grad()
 def seed_states(optimizer: Optimizer, names: Iterable[str]) -> None:
     """Set the named states from the present gradients; without one a state stays as it is."""
-    states = states_of(optimizer)
-    for name in names:
-        seed = states[name].seed
-        assert seed is not None
-        for group in optimizer.param_groups:
+    names = list(names)
+    for group, states in zip(optimizer.param_groups, states_by_group(optimizer), strict=True):
+        for name in names:
+            if name not in states or (seed := states[name].seed) is None:
+                continue
             for p in group["params"]:
                 if p.grad is not None:
                     optimizer.state[p][name].copy_(seed(p, group))

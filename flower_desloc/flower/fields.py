@@ -56,8 +56,11 @@ def bounded(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def one_of(*words: str, or_path: bool = False) -> Any:
-    """Return a field for one of ``words``, by default the first, or for an import path."""
+def one_of(*words: str | None, or_path: bool = False) -> Any:
+    """Return a field for one of ``words``, by default the first, or for an import path.
+
+    The first may be None, for null.
+    """
     return dataclasses.field(default=words[0], metadata={"words": words, "or_path": or_path})
 
 
@@ -71,7 +74,7 @@ def problems(section: Any, prefix: str = "") -> Iterator[str]:
             for index, entry in enumerate(value):
                 yield from problems(entry, f"{key}[{index}].")
         elif "words" in meta and value not in meta["words"]:
-            allowed = ", ".join(meta["words"])
+            allowed = ", ".join(word for word in meta["words"] if word)
             if meta["or_path"]:
                 allowed += ", or the import path of one of your own, module:name"
             if not (meta["or_path"] and _IMPORT_PATH.fullmatch(value)):

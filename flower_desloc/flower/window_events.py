@@ -54,7 +54,8 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
     known or have no bound, all states of those parameters are then zero.
     """
     streams = dict(start.streams)
-    afresh = unsuited(worker.module, worker.optimizer) if start.never_averaged else set()
+    lacking = {key for name in start.never_averaged for key in streams[name]}
+    afresh = unsuited(worker.module, worker.optimizer) & lacking if lacking else set()
     if afresh:
         states = {name: stream for name, stream in streams.items() if starts_at_zero(name)}
         zeros = {name: _mixed(zeros_like(s), s, afresh) for name, s in states.items()}
@@ -66,7 +67,7 @@ def _join(worker: Worker, request: WindowRequest, start: WindowStart, seed: Seed
             ", ".join(start.never_averaged),
         )
 
-    if seeded := needs_seed(worker.optimizer, streams, afresh):
+    if seeded := needs_seed(worker.module, worker.optimizer, streams, afresh):
 
         def bound() -> None:
             taken = worker.take(seeded)

@@ -30,8 +30,26 @@ class Description:
     parameters."""
     elementwise: bool = True
     """Whether every value is treated by itself, so that shards of tensors can be."""
+    others: "Description | None" = None
+    """Of an optimizer of hidden matrices only, that of all other parameters; the section
+    ``optimizer`` has the settings of both. None: it takes any parameter."""
     rate_of: str = ""
     """The optimizer whose tuned learning rate suits this one; by default its own only."""
+
+    @property
+    def parts(self) -> tuple["Description", ...]:
+        """It, and that of other parameters than its own."""
+        return (self,) if self.others is None else (self, self.others)
+
+    @property
+    def all_settings(self) -> Mapping[str, Any]:
+        """Its settings and those of ``others``."""
+        return {**self.others.settings, **self.settings} if self.others else self.settings
+
+    @property
+    def all_states(self) -> tuple[State, ...]:
+        """Its states and those of ``others``."""
+        return tuple(state for part in self.parts for state in part.states)
 
     def shares_rate(self, other: "Description") -> bool:
         """Return whether a learning rate that was tuned for one suits the other."""

@@ -1,9 +1,10 @@
-"""PyTorch's own Adam, AdamW and AMSGrad; their states are described in ``core.states``."""
+"""PyTorch's own Adam, AdamW, AMSGrad and Muon; their states are described in ``core.states``."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Final
 
+import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from flower_desloc.core import states
@@ -45,5 +46,26 @@ AMSGRAD: Final = Description(
     settings=_SETTINGS,
     states=states.AMSGRAD,
     weight_decay="gradient",
+    rate_of="adam",
+)
+
+
+def _muon(params: Iterable[Any], **settings: Any) -> Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"torch.optim.Muon is in PyTorch 2.9 and later, and this is {torch.__version__}"
+        )
+    return torch.optim.Muon(params, **settings)
+
+
+MUON: Final = Description(
+    name="muon",
+    make=_muon,
+    # Scaled as Liu et al. do (arXiv:2502.16982), its steps suit AdamW's rate and decay.
+    settings={"momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"},
+    states=states.MUON,
+    weight_decay="decoupled",
+    elementwise=False,
+    others=ADAMW,
     rate_of="adam",
 )

@@ -223,11 +223,11 @@ SEEDED = [state.name for state in SeedsBoth.states]
 def test_only_the_states_that_are_zero_are_seeded_and_an_average_is_kept(averaged):
     module, optimizer = model(make=SeedsBoth)
     put(module, optimizer, {averaged: {k: t + 0.5 for k, t in moment(module, optimizer, averaged)}})
-    names = list(needs_seed(optimizer, take(module, optimizer, SEEDED)))
+    names = list(needs_seed(module, optimizer, take(module, optimizer, SEEDED)))
     assert names == [name for name in SEEDED if name != averaged]
     worker(module, optimizer).seed(names, 4)
     assert all((t == 0.5).all() for _, t in moment(module, optimizer, averaged))
-    assert needs_seed(optimizer, take(module, optimizer, SEEDED)) == {}
+    assert needs_seed(module, optimizer, take(module, optimizer, SEEDED)) == {}
 
 
 def moment(module, optimizer, name):

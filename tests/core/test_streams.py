@@ -11,6 +11,7 @@ from torch import nn
 
 from flower_desloc import prime, put, set_step, stream_names, take
 from flower_desloc.core.streams import BUFFERS, digest, starts_at_zero
+from flower_desloc.optim import MultiOptimizer
 
 
 class Lion(torch.optim.Optimizer):
@@ -109,7 +110,8 @@ def test_however_often_it_is_primed_params_stay_bit_for_bit_and_all_states_are_z
         assert stream_names(module, optimizer) == ("params", *states)
         for name, stream in take(module, optimizer, states).items():
             assert starts_at_zero(name)
-            assert stream.keys() == dict(module.named_parameters()).keys()
+            if not isinstance(optimizer, MultiOptimizer):  # whose states are of some parameters
+                assert stream.keys() == dict(module.named_parameters()).keys()
             assert not any(tensor.any() for tensor in stream.values())
         assert all(float(state.get("step", 0)) == 0 for state in optimizer.state.values())
         prime(optimizer)
@@ -221,7 +223,8 @@ def test_scalars_keep_their_shape(make):
     put(other, optimizers[1], streams)
     assert_same(everything(other, optimizers[1]), streams)
     for stream in streams.values():
-        assert {key: tuple(t.shape) for key, t in stream.items()} == {"scalar": (), "empty": (0, 3)}
+        shapes = {key: tuple(t.shape) for key, t in stream.items()}
+        assert shapes.items() <= {"scalar": (), "empty": (0, 3)}.items()
 
 
 def all_but_a_weight_in_groups(module):

@@ -23,7 +23,9 @@ UNBOUNDED = {"betas": (0.99, 0.9)}
 
 def of_a_group(case: OptimizerCase) -> Settings:
     """Return other settings than those of a case, for a parameter group."""
-    stated = case.make([nn.Parameter(torch.zeros(1))]).defaults
+    stated: Settings = {}
+    for shape in ((1,), (1, 1)):
+        stated |= case.make([nn.Parameter(torch.zeros(shape))]).param_groups[0]
     first, *rest = stated.get("betas", (1.0,))
     changed = {
         "lr": stated["lr"] / 2,
@@ -146,7 +148,8 @@ def test_one_client_whose_periods_are_1_equals_the_plain_loop_with_the_same_grou
     module = problem.module()
     assert_same(run.start(), [in_a_plain_loop(module, make(module.parameters()), problem)])
     rates = run.watch.records[-1].clients["client-0"].learning_rates
-    assert rates == [case.lr / 2 * FALLING(STEPS - 1)]
+    first = make(problem.module().parameters()).param_groups[0]
+    assert rates == [first["lr"] * FALLING(STEPS - 1)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -135,7 +135,9 @@ CASES = {
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
     "DiLoCo": Case(schedule=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(
-        "adam", options={"formats": CODES}, present=lambda m, t: m != 2 or not 4 <= t < 7
+        "muon",
+        options={"formats": {**CODES, "momentum_buffer": "int8"}},
+        present=lambda m, t: m != 2 or not 4 <= t < 7,
     ),
     "coded DiLoCo": Case(
         schedule=DILOCO, outer=nesterov, every=2, options={"formats": {PARAMS: "int8"}}

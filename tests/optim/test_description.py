@@ -41,7 +41,7 @@ def zeros(draw, p):
 
 
 def some_parameters():
-    return [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (4, 6)]
+    return [nn.Parameter(torch.ones(2, n, dtype=torch.float64)) for n in (2, 3)]
 
 
 def test_every_optimizer_has_a_case_among_the_laws():
@@ -57,7 +57,7 @@ def test_the_states_are_those_of_the_optimizer_and_their_kinds_tell_their_signs(
     assert {n: states_of(optimizer)[n] for n in names} == {s.name: s for s in described.states}
     steps(optimizer, parameters, noise)
     for state in described.states:
-        values = torch.cat([optimizer.state[p][state.name] for p in parameters])
+        values = torch.cat([optimizer.state[p][state.name].view(-1) for p in parameters])
         assert (values < 0).any() == state.kind.is_signed
 
 
@@ -71,7 +71,8 @@ def test_a_state_decays_as_it_says_where_nothing_enters_it(described):
             } <= {Kind.MAXIMUM}  # fmt: skip
     before = {n: [optimizer.state[p][n].clone() for p in parameters] for n in names}
     steps(optimizer, parameters, zeros, number=1)
-    for name, [beta] in state_decays(optimizer, names).items():
+    for name, decays in state_decays(optimizer, names).items():
+        [beta] = decays.values()
         got = [optimizer.state[p][name] for p in parameters]
         torch.testing.assert_close(got, [beta * value for value in before[name]])
 
@@ -92,7 +93,9 @@ def test_weights_decay_as_it_says(described):
 
 @DESCRIPTIONS
 def test_an_elementwise_optimizer_takes_the_same_step_on_shards(described):
-    assert described.elementwise
+    assert described.elementwise == (described.name != "muon")
+    if not described.elementwise:
+        return
     whole = [nn.Parameter(torch.linspace(-1, 1, 10, dtype=torch.float64))]
     shards = [nn.Parameter(part.clone()) for part in whole[0].detach().split([3, 7])]
     values = torch.randn(5, 10, dtype=torch.float64, generator=generator(0))

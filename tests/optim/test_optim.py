@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (7,), (), (0,), (129,), (1, 1, 2)]
 OURS = {
     name: described
     for name, described in DESCRIBED.items()
-    if isinstance(described.make([torch.nn.Parameter(torch.ones(1))]), ForeachOptimizer)
+    if isinstance(described.make([torch.nn.Parameter(torch.ones(1, 1))]), ForeachOptimizer)
 }
 """Of classes of our own."""
 
@@ -60,7 +60,8 @@ def naive(case, steps=12):
     """The oracle on the same gradients, one tensor at a time."""
     finals = []
     for i, p in enumerate(parameters()):
-        state = (p.detach(), *(torch.zeros_like(p) for _ in case.oracle.states))
+        states = [name for name in case.oracle.states if case.oracle.has(name, p)]
+        state = (p.detach(), *(torch.zeros_like(p) for _ in states))
         for t in range(steps):
             state = case.oracle.update(t, case.lr, gradient(i, t, p.shape), *state)
         finals.append(state)
@@ -68,7 +69,8 @@ def naive(case, steps=12):
 
 
 def finals_of(params, optimizer, names):
-    return [(p.detach(), *(optimizer.state[p][name] for name in names)) for p in params]
+    states = ((p, optimizer.state[p]) for p in params)
+    return [(p.detach(), *(own[name] for name in names if name in own)) for p, own in states]
 
 
 # --------------------------------------------------------------------------------------- Formulas

@@ -169,7 +169,7 @@ def _options(config: Config) -> Iterator[str]:
         )
     if optimizer.name not in OPTIMIZERS:
         return
-    yield from _number_of_betas("optimizer", optimizer.betas, optimizer)
+    yield from _number_of_betas("optimizer", optimizer.betas, optimizer.name)
     if optimizer.options.keys() - own_options(optimizer.name):
         keys = [f"options.{key}" for key in own_options(optimizer.name)]
         yield (
@@ -186,7 +186,7 @@ def own_options(optimizer: str) -> list[str]:
 
 
 def _fields_of(optimizer: str) -> list[str]:
-    settings = OPTIMIZERS[optimizer].settings if optimizer in OPTIMIZERS else {}
+    settings = OPTIMIZERS[optimizer].all_settings if optimizer in OPTIMIZERS else {}
     return [field.name for field in dataclasses.fields(Optimizer) if field.name in settings]
 
 
@@ -209,44 +209,60 @@ def _unused(config: Config) -> Iterator[str]:
             )
 
 
-def _number_of_betas(key: str, betas: tuple[float, ...], optimizer: Optimizer) -> Iterator[str]:
-    of_optimizer = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else {}
+def _number_of_betas(key: str, betas: tuple[float, ...], name: str) -> Iterator[str]:
+    of_optimizer = OPTIMIZERS[name].all_settings if name in OPTIMIZERS else {}
     takes = of_optimizer.get("betas", betas)
     if len(betas) != len(takes):
         yield (
-            f"{key}.betas={[*betas]}: takes {len(takes)} values where {optimizer.name=!s}, "
+            f"{key}.betas={[*betas]}: takes {len(takes)} values where optimizer.name={name}, "
             f"got {len(betas)}"
         )
 
 
 def _groups(config: Config) -> Iterator[str]:
     """Yield what is wrong with an entry of ``optimizer.groups``, for any model."""
-    optimizer = config.optimizer
-    is_ours = optimizer.name in OPTIMIZERS
-    fields, options = _fields_of(optimizer.name), own_options(optimizer.name) if is_ours else []
-    for index, group in enumerate(optimizer.groups):
+    for index, group in enumerate(config.optimizer.groups):
         key = f"optimizer.groups[{index}]"
         if not group.names and not group.kinds:
             yield f"{key}: names no parameters; state names or kinds"
         for kind in group.kinds:
             if kind not in ParamGroup.KINDS:
                 yield f"{key}.kinds={kind}: must be one of {', '.join(ParamGroup.KINDS)}"
-        stated = [name for name in ParamGroup.SETTINGS[1:] if getattr(group, name) is not None]
-        for name in stated:
-            if is_ours and name not in fields:
-                yield f"{key}.{name}: {optimizer.name=!s} has no such setting; leave it out"
-            if not is_ours:
-                yield (
-                    f"{key}.{name}: is for this project's own optimizers; state options: "
-                    f"{{{name}: VALUE}} for {optimizer.name=!s}"
-                )
-        if group.betas:
-            yield from _number_of_betas(key, group.betas, optimizer)
-        for name in group.options.keys() - options if is_ours else ():
+        yield from _group_settings(key, group, group.name or config.optimizer.name)
+        yield from _group_rate(key, group, config.optimizer)
+
+
+def _group_settings(key: str, group: ParamGroup, name: str) -> Iterator[str]:
+    """Yield the settings of an entry that its optimizer, of that name, does not have."""
+    is_ours, named = name in OPTIMIZERS, f"optimizer.name={name}"
+    fields, options = _fields_of(name), own_options(name) if is_ours else []
+    stated = [each for each in ParamGroup.SETTINGS[1:] if getattr(group, each) is not None]
+    for setting in stated:
+        if is_ours and setting not in fields:
+            yield f"{key}.{setting}: {named} has no such setting; leave it out"
+        if not is_ours:
             yield (
-                f"{key}.options.{name}: {optimizer.name=!s} has no such option; a group of it "
-                f"has {', '.join(['lr', *fields, *(f'options.{each}' for each in options)])}"
+                f"{key}.{setting}: is for this project's own optimizers; state options: "
+                f"{{{setting}: VALUE}} for {named}"
             )
+    if group.betas:
+        yield from _number_of_betas(key, group.betas, name)
+    for option in group.options.keys() - options if is_ours else ():
+        yield (
+            f"{key}.options.{option}: {named} has no such option; a group of it "
+            f"has {', '.join(['lr', *fields, *(f'options.{each}' for each in options)])}"
+        )
+
+
+def _group_rate(key: str, group: ParamGroup, optimizer: Optimizer) -> Iterator[str]:
+    """Yield that an entry of another optimizer needs a learning rate of its own."""
+    one, other = OPTIMIZERS.get(group.name or ""), OPTIMIZERS.get(optimizer.name)
+    shares = one is not None and other is not None and one.shares_rate(other)
+    if group.name not in (None, optimizer.name) and group.lr is None and not shares:
+        yield (
+            f"{key}.name={group.name}: also state lr, because {optimizer.lr=} is for "
+            f"{optimizer.name=!s}"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -221,7 +221,7 @@ def _defaults(name: str) -> dict[str, Any]:
     """Return an optimizer's settings with their defaults, as a file states them."""
     if name not in OPTIMIZERS:
         return {}
-    settings = OPTIMIZERS[name].settings
+    settings = OPTIMIZERS[name].all_settings
     stated = {k: [*v] if isinstance(v, tuple) else v for k, v in settings.items()}
     options = {key: stated.pop(key) for key in own_options(name)}
     return stated | ({"options": options} if options else {})

@@ -147,14 +147,16 @@ class Data:
 class ParamGroup:
     """An entry of ``optimizer.groups``: which parameters, and their own settings.
 
-    A setting that is null is that of the section ``optimizer``.
+    A setting that is null is that of the section ``optimizer``, or under another ``name`` the
+    default of that optimizer.
     """
 
-    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "norms_and_biases")
+    KINDS: ClassVar[tuple[str, ...]] = ("matrices", "embeddings", "head", "norms_and_biases")
     SETTINGS: ClassVar[tuple[str, ...]] = ("lr", "betas", "momentum", "eps", "weight_decay")
 
     names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    name: str | None = one_of(None, *OPTIMIZERS, or_path=True)
     lr: float | None = bounded(None, 0)
     betas: tuple[float, ...] | None = bounded(None, 0, below=1)
     momentum: float | None = bounded(None, 0, below=1)
@@ -170,8 +172,8 @@ class Optimizer:
     name: str = one_of(*OPTIMIZERS, or_path=True)
     """One of the table below; or a torch.optim.Optimizer by its import path, such as
     `pytorch_optimizer:Lion`, to which only lr, options, groups and clipping apply. Another
-    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw and amsgrad
-    share one)."""
+    optimizer than the preset's has its own defaults and needs its own lr (adam, adamw, amsgrad,
+    muon share one)."""
     lr: float = bounded(0.0021, 0)
     """Peak learning rate, the paper's eta."""
     betas: tuple[float, ...] = bounded((0.95, 0.9999), 0, below=1)
@@ -190,10 +192,10 @@ class Optimizer:
     """Arguments of an optimizer named by its import path, or settings of one in the table without a
     key of their own. Lists become tuples."""
     groups: list[ParamGroup] = field(default_factory=list)
-    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.head.*"],
-    lr: 0.001}]`. A parameter must match one of names (shell patterns), and one of kinds, where they
-    are stated. Kinds: `embeddings`, `norms_and_biases` (below two dimensions), `matrices` (all
-    others)."""
+    """Parameter groups, as `[{kinds: [norms_and_biases], weight_decay: 0}, {names: ["*.w"], name:
+    sgdm, lr: 0.1}]`. A parameter must match one of names (shell patterns), and one of kinds, where
+    they are stated. Kinds: `embeddings`, `head`, `norms_and_biases` (below two
+    dimensions), `matrices` (all others). name: another optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,16 @@ from flower_desloc.flower.fingerprint import folder_of, is_installed
 
 
 def user_modules(config: Config) -> tuple[str, ...]:
-    """Return the task's module and the optimizer's, for ``code_of``.
+    """Return the task's module and the optimizers', for ``code_of``.
 
-    An installed optimizer is left out, as PyTorch's own are.
+    Installed optimizers are left out, as PyTorch's own are.
     """
     make_importable()
     found = []
     if is_path(config.task):
         found.append(config.task.partition(":")[0])
-    if is_path(config.optimizer.name):
-        module = config.optimizer.name.partition(":")[0]
+    named = dict.fromkeys([config.optimizer.name, *(g.name for g in config.optimizer.groups)])
+    for module in (name.partition(":")[0] for name in named if name and is_path(name)):
         folder = folder_of(module.partition(".")[0])
         if folder is not None and not is_installed(folder):
             found.append(module)

@@ -1,6 +1,7 @@
 """A planned run from a configuration."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -14,21 +15,22 @@ from flower_desloc.app.config.units import TEXT, precision_text
 from flower_desloc.app.plan.planned_run import PlannedRun, PlannedStream
 from flower_desloc.app.plan.wall_clock import H100, Link, compute_seconds
 from flower_desloc.app.setup.build import (
-    build_optimizer,
+    build_parts,
     build_schedule,
     check_streams,
-    described_optimizer,
     stream_kinds,
+    stream_params,
 )
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
-from flower_desloc.app.setup.param_groups import group_settings, groups_of
+from flower_desloc.app.setup.param_groups import trial_groups
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.states import State, kinds_of, state_decays, states_of
+from flower_desloc.core.states import state_decays, states_of
 from flower_desloc.core.streams import BUFFERS, buffers
 from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.optim import Description
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
 """The paper's models and their numbers of parameters, as it states them."""
@@ -79,15 +81,15 @@ def planned_run(
         flops = flops or H100[precision]
         step_seconds = compute_seconds(num_params, tokens, workers=workers, flops=flops, mfu=mfu)
     streams = planned_streams(config, rho)
-    num_bytes = num_params * (value_bytes or dtype_bytes(config))
-    sizes = dict.fromkeys([stream.name for stream in streams], num_bytes)
+    values = _stream_values(config, [stream.name for stream in streams], num_params)
+    sizes = {n: values[n] * (value_bytes or dtype_bytes(config)) for n in values}
     if BUFFERS in sizes:
         sizes[BUFFERS] = _buffer_bytes(config)
-    values = {"": torch.empty(round(num_params), device="meta")}
-    wire = wire_bytes(dict.fromkeys(lossy(config.wire), values), config.wire, stream_kinds(config))
+    coded = {n: {"": torch.empty(round(values[n]), device="meta")} for n in lossy(config.wire)}
+    wire = wire_bytes(coded, config.wire, stream_kinds(config))
     return PlannedRun(
         name=config.run.name,
-        optimizer=config.optimizer.name,
+        optimizer=" and ".join(_names(config)),
         num_params=num_params,
         streams=tuple(
             replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))
@@ -122,19 +124,34 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     clips = (config.optimizer.clip_norm, config.optimizer.clip_value)
     # A coordinate is at most the norm.
     rho = rho or min((clip for clip in clips if clip is not None), default=None)
-    matrices = (([nn.Parameter(torch.zeros(3, 2))], own) for own in group_settings(config))
-    optimizer = build_optimizer(config, groups_of(matrices))
-    states = states_of(optimizer)
+    parts, kinds = build_parts(config, trial_groups(config)), stream_kinds(config)
     return tuple(
         PlannedStream(
             name=name,
-            kind=kind_of(name, kinds_of(optimizer)),
+            kind=kind_of(name, kinds),
             num_bytes=0,
-            beta=_beta(optimizer, name),
-            ceiling=_ceiling(config, optimizer, states.get(name), rho),
+            beta=_beta(parts, name),
+            ceiling=_ceiling(config, parts, name, rho),
         )
         for name in build_schedule(config).periods
     )
+
+
+def _names(config: Config) -> list[str]:
+    o = config.optimizer
+    return list(dict.fromkeys([o.name, *(entry.name or o.name for entry in o.groups)]))
+
+
+def _stream_values(config: Config, names: Iterable[str], num_params: float) -> dict[str, float]:
+    """Return the number of values of each stream, of a model with so many parameters.
+
+    Where several optimizers train it, a stream has the share that it has of the configured model.
+    """
+    if len(build_parts(config, trial_groups(config))) == 1:
+        return dict.fromkeys(names, num_params)
+    streams = stream_params(config, _model(config))
+    counts = {name: sum(p.numel() for p in stream.values()) for name, stream in streams.items()}
+    return {n: num_params * counts.get(n, counts[PARAMS]) / counts[PARAMS] for n in names}
 
 
 def model_size(config: Config) -> int:
@@ -162,25 +179,47 @@ def dtype_bytes(config: Config) -> int:
     return dtype.itemsize
 
 
-def _beta(optimizer: Optimizer, name: str) -> float | None:
+_Parts = Sequence[tuple[Description, Optimizer]]
+
+
+def _beta(parts: _Parts, name: str) -> float | None:
+    """Return the decay of a state: of groups with different ones, the slowest to forget."""
+    found = [beta for _, optimizer in parts for beta in _betas(optimizer, name)]
+    return max(found, default=None)
+
+
+def _betas(optimizer: Optimizer, name: str) -> list[float]:
     states = states_of(optimizer)
     if name in states and states[name].kind is Kind.MAXIMUM:
         # It changes at most as fast as what it is taken of.
         name = next(n for n, state in states.items() if state.kind is Kind.SECOND_MOMENT)
-    try:  # of parameter groups with different betas, that which forgets most slowly
-        return max(state_decays(optimizer, [name])[name])
+    try:
+        return [*state_decays(optimizer, [name])[name].values()]
     except ValueError:
-        return None
+        return []
 
 
-def _ceiling(
-    config: Config, optimizer: Optimizer, state: State | None, rho: float | None
+def _ceiling(config: Config, parts: _Parts, name: str, rho: float | None) -> float | None:
+    """Return the bound on a state's values; None if that of an optimizer has none."""
+    found = [_own_ceiling(config, *part, name, rho) for part in parts if _may_have(part[1], name)]
+    known = [ceiling for ceiling in found if ceiling is not None]
+    return max(known) if known and len(known) == len(found) else None
+
+
+def _may_have(optimizer: Optimizer, name: str) -> bool:
+    states = states_of(optimizer)
+    return not states or name in states
+
+
+def _own_ceiling(
+    config: Config, described: Description, optimizer: Optimizer, name: str, rho: float | None
 ) -> float | None:
+    state = states_of(optimizer).get(name)
     if state is None:
         return None
     if state.ceiling is not None:
         return state.ceiling(config.run.steps)
-    match described_optimizer(config).weight_decay:
+    match described.weight_decay:
         case "unknown":
             return None
         case "gradient" if any(group["weight_decay"] for group in optimizer.param_groups):

@@ -69,9 +69,11 @@ class RunRecord:
 
     @property
     def kinds(self) -> Kinds:
-        """Kinds of the optimizer's states; empty for one named by its import path."""
-        known = OPTIMIZERS.get(self.config.get("optimizer", {}).get("name", ""))
-        return {state.name: state.kind for state in known.states} if known else {}
+        """Kinds of the optimizers' states; none of one that is named by its import path."""
+        section = self.config.get("optimizer", {})
+        named = [each.get("name") for each in (section, *section.get("groups", []))]
+        known = (OPTIMIZERS[name] for name in named if name in OPTIMIZERS)
+        return {state.name: state.kind for each in known for state in each.all_states}
 
     @property
     def periods(self) -> Mapping[str, Period]:

@@ -1,29 +1,39 @@
 """Build the algorithm's objects from the configuration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.errors import suggestion
-from flower_desloc.app.config.imports import imported, is_path
-from flower_desloc.app.setup.param_groups import group_settings, groups_of, param_groups, tuples
+from flower_desloc.app.config.imports import is_path
+from flower_desloc.app.setup.param_groups import (
+    OPTIMIZER,
+    described_optimizer,
+    group_settings,
+    param_groups,
+    param_places,
+    trial_groups,
+    tuples,
+)
 from flower_desloc.app.tasks import find_task
 from flower_desloc.app.tasks.compute import Compiled
 from flower_desloc.core import lr_schedule
 from flower_desloc.core.kinds import Kinds
+from flower_desloc.core.multi import MultiOptimizer
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, RESET, SyncSchedule
-from flower_desloc.core.states import kinds_of, state_decays, states_of
+from flower_desloc.core.states import kinds_of, state_decays
 from flower_desloc.core.streams import (
     BUFFERS,
     check_optimizer,
     check_trainable,
+    parameters,
     prime,
     some,
     starts_at_zero,
@@ -31,38 +41,73 @@ from flower_desloc.core.streams import (
     take,
     untrained,
 )
+from flower_desloc.core.types import Stream
 from flower_desloc.core.worker import Clipping
-from flower_desloc.optim import OPTIMIZERS, Description
+from flower_desloc.optim import Description
 
 
-def build_optimizer(config: Config, params: ParamsT) -> Optimizer:
+def build_optimizer(config: Config, params: Iterable[Any]) -> Optimizer:
     """Return the optimizer of ``params`` or groups of them (``param_groups``).
+
+    Groups of several optimizers make a ``MultiOptimizer``.
 
     Raises ``ConfigError`` if it cannot be imported or made.
     """
-    o, options = config.optimizer, tuples(config.optimizer.options)
-    described = described_optimizer(config)
-    own = {key: getattr(o, key) for key in described.settings if key not in options}
+    parts = [optimizer for _, optimizer in build_parts(config, params)]
+    return parts[0] if len(parts) == 1 else MultiOptimizer(parts)
+
+
+def build_parts(config: Config, params: Iterable[Any]) -> list[tuple[Description, Optimizer]]:
+    """Return every optimizer of ``params`` or groups of them, with its description."""
+    groups = list(params)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        name = group.get(OPTIMIZER, config.optimizer.name)
+        own = {key: value for key, value in group.items() if key != OPTIMIZER}
+        by_name.setdefault(name, []).append(own)
+    return [_part(config, described_optimizer(name), own) for name, own in by_name.items()]
+
+
+def _part(
+    config: Config, described: Description, groups: list[dict[str, Any]]
+) -> tuple[Description, Optimizer]:
+    o, name = config.optimizer, described.name
+    main = described_optimizer(o.name)
+    options = tuples(o.options) if name == o.name else {}
+    own = {
+        # Another optimizer than that of the section has its own defaults.
+        key: getattr(o, key, default) if name in [part.name for part in main.parts] else default
+        for key, default in described.settings.items()
+        if key not in options
+    }
+    # A function that optimizer.name names need not know groups.
+    alone = len(groups) == 1 and len(groups[0]) == 1
     try:
-        optimizer = described.make(params, lr=o.lr, **own, **options)
+        optimizer = described.make(
+            groups[0]["params"] if alone else groups, lr=o.lr, **own, **options
+        )
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"optimizer.name={o.name}: it cannot be constructed with optimizer.lr={o.lr}"
-            f"{', optimizer.groups' if o.groups else ''} and optimizer.options={o.options} "
+            f"optimizer.name={name}: it cannot be constructed with optimizer.lr={o.lr}"
+            f"{', optimizer.groups' if o.groups else ''} and optimizer.options={options} "
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer.name={o.name}: returns a {type(optimizer).__name__}, not a "
+            f"optimizer.name={name}: returns a {type(optimizer).__name__}, not a "
             "torch.optim.Optimizer"
         )
     for index, entry in enumerate(o.groups):
+        if (entry.name or o.name) != name:
+            continue
         for key in entry.options.keys() - optimizer.defaults:  # PyTorch would ignore it
             raise ConfigError(
-                f"optimizer.groups[{index}].options.{key}: optimizer.name={o.name} has no such "
+                f"optimizer.groups[{index}].options.{key}: optimizer.name={name} has no such "
                 f"setting of a group{suggestion(key, sorted(optimizer.defaults))}"
             )
-    return optimizer
+    return described, optimizer
 
 
 def build_local_optimizer(
@@ -80,28 +125,39 @@ def build_local_optimizer(
     return optimizer
 
 
-def described_optimizer(config: Config) -> Description:
-    """Return the description of the optimizer: the project's, or what its own class says.
-
-    Raises ``ConfigError`` if it cannot be imported.
-    """
-    name = config.optimizer.name
-    if not is_path(name):
-        return OPTIMIZERS[name]
-    make = imported(name, "optimizer.name")
-    return Description(
-        name=name,
-        make=make,
-        settings={},
-        states=tuple(states_of(make).values()) if isinstance(make, type) else (),
-        weight_decay="unknown",
-        elementwise=getattr(make, "elementwise", False),
-    )
-
-
 def stream_kinds(config: Config) -> Kinds:
-    """Return the kinds of the optimizer's states, where its class describes them."""
-    return kinds_of(build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))]))
+    """Return the kinds of the optimizer's states, where its class describes them.
+
+    Raises ``ConfigError`` where several optimizers give one of them different kinds.
+    """
+    try:
+        return kinds_of(build_optimizer(config, trial_groups(config)))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"optimizer.groups: {error}") from error
+
+
+def stream_params(config: Config, model: nn.Module) -> dict[str, Stream]:
+    """Return by stream the parameters that have it, of a model that may be on the meta device.
+
+    Raises ``ConfigError`` as ``param_groups``.
+    """
+
+    @cache
+    def state_names(index: int, name: str, ndim: int) -> tuple[str, ...]:
+        p = nn.Parameter(torch.zeros((3, 2, 2, 2, 2, 2)[:ndim]))
+        group = {"params": [p], OPTIMIZER: name, **group_settings(config, index, name)}
+        optimizer = build_optimizer(config, [group])
+        prime(optimizer)
+        return stream_names(nn.ParameterList([p]), optimizer)
+
+    trained = parameters(model)
+    streams: dict[str, dict[str, Tensor]] = {}
+    for key, place in param_places(config, model).items():
+        for name in state_names(*place, trained[key].ndim):
+            streams.setdefault(name, {})[key] = trained[key]
+    return dict(streams)
 
 
 def build_streams(config: Config, model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -144,7 +200,8 @@ def check_streams(config: Config) -> None:
         find_task(config)
     always, sometimes = _known_streams(config)
     states = [name for name in always if name != PARAMS]
-    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
+    optimizer = build_optimizer(config, trial_groups(config))
+    stream_kinds(config)
     least = config.federation.min_steps
     if config.sync_delay:
         with _otherwise(f"sync_delay={config.sync_delay}", "sync_delay=0"):
@@ -178,29 +235,44 @@ def build_schedule(config: Config) -> SyncSchedule:
 
 
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
-    """Return the optimizer's streams for tensors of any shape, and those for some shapes only."""
-    if not is_path(config.optimizer.name):
-        module = nn.Linear(1, 1)
-        optimizer = build_optimizer(config, list(module.parameters()))
+    """Return the optimizer's streams for any model, and those for some models only.
+
+    Some optimizers have states for tensors of some shapes only. Where entries name optimizers of
+    their own, another may have no parameter left.
+    """
+    always, every = [PARAMS], []
+    named = any(entry.name for entry in config.optimizer.groups)
+    for group in trial_groups(config):
+        found = _streams_by_shape(config, group)
+        names = list(dict.fromkeys(name for each in found for name in each))
+        every += names
+        main = described_optimizer(config.optimizer.name).parts
+        if not named or group[OPTIMIZER] not in [part.name for part in main]:
+            always += [name for name in names if all(name in each for each in found)]
+    always = list(dict.fromkeys(always))
+    return always, [name for name in dict.fromkeys(every) if name not in always]
+
+
+def _streams_by_shape(config: Config, group: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the streams of a group's optimizer for a matrix, and for a vector if it takes one."""
+
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return build_optimizer(config, [{**group, "params": params}])
+
+    if not is_path(group[OPTIMIZER]):
+        optimizer = make(group["params"])
         prime(optimizer)
-        return list(stream_names(module, optimizer)), []
+        return [stream_names(nn.ParameterList(group["params"]), optimizer)]
+    found: list[tuple[str, ...]] = []
     try:
-        found: list[tuple[str, ...]] = []
-        for own in group_settings(config):
-
-            def make(params: list[nn.Parameter], own: dict[str, Any] = own) -> Optimizer:
-                return build_optimizer(config, groups_of([(params, own)]))
-
-            found.append(check_optimizer(make, 3, 2))
-            with suppress(ConfigError):  # Muon, for example, is for matrices only
-                found.append(check_optimizer(make, 3))
+        found.append(check_optimizer(make, 3, 2))
+        with suppress(ConfigError):  # Muon, for example, is for matrices only
+            found.append(check_optimizer(make, 3))
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"optimizer.name={config.optimizer.name}: {error}") from error
-    names = list(dict.fromkeys(name for each in found for name in each))
-    always = [name for name in names if all(name in each for each in found)]
-    return always, [name for name in names if name not in always]
+        raise ConfigError(f"optimizer.name={group[OPTIMIZER]}: {error}") from error
+    return found
 
 
 def build_outer(config: Config, model: nn.Module) -> OuterOptimizer | None:

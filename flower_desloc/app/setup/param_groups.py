@@ -2,23 +2,35 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
+from flower_desloc.app.config.imports import imported, is_path
 from flower_desloc.app.config.schema import ParamGroup
+from flower_desloc.core.states import states_of
 from flower_desloc.core.streams import parameters, some
+from flower_desloc.optim import OPTIMIZERS, Description
+
+OPTIMIZER: Final = "optimizer"
+"""Key of a group that names its optimizer; ``build_optimizer`` makes one of each name."""
+
+_Place = tuple[int, str]
+"""Of a parameter: its entry of ``optimizer.groups``, -1 for none, and its optimizer's name."""
 
 
 def param_groups(
     config: Config, model: nn.Module, params: Mapping[str, nn.Parameter] | None = None
-) -> list[Any]:
-    """Return what an optimizer of the model's trained parameters is built from.
+) -> list[dict[str, Any]]:
+    """Return the groups that the optimizer of the model's trained parameters is built from.
 
-    Without ``optimizer.groups`` these are the parameters, otherwise PyTorch's parameter groups:
-    first that of all parameters that no entry names, which has the settings of the section
-    ``optimizer``, then one for each entry. As PyTorch, it refuses a parameter in two groups.
+    They are PyTorch's, each also with the name of its optimizer (``OPTIMIZER``): first that of all
+    parameters that no entry names, which has the settings of the section ``optimizer``, then one
+    for each entry. Under an optimizer of hidden matrices, such as Muon, each of these is two:
+    hidden matrices, which are ``matrices`` of two dimensions, and the rest, which trains by another
+    (``Description.others``). As PyTorch, it refuses a parameter in two groups.
 
     Args:
         config: The configuration.
@@ -26,64 +38,114 @@ def param_groups(
         params: Trained tensors in the place of the model's, such as shards, by the same names; by
             default the model's.
 
-    Raises ``ConfigError`` for a pattern or an entry without a parameter, and for a parameter of two
-    entries.
+    Raises ``ConfigError`` for a pattern or an entry without a parameter, a parameter of two
+    entries, an optimizer that none trains by, and a setting that no optimizer of its entry has.
 
     """
+    places = param_places(config, model)
+    trained = parameters(model) if params is None else params
+    members: dict[_Place, list[nn.Parameter]] = {}
+
+    def order(place: _Place) -> tuple[int, bool]:
+        index, name = place
+        return index, name != _name(config, index)
+
+    for key, place in places.items():
+        members.setdefault(place, []).append(trained[key])
+    return [
+        {"params": own, OPTIMIZER: name, **group_settings(config, index, name)}
+        for (index, name), own in sorted(members.items(), key=lambda item: order(item[0]))
+    ]
+
+
+def param_places(config: Config, model: nn.Module) -> dict[str, _Place]:
+    """Return where each trained parameter belongs, by its name; raises as ``param_groups``."""
     trained = {key: p for key, p in parameters(model).items() if p.requires_grad}
-    params = trained if params is None else params
-    entries = config.optimizer.groups
-    if not entries:
-        return list(params.values())
-    kinds = param_kinds(model)
-    claimed: dict[str, int] = {}
-    for index, entry in enumerate(entries):
-        for key in _named(index, entry, {key: kinds[key] for key in trained}):
-            if key in claimed:
-                raise ConfigError(
-                    f"optimizer.groups[{claimed[key]}] and optimizer.groups[{index}]: both name "
-                    f"the parameter {key!r}; narrow the names or kinds of one"
-                )
-            claimed[key] = index
-    members: dict[int, list[nn.Parameter]] = {}
-    for key, p in params.items():
-        members.setdefault(claimed.get(key, -1), []).append(p)
-    settings = group_settings(config)
-    return groups_of((members[index], settings[index + 1]) for index in sorted(members))
+    kinds = {key: kind for key, kind in param_kinds(model).items() if key in trained}
+    claimed = _claimed(config.optimizer.groups, kinds)
+    places = {}
+    for key, p in trained.items():
+        index = claimed.get(key, -1)
+        described = described_optimizer(_name(config, index))
+        is_hidden = kinds[key] == "matrices" and p.ndim == 2
+        own = described.others if described.others and not is_hidden else described
+        places[key] = index, own.name
+    _check_used(config, set(places.values()))
+    return places
 
 
-def group_settings(config: Config) -> list[dict[str, Any]]:
-    """Return the settings of every group: none of its own for the first, which no entry names."""
-    return [{}, *map(settings_of, config.optimizer.groups)]
+def trial_groups(config: Config) -> list[dict[str, Any]]:
+    """Return the groups of any model, each of one small matrix (``param_groups``)."""
+    return [
+        {"params": [nn.Parameter(torch.zeros(3, 2))], OPTIMIZER: own.name}
+        | group_settings(config, index, own.name)
+        for index in range(-1, len(config.optimizer.groups))
+        for own in described_optimizer(_name(config, index)).parts
+    ]
 
 
-def groups_of(members: Iterable[tuple[list[nn.Parameter], dict[str, Any]]]) -> list[Any]:
-    """Return PyTorch's groups of parameters with settings.
+def described_optimizer(name: str) -> Description:
+    """Return the description of an optimizer: the project's, or what its own class says.
 
-    A single one without settings is its parameters: a function that ``optimizer.name`` names need
-    not know groups.
+    Raises ``ConfigError`` if it cannot be imported.
     """
-    groups = [{"params": params, **settings} for params, settings in members]
-    return groups[0]["params"] if len(groups) == 1 and len(groups[0]) == 1 else groups
+    if not is_path(name):
+        return OPTIMIZERS[name]
+    make = imported(name, "optimizer.name")
+    return Description(
+        name=name,
+        make=make,
+        settings={},
+        states=tuple(states_of(make).values()) if isinstance(make, type) else (),
+        weight_decay="unknown",
+        elementwise=getattr(make, "elementwise", False),
+    )
 
 
 def param_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each parameter: ``embeddings``, ``matrices`` or ``norms_and_biases``.
+    """Return the kind of each parameter, one of ``ParamGroup.KINDS``.
 
-    Embeddings are those of ``nn.Embedding``, also where an output layer is tied to them. Matrices
-    are all others of two or more dimensions, norms and biases those of fewer.
+    Embeddings are those of ``nn.Embedding``, also where an output layer is tied to them. The head
+    is the weight of the output layer: what transformers calls the output embeddings, otherwise the
+    last ``nn.Linear``. Matrices are all others of two or more dimensions, norms and biases those of
+    fewer.
     """
     tables = (nn.Embedding, nn.EmbeddingBag)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, tables)}
-    return {
-        key: "embeddings"
-        if id(p) in embeddings
-        else ("matrices" if p.ndim > 1 else "norms_and_biases")
-        for key, p in parameters(model).items()
-    }
+    head = id(_head(model))
+
+    def kind(p: nn.Parameter) -> str:
+        if p.ndim < 2:
+            return "norms_and_biases"
+        return "embeddings" if id(p) in embeddings else "head" if id(p) == head else "matrices"
+
+    return {key: kind(p) for key, p in parameters(model).items()}
 
 
-def settings_of(entry: ParamGroup) -> dict[str, Any]:
+def _head(model: nn.Module) -> object:
+    """Return the weight of the output layer; None if there is none."""
+    find = getattr(model, "get_output_embeddings", lambda: None)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return getattr(find() or (linear[-1] if linear else None), "weight", None)
+
+
+def group_settings(config: Config, index: int, name: str) -> dict[str, Any]:
+    """Return the settings of an entry that the optimizer of that name has."""
+    stated = _stated(config.optimizer.groups[index]) if index >= 0 else {}
+    return {key: value for key, value in stated.items() if _has(name, key)}
+
+
+def tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with tuples for lists: some optimizers take nothing else for betas."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+
+
+def _name(config: Config, index: int) -> str:
+    own = config.optimizer.groups[index].name if index >= 0 else None
+    return own or config.optimizer.name
+
+
+def _stated(entry: ParamGroup) -> dict[str, Any]:
     """Return the settings that an entry of ``optimizer.groups`` changes, as PyTorch names them."""
     stated = {key: getattr(entry, key) for key in ParamGroup.SETTINGS}
     return {key: value for key, value in stated.items() if value is not None} | tuples(
@@ -91,9 +153,47 @@ def settings_of(entry: ParamGroup) -> dict[str, Any]:
     )
 
 
-def tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options`` with tuples for lists: some optimizers take nothing else for betas."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+def _has(name: str, setting: str) -> bool:
+    return setting == "lr" or name not in OPTIMIZERS or setting in OPTIMIZERS[name].settings
+
+
+def _claimed(entries: Iterable[ParamGroup], kinds: Mapping[str, str]) -> dict[str, int]:
+    """Return the index of the entry that names a parameter, for each that one names."""
+    claimed: dict[str, int] = {}
+    for index, entry in enumerate(entries):
+        for key in _named(index, entry, kinds):
+            if key in claimed:
+                raise ConfigError(
+                    f"optimizer.groups[{claimed[key]}] and optimizer.groups[{index}]: both name "
+                    f"the parameter {key!r}; narrow the names or kinds of one"
+                )
+            claimed[key] = index
+    return claimed
+
+
+def _check_used(config: Config, places: set[_Place]) -> None:
+    """Raise ``ConfigError`` for an optimizer or a setting that no parameter trains by."""
+    o, used = config.optimizer, {name for _, name in places}
+    if o.name not in used and described_optimizer(o.name).others is not None:
+        raise ConfigError(
+            f"optimizer.name={o.name}: it trains hidden matrices (of two dimensions, neither "
+            "embeddings nor the output layer), and the model has none"
+            f"{' besides those of optimizer.groups' if o.groups else ''}; choose another optimizer"
+        )
+    for index, entry in enumerate(o.groups):
+        names = sorted(name for i, name in places if i == index)
+        where = f"optimizer.groups[{index}]"
+        if entry.name is not None and entry.name not in names:
+            raise ConfigError(
+                f"{where}.name={entry.name}: it trains hidden matrices (of two dimensions, neither "
+                "embeddings nor the output layer), and the entry names none"
+            )
+        for key in _stated(entry):
+            if not any(_has(name, key) for name in names):
+                raise ConfigError(
+                    f"{where}.{key}: the parameters of this entry train by {' and '.join(names)}, "
+                    "which has no such setting; leave it out"
+                )
 
 
 def _named(index: int, entry: ParamGroup, kinds: Mapping[str, str]) -> Iterator[str]:

@@ -17,12 +17,12 @@ from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import bytes_text
-from flower_desloc.app.setup.build import build_optimizer, build_schedule, stream_kinds
+from flower_desloc.app.setup.build import build_schedule, stream_kinds, stream_params
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
-from flower_desloc.core.streams import BUFFERS, buffers, parameters, parts, prime, stream_names
+from flower_desloc.core.streams import BUFFERS, buffers, parts
 from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
@@ -81,12 +81,9 @@ class Needs:
 
     @cached_property
     def states(self) -> int:
-        """Bytes of the optimizer states, each as large as the trained parameters."""
-        module = nn.Linear(2, 2, bias=False)
-        with task_errors("the optimizer takes no step"):
-            optimizer = build_optimizer(self.config, list(module.parameters()))
-            prime(optimizer)
-        return (len(stream_names(module, optimizer)) - 1) * self.gradients
+        """Bytes of the optimizer states."""
+        states = (stream for name, stream in self._by_stream.items() if name != PARAMS)
+        return sum(p.nbytes for stream in states for p in stream.values())
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -100,11 +97,24 @@ class Needs:
 
     @cached_property
     def _streams(self) -> dict[str, Stream]:
-        named = parameters(self.model).items()
-        trained = {key: on_meta(p) for key, p in named if p.requires_grad}
+        trained = {key: on_meta(p) for key, p in self._by_stream[PARAMS].items()}
         saved = {key: on_meta(b) for key, b in buffers(self.model).items()}
         names = dict.fromkeys([*self.schedule.periods, PARAMS])
-        return {name: saved if name == BUFFERS else trained for name in names}
+        return {
+            name: saved
+            if name == BUFFERS
+            else {key: trained[key] for key in self._by_stream.get(name, trained)}
+            for name in names
+        }
+
+    @cached_property
+    def _by_stream(self) -> dict[str, Stream]:
+        with task_errors("the optimizer takes no step"):
+            try:
+                return stream_params(self.config, self.model)
+            except ConfigError as error:
+                refused = error
+        raise refused
 
     def client(self, device: torch.device) -> Parts:
         """Return the memory of ``device`` that one client needs."""

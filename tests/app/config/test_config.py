@@ -210,7 +210,7 @@ def test_another_optimizer_brings_its_own_defaults_and_needs_its_own_rate(preset
     if name == before.name:
         assert after == dataclasses.replace(before, lr=0.5)
         return
-    own = dict(OPTIMIZERS[name].settings) if name in OPTIMIZERS else {}
+    own = dict(OPTIMIZERS[name].all_settings) if name in OPTIMIZERS else {}
     options = {key: own.pop(key) for key in [*own] if not hasattr(before, key)}
     kept = dataclasses.replace(Optimizer(), clip_norm=before.clip_norm, name=name, lr=0.5)
     assert after == dataclasses.replace(kept, **own, options=options)

@@ -100,7 +100,9 @@ def test_a_bound_is_recommended_exactly_where_it_would_bound(name, betas):
     )
     run = run_of(config, num_params=1e6)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(3, 2))])
-    assert (family(run) == "Adam") == (moment_ratios(optimizer).get("exp_avg", [None]) != [None])
+    assert (family(run) == "Adam") == (
+        moment_ratios(optimizer).get("exp_avg", {0: None}) != {0: None}
+    )
 
 
 # --- Recommended periods -----------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`optimizer.groups`: parameters by name and kind, with settings of their own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,19 @@ from tiny import TINY, failing_at, summary, train
 from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError, dump, load, parse
-from flower_desloc.app.plan.from_config import planned_streams
-from flower_desloc.app.setup.build import build_lr_schedule, build_optimizer, check_streams
-from flower_desloc.app.setup.param_groups import param_groups, param_kinds
+from flower_desloc.app.plan.from_config import planned_run, planned_streams
+from flower_desloc.app.plan.wall_clock import Link
+from flower_desloc.app.setup.build import (
+    build_lr_schedule,
+    build_optimizer,
+    build_streams,
+    check_streams,
+)
+from flower_desloc.app.setup.param_groups import OPTIMIZER, param_groups, param_kinds
+from flower_desloc.app.setup.preflight import Needs
 from flower_desloc.app.tasks import Site, build_task
 from flower_desloc.core.streams import digest, parameters
+from flower_desloc.core.traffic import stream_bytes, wire_bytes
 
 UNDECAYED = "{kinds: [norms_and_biases], weight_decay: 0}"
 HEAD = '{names: ["*embed*"], lr: 0.001, betas: [0.8, 0.99], eps: 1e-6}'
@@ -37,6 +46,7 @@ class Net(nn.Module):
         self.conv, self.out = nn.Conv1d(4, 3, 2), nn.Linear(4, 5, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
         self.old = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 2, bias=False)
 
 
 def members(config: Config, model: nn.Module) -> list[tuple[list[str], dict[str, Any]]]:
@@ -44,7 +54,7 @@ def members(config: Config, model: nn.Module) -> list[tuple[list[str], dict[str,
     names = {id(p): key for key, p in model.named_parameters()}
     found = []
     for group in param_groups(config, model):
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key not in ("params", OPTIMIZER)}
         found.append(([names[id(p)] for p in group["params"]], settings))
     return found
 
@@ -54,6 +64,7 @@ def test_every_parameter_is_of_one_kind_and_a_tied_head_is_an_embedding():
     kinds = {
         "embeddings": ["table.weight"],
         "matrices": ["conv.weight", "out.weight", "old.weight"],
+        "head": ["head.weight"],
         "norms_and_biases": ["scale", "norm.weight", "norm.bias", "conv.bias", "old.bias"],
     }
     assert param_kinds(net) == {key: kind for kind, keys in kinds.items() for key in keys}
@@ -64,11 +75,11 @@ def test_every_parameter_is_of_one_kind_and_a_tied_head_is_an_embedding():
 
 def test_entries_claim_what_their_names_and_kinds_both_match_and_the_rest_comes_first():
     entries = ("{names: ['conv.*', norm.*], kinds: [norms_and_biases], lr: 1}",
-               "{kinds: [embeddings, matrices], options: {}}")  # fmt: skip
+               "{kinds: [embeddings, head, matrices], options: {}}")  # fmt: skip
     assert members(config_of(*entries), Net()) == [
         (["scale"], {}),
         (["norm.weight", "norm.bias", "conv.bias"], {"lr": 1.0}),
-        (["table.weight", "conv.weight", "out.weight"], {}),
+        (["table.weight", "conv.weight", "out.weight", "head.weight"], {}),
     ]
 
 
@@ -89,7 +100,7 @@ def test_a_name_without_a_match_and_a_parameter_of_two_entries_are_refused(entri
 
 
 def test_a_kind_that_the_model_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"groups\[0\]\.kinds=.*its kinds are matrices"):
+    with pytest.raises(ConfigError, match=r"groups\[0\]\.kinds=.*its kinds are head"):
         param_groups(config_of("{kinds: [embeddings]}"), nn.Linear(2, 2))
 
 
@@ -158,11 +169,8 @@ EVERY_STEP = ["sync={params: 1, exp_avg: 1, exp_avg_sq: 1}", "run.steps=5"]
 SHORT = [*TINY, *ADAMW, *EVERY_STEP, "lr_schedule.name=cosine", "simulation.num_clients=1"]
 
 
-def in_a_plain_loop(config: Config) -> str:
-    """Train as GPT recipes do it in PyTorch; return the hash of the weights."""
-    task = build_task(config)
-    model: Any = task.build_model()
-    data = task.client_data(Site(0, 1))
+def adamw_of(model: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizer of GPT recipes."""
     embedding = model.get_input_embeddings().weight
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p is not embedding]
@@ -171,15 +179,41 @@ def in_a_plain_loop(config: Config) -> str:
         {"params": vectors, "weight_decay": 0.0},
         {"params": [embedding], "lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6},
     ]
-    optimizer = torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, build_lr_schedule(config))
+    return [torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True)]
+
+
+def muon_and_adamw_of(model: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of nanochat-like recipes."""
+    blocks = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    heads = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    scaled: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    own: list[dict[str, Any]] = [{"params": heads}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        torch.optim.Muon(blocks, lr=0.003, weight_decay=0.1, **scaled),
+        torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True),
+    ]
+
+
+Optimizers = Callable[[Any], list[torch.optim.Optimizer]]
+
+
+def in_a_plain_loop(config: Config, optimizers_of: Optimizers = adamw_of) -> str:
+    """Train as one does it in PyTorch; return the hash of the weights."""
+    task = build_task(config)
+    model: Any = task.build_model()
+    data = task.client_data(Site(0, 1))
+    optimizers = optimizers_of(model)
+    rate = build_lr_schedule(config)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
+    takers: list[Any] = [*optimizers, *schedulers]
     model.train()
     for step in range(config.run.steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         task.loss(model, data.train_batch(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
+        for taker in takers:
+            taker.step()
     return digest(parameters(model))
 
 
@@ -214,3 +248,92 @@ def test_a_run_whose_group_has_no_bound_is_warned(tmp_path, caplog):
     entry = "{kinds: [matrices], betas: [0.99, 0.9]}"
     train(tmp_path, *TINY, groups(entry), "run.steps=1")
     assert "exp_avg has no bound in some of optimizer.groups" in caplog.text
+
+
+# ----------------------------------------------------------------------------- Several optimizers
+
+MUON = ["optimizer.name=muon", "optimizer.lr=0.003", "model.tie_word_embeddings=false"]
+OF_MUON = ["sync={params: 1, momentum_buffer: 1, exp_avg: 1, exp_avg_sq: 1}"]
+
+
+def test_muon_beside_adamw_equals_the_plain_loop_to_the_bit_also_after_a_resume(tmp_path):
+    words = [*SHORT, *MUON, *OF_MUON, groups(UNDECAYED)]
+    expected = in_a_plain_loop(load("quickstart", words), muon_and_adamw_of)
+    with failing_at(3):
+        train(tmp_path, *words, clients=1)
+    resumed = train(tmp_path, *words, "run.resume=auto", clients=1)
+    assert weights(resumed) == expected
+    model = build_task(load("quickstart", words)).build_model()
+    sizes = stream_bytes(build_streams(load("quickstart", words), model))
+    assert summary(resumed)["stream_bytes"] == sizes
+    assert summary(resumed)["bytes"]["measured"]["up"] == {
+        **{name: 5 * size for name, size in sizes.items()},
+        "total": 5 * sum(sizes.values()),
+    }
+
+
+def test_entries_that_name_an_optimizer_are_the_same_optimizer(tmp_path):
+    """Muon of the section, beside an entry of AdamW, or of an entry, beside AdamW's section."""
+    words = [*TINY, "run.steps=4", "optimizer.lr=0.003", "sync.momentum_buffer=2"]
+    of_muon = train(tmp_path, *words, "optimizer.name=muon")
+    entry = groups("{kinds: [matrices], name: muon}")
+    adamw = ["optimizer.name=adamw", "optimizer.weight_decay=0.1", entry]
+    assert weights(train(tmp_path, *words, *adamw)) == weights(of_muon)
+
+
+def test_estimates_have_a_stream_of_some_parameters_at_its_size():
+    wire = "wire={params: int8, momentum_buffer: int4, exp_avg_sq: bf16}"
+    config = load("quickstart", [*TINY, *MUON, "sync.momentum_buffer=16", wire])
+    needs, model = Needs(config), build_task(config).build_model()
+    streams = build_streams(config, model)
+    assert needs.sizes == stream_bytes(streams)
+    assert needs.wire == wire_bytes(streams, config.wire, {})
+    assert needs.states == sum(needs.sizes.values()) - needs.sizes["params"]
+    run = planned_run(config, Link(bandwidth=1e6, latency=0.0), mfu=0.4)
+    assert run.sizes == pytest.approx(needs.sizes)
+    by_name = {stream.name: stream for stream in run.streams}
+    assert (by_name["momentum_buffer"].beta, by_name["momentum_buffer"].ceiling) == (0.95, 1.0)
+
+
+def test_hidden_matrices_train_by_muon_and_the_rest_by_adamw():
+    entry = "{names: [conv.*], betas: [0.8, 0.9]}"
+    words = ["optimizer.name=muon", "optimizer.lr=0.003"]
+    model = Net()
+    found = param_groups(config_of(entry, words=words), model)
+    names = {id(p): key for key, p in model.named_parameters()}
+    assert [(g[OPTIMIZER], sorted(names[id(p)] for p in g["params"])) for g in found] == [
+        ("muon", ["out.weight"]),
+        ("adamw", ["head.weight", "norm.bias", "norm.weight", "scale", "table.weight"]),
+        ("adamw", ["conv.bias", "conv.weight"]),  # of three dimensions
+    ]
+    assert found[-1]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("words", "entries", "model", "said"),
+    [
+        (["optimizer.name=muon"], [], nn.Linear(2, 2), "name=muon: it trains hidden matrices"),
+        (ADAMW, ["{kinds: [head], name: muon}"], Net(), r"groups\[0\]\.name=muon: it trains hid"),
+        (["optimizer.name=muon"], ["{names: [out.*], betas: [0.9, 0.9]}"], Net(),
+         r"groups\[0\]\.betas: the parameters of this entry train by muon, which has no such"),
+        (["optimizer.name=muon"], ["{kinds: [head], momentum: 0.9}"], Net(),
+         r"groups\[0\]\.momentum: .* train by adamw, which has no such"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_or_a_setting_of_no_parameter_is_refused(words, entries, model, said):
+    with pytest.raises(ConfigError, match=said):
+        param_groups(config_of(*entries, words=words), model)
+
+
+def test_an_entry_of_another_optimizer_has_its_own_settings_and_rate():
+    def refused(entry: str, said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            config_of(entry)
+
+    refused("{names: [a], name: sgdm}", r"name=sgdm: also state lr, because .* is for")
+    refused("{names: [a], name: sgdm, lr: 1, betas: [0.9, 0.9]}", "name=sgdm has no such setting")
+    refused("{names: [a], name: sgd}", r"groups\[0\]\.name=sgd: must be one of adopt, adam,")
+    config = config_of("{names: [out.*], name: sgdm, lr: 1}")
+    adamw, sgdm = build_optimizer(config, param_groups(config, Net())).param_groups
+    assert (sgdm["lr"], sgdm["momentum"], sgdm["weight_decay"]) == (1.0, 0.9, 0.0)
+    assert adamw["weight_decay"] == 0.1
