@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from federation import OPTIMIZERS, Quadratic, Regression, assert_close, falling
+from federation import OPTIMIZERS, Objective, Quadratic, Regression, assert_close, falling
 from flower_path import Run
 from import_graph import imported_names
 from scripts import ROOT
@@ -18,17 +18,22 @@ from flower_desloc.core.schedule import Period
 M, T = 3, 12
 
 
+CASES: list[tuple[tuple[float, ...], Objective]] = [
+    ((2, 4, 6), Regression()),
+    ((4,), Quadratic()),
+    ((3, 5, 7), Quadratic()),
+    ((math.inf, 5, 3), Quadratic()),
+    ((4, math.inf, math.inf), Regression()),
+]
+
+
 @pytest.mark.parametrize(
-    ("periods", "problem"),
+    ("name", "periods", "problem"),
     [
-        ((4,), Quadratic()),
-        ((2, 4, 6), Regression()),
-        ((3, 5, 7), Quadratic()),
-        ((math.inf, 5, 3), Quadratic()),
-        ((4, math.inf, math.inf), Regression()),
+        *(("adopt", *case) for case in CASES),
+        *((name, *CASES[i % len(CASES)]) for i, name in enumerate(OPTIMIZERS)),
     ],
 )
-@pytest.mark.parametrize("name", ["adam", "adopt", "sgdm"])
 def test_the_federated_path_ends_with_the_streams_of_the_one_page(name, periods, problem, tmp_path):
     case = OPTIMIZERS[name]
     models = [problem.module() for _ in range(M)]

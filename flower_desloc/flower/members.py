@@ -198,9 +198,9 @@ class Members:
         ``failures`` counts how often each client was left out of this window: when it is repeated,
         others are drawn first.
         """
-        members, policy = self.present(step), self._policy
-        number = max(policy.min_clients, round(policy.fraction_train * len(members)))
-        if number >= len(members):
+        members = self.present(step)
+        number = self._policy.number_drawn(len(members))
+        if number == len(members):
             return members
         names = [member.name for member in members]
         if failures:

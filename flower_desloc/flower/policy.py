@@ -89,6 +89,10 @@ class Policy:
                     f"numbers of clients at least federation.min_clients={self.min_clients}"
                 )
 
+    def number_drawn(self, online: int) -> int:
+        """Return how many of the clients online train in a window."""
+        return min(online, max(self.min_clients, round(self.fraction_train * online)))
+
     @property
     def bound_of_norms(self) -> float | None:
         """``norm_bound`` where clients take a part of the steps, and have shorter updates."""

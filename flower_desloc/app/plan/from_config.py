@@ -63,9 +63,7 @@ def planned_run(
     """
     num_params = num_params or model_size(config)
     if workers is None:  # the clients of a window when all are online
-        policy, clients = config.federation, config.simulation.num_clients
-        drawn = max(policy.min_clients, round(policy.fraction_train * clients))
-        workers = min(drawn, clients)
+        workers = config.federation.number_drawn(config.simulation.num_clients)
     if config.task == TEXT:
         tokens = tokens or workers * config.data.batch_size * config.data.seq_len
     elif tokens is not None:
