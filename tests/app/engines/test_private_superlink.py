@@ -44,12 +44,14 @@ def test_flower_gets_our_environment_without_variables_that_would_misdirect_it(m
         monkeypatch.setenv(name, "stale")
     monkeypatch.setenv("NO_PROXY", "intra.net")
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
     environment = flower.flower_environment(Path("/home/of/ours"))
     assert "stale" not in environment.values()
     assert environment["FLWR_HOME"] == "/home/of/ours"
     assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
     assert environment["no_proxy"] == "intra.net,127.0.0.1,localhost"
     assert environment["HF_HOME"] == "/models"
+    assert environment["RAY_worker_niceness"] == "0"
     assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")
 
 
