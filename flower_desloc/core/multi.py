@@ -35,8 +35,11 @@ class MultiOptimizer(Optimizer):
             self.state.update(part.state)
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of load_state_dict: new groups and a new state
+        super().__setstate__(state)  # of a copy, or of load_state_dict: new groups, a new state
         self._share()
 
     def _share(self) -> None:

@@ -73,7 +73,7 @@ def bounded(
     groups, by_group = group_of(module, optimizer), states_by_group(optimizer)
     result: dict[str, dict[str, Tensor]] = {}
     for name, ratios in moment_ratios(optimizer).items():
-        for key, u in streams[name].items():
+        for key, u in streams.get(name, {}).items():  # {}: all its parameters are frozen
             index = groups[key]
             ratio = ratios.get(index)
             second = by_group[index][name].divided_by if ratio is not None else ""

@@ -57,10 +57,11 @@ class Tracker(ABC):
         """Send how the run ended, and wait until everything was sent."""
 
 
-def time_limit(model: Path) -> float:
+def time_limit(model: Path | None) -> float:
     """Return the seconds after the end of a run in which a tracker must have taken everything.
 
-    Two minutes, and those for the folder of the final model at 1 MB/s.
+    Two minutes, and those for the folder of the final model, if it is sent, at 1 MB/s.
     """
-    sizes = (path.stat().st_size for path in model.rglob("*") if path.is_file())
+    files = model.rglob("*") if model is not None else ()
+    sizes = (path.stat().st_size for path in files if path.is_file())
     return _PATIENCE + sum(sizes) / _UPLOAD

@@ -107,6 +107,23 @@ def test_its_state_dict_and_its_closure_are_those_of_one_optimizer():
     assert [group["lr"] for group in restored.parts[1].param_groups] == [0.1]
 
 
+def test_a_copy_trains_its_own_parameters_to_the_same_bits():
+    params = some()
+    both = MultiOptimizer([SGDM(params[:1], lr=0.1), Adam(params[1:], 0.1)])
+
+    def step(of: MultiOptimizer) -> list[torch.Tensor]:
+        theirs = [p for group in of.param_groups for p in group["params"]]
+        for p in theirs:
+            p.grad = torch.full_like(p, 0.5)
+        of.step()
+        return [p.detach().clone() for p in theirs]
+
+    step(both)
+    copied = copy.deepcopy(both)
+    assert_same(step(copied), step(both))
+    assert all(part.state is copied.state for part in copied.parts)
+
+
 class Square(Adam):
     """An optimizer whose ``momentum_buffer`` is another kind of state than SGDM's."""
 

@@ -66,8 +66,10 @@ def federate(
     require_writable(output_dir)
     config = arguments.config
     devices = [torch.device(str(site.get("device", default_device()))) for site in sites]
-    with estimating():
-        tell(config, federation_on_this_machine(Needs(config), devices, output_dir))
+    with estimating(), failing(USAGE, ConfigError):
+        needs = Needs(config)
+        needs.check_streams()
+        tell(config, federation_on_this_machine(needs, devices, output_dir))
     with failing(FAILED, ProcessError):
         here = with_data_address(arguments)
     command = flwr_run(APP_FOLDER, here.run_config(output_dir))

@@ -36,7 +36,6 @@ from flower_desloc.app.runs.client_files import client_files
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.machine import cores
-from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import (
     OVERRIDE,
     Finding,
@@ -149,7 +148,7 @@ def _preflight(
     """Print what the run needs; unless ``dry``, end the command if it does not fit."""
     needs = Needs(config)
     with failing(USAGE, ConfigError):
-        param_groups(config, needs.model)  # every name must match
+        needs.check_streams()
     hardware = Hardware.of(config, in_process=engine is Engine.INPROCESS, workers=workers)
     lines = full_report(needs, hardware) if dry else [memory_line(needs, hardware)]
     for line in lines:

@@ -5,7 +5,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def run(
     config = load_run_config(run_config)
     before = _folders(output_dir)
     if engine == "inprocess":
-        with redirect_stdout(Shown(sys.stdout)):
+        shown = Shown(sys.stdout)
+        with redirect_stdout(shown) if shown.has_bar else nullcontext():
             run_in_process(run_config, config.simulation.num_clients)
     elif engine == "simulation":
         _simulate(preset, overrides, str(run_config["output-dir"]))

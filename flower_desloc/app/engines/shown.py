@@ -30,7 +30,10 @@ class Shown(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush ``stream``."""
+        """Pass on what is no whole line, and cannot become one of a step."""
+        if self._rest and not self._rest.startswith("step "[: len(self._rest)]):
+            self._stream.write(self._rest)
+            self._rest = ""
         self._stream.flush()
 
     def _move(self, step: int, steps: int) -> None:

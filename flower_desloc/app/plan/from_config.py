@@ -23,10 +23,10 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
-from flower_desloc.app.setup.param_groups import trial_groups
+from flower_desloc.app.setup.param_groups import optimizer_names, trial_groups
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
-from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.states import state_decays, states_of
 from flower_desloc.core.streams import BUFFERS, buffers
 from flower_desloc.core.traffic import wire_bytes
@@ -87,7 +87,7 @@ def planned_run(
     wire = wire_bytes(coded, config.wire, stream_kinds(config))
     return PlannedRun(
         name=config.run.name,
-        optimizer=" and ".join(_names(config)),
+        optimizer=" and ".join(optimizer_names(config)),
         num_params=num_params,
         streams=tuple(
             replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))
@@ -135,11 +135,6 @@ def planned_streams(config: Config, rho: float | None = None) -> tuple[PlannedSt
     )
 
 
-def _names(config: Config) -> list[str]:
-    o = config.optimizer
-    return list(dict.fromkeys([o.name, *(entry.name or o.name for entry in o.groups)]))
-
-
 def _stream_values(config: Config, names: Iterable[str], num_params: float) -> dict[str, float]:
     """Return the number of values of each stream, of a model with so many parameters.
 
@@ -149,7 +144,8 @@ def _stream_values(config: Config, names: Iterable[str], num_params: float) -> d
         return dict.fromkeys(names, num_params)
     streams = stream_params(config, _model(config))
     counts = {name: sum(p.numel() for p in stream.values()) for name, stream in streams.items()}
-    return {n: num_params * counts.get(n, counts[PARAMS]) / counts[PARAMS] for n in names}
+    counts |= dict.fromkeys([BUFFERS, GRADIENTS], counts[PARAMS])
+    return {n: num_params * counts.get(n, 0) / counts[PARAMS] for n in names}
 
 
 def model_size(config: Config) -> int:

@@ -66,13 +66,14 @@ def send(name: str, folder: RunFolder, ended: threading.Event, *, with_model: bo
     )
 
 
-def _await_end(folder: RunFolder, ended: threading.Event) -> None:
+def _await_end(model: Path | None, ended: threading.Event) -> None:
     """Set ``ended`` when standard input closes; end this process if it lasts much longer."""
     with suppress(OSError):
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # no buffered object, whose lock would be held at the end
+            pass
     ended.set()
     if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
-        time.sleep(time_limit(folder.final) + 10)  # the run, if it lives, ends this before
+        time.sleep(time_limit(model) + 10)  # the run, if it lives, ends this before
         os._exit(TOO_SLOW)
 
 
@@ -107,8 +108,10 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
 
 def _main(name: str, path: str, *options: str) -> None:
     folder, ended = RunFolder(Path(path)), threading.Event()
-    threading.Thread(target=_await_end, args=(folder, ended), daemon=True).start()
-    send(name, folder, ended, with_model="--model" in options)
+    with_model = "--model" in options
+    model = folder.final if with_model else None
+    threading.Thread(target=_await_end, args=(model, ended), daemon=True).start()
+    send(name, folder, ended, with_model=with_model)
 
 
 if __name__ == "__main__":

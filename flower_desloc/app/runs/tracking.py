@@ -40,6 +40,7 @@ class TrackerView:
     def __init__(self, name: str, folder: RunFolder, *, with_model: bool) -> None:
         self._name = name
         self._options = ["--model"] if with_model else []
+        self._model = folder.final if with_model else None
         self._folder = folder
         self._log = folder.trackers / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,7 +78,7 @@ class TrackerView:
             return
         self._close()
         try:
-            code = self._process.wait(time_limit(self._folder.final))
+            code = self._process.wait(time_limit(self._model))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

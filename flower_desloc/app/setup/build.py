@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flower_desloc.app.setup.param_groups import (
     OPTIMIZER,
     described_optimizer,
     group_settings,
+    optimizer_names,
     param_groups,
     param_places,
     trial_groups,
@@ -199,9 +201,13 @@ def check_streams(config: Config) -> None:
     if is_path(config.task):  # the project's own take seconds to import
         find_task(config)
     always, sometimes = _known_streams(config)
-    states = [name for name in always if name != PARAMS]
-    optimizer = build_optimizer(config, trial_groups(config))
+    groups = trial_groups(config)
+    optimizer = build_optimizer(config, groups)
     stream_kinds(config)
+    prime(optimizer)
+    params = nn.ParameterList(p for group in groups for p in group["params"])
+    stated = [name for name in stream_names(params, optimizer) if name in config.sync]
+    states = [name for name in stated if name != PARAMS]
     least = config.federation.min_steps
     if config.sync_delay:
         with _otherwise(f"sync_delay={config.sync_delay}", "sync_delay=0"):
@@ -209,9 +215,14 @@ def check_streams(config: Config) -> None:
     if least < 1:
         with _otherwise(f"federation.min_steps={least}", "federation.min_steps=1"):
             state_decays(optimizer, states)
-    names = [*always, *(name for name in (*sometimes, BUFFERS) if name in config.sync)]
+    periods = build_schedule(config).periods
+    require_periods(config, [*always, *(n for n in (*sometimes, BUFFERS) if n in periods)])
+
+
+def require_periods(config: Config, streams: list[str]) -> None:
+    """Raise ``ConfigError`` unless ``sync`` states a period for all of ``streams`` and no other."""
     try:
-        build_schedule(config).require(names, config.optimizer.name)
+        build_schedule(config, streams).require(streams, " and ".join(optimizer_names(config)))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -224,12 +235,13 @@ def _otherwise(stated: str, otherwise: str) -> Iterator[None]:
         raise ConfigError(f"{stated}: {error}; otherwise set {otherwise}") from error
 
 
-def build_schedule(config: Config) -> SyncSchedule:
-    """Return the schedule of the averages."""
+def build_schedule(config: Config, streams: Iterable[str] | None = None) -> SyncSchedule:
+    """Return the schedule of the averages; ``streams`` are the model's, by default all known."""
     coins = config.run.seed if config.sync_mode == "probabilistic" else None
     periods = config.sync
     if config.strategy != "desloc":
-        periods = dict.fromkeys(_known_streams(config)[0], RESET) | periods
+        known = chain.from_iterable(_known_streams(config)) if streams is None else streams
+        periods = dict.fromkeys(known, RESET) | periods
     once_at = frozenset(config.sync_once_at)
     return SyncSchedule(periods, coin_seed=coins, once_at=once_at, phases=config.sync_phase)
 
@@ -237,17 +249,20 @@ def build_schedule(config: Config) -> SyncSchedule:
 def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     """Return the optimizer's streams for any model, and those for some models only.
 
-    Some optimizers have states for tensors of some shapes only. Where entries name optimizers of
-    their own, another may have no parameter left.
+    Some optimizers have states for tensors of some shapes only. One of several parts may have no
+    parameter, nor may that of the section where entries name others.
     """
     always, every = [PARAMS], []
+    section = config.optimizer.name
     named = any(entry.name for entry in config.optimizer.groups)
+    described = map(described_optimizer, optimizer_names(config))
+    several = {part.name for each in described if each.others for part in each.parts}
     for group in trial_groups(config):
         found = _streams_by_shape(config, group)
         names = list(dict.fromkeys(name for each in found for name in each))
         every += names
-        main = described_optimizer(config.optimizer.name).parts
-        if not named or group[OPTIMIZER] not in [part.name for part in main]:
+        own = group[OPTIMIZER]
+        if own not in several and not (named and own == section):
             always += [name for name in names if all(name in each for each in found)]
     always = list(dict.fromkeys(always))
     return always, [name for name in dict.fromkeys(every) if name not in always]

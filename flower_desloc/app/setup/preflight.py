@@ -17,7 +17,12 @@ from torch import nn
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.config.units import bytes_text
-from flower_desloc.app.setup.build import build_schedule, stream_kinds, stream_params
+from flower_desloc.app.setup.build import (
+    build_schedule,
+    require_periods,
+    stream_kinds,
+    stream_params,
+)
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.core.client_info import ClientInfo
@@ -100,12 +105,18 @@ class Needs:
         trained = {key: on_meta(p) for key, p in self._by_stream[PARAMS].items()}
         saved = {key: on_meta(b) for key, b in buffers(self.model).items()}
         names = dict.fromkeys([*self.schedule.periods, PARAMS])
+        held = {**self._by_stream, BUFFERS: saved, GRADIENTS: trained}
         return {
-            name: saved
-            if name == BUFFERS
-            else {key: trained[key] for key in self._by_stream.get(name, trained)}
+            name: saved if name == BUFFERS else {key: trained[key] for key in held.get(name, {})}
             for name in names
         }
+
+    def check_streams(self) -> None:
+        """Raise ``ConfigError`` unless ``sync`` states a period for each stream of the model.
+
+        And as ``param_groups``.
+        """
+        require_periods(self.config, [*self._by_stream, *({BUFFERS} & self.config.sync.keys())])
 
     @cached_property
     def _by_stream(self) -> dict[str, Stream]:

@@ -295,6 +295,40 @@ def test_estimates_have_a_stream_of_some_parameters_at_its_size():
     assert (by_name["momentum_buffer"].beta, by_name["momentum_buffer"].ceiling) == (0.95, 1.0)
 
 
+class Matrices(nn.Module):
+    """A model of hidden matrices only, as the trained ones of adapters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.head = nn.Linear(4, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize("states", [["momentum_buffer"], ["momentum_buffer", "exp_avg"]], ids=str)
+def test_a_stream_that_no_trained_parameter_has_needs_no_period(states, monkeypatch):
+    left_out = [f"sync.{name}=null" for name in ("exp_avg", "exp_avg_sq") if name not in states]
+    stated = [f"sync.{name}=16" for name in states]
+    config = load("quickstart", [*TINY, *MUON, *left_out, *stated])
+    check_streams(config)  # there may be such models,
+    monkeypatch.setattr(Needs, "model", Matrices())
+    needs = Needs(config)  # and this is one
+    if states == ["momentum_buffer"]:
+        needs.check_streams()
+        assert needs.sizes.keys() == {"params", "momentum_buffer"}
+        return
+    with pytest.raises(ConfigError, match=r"sync.exp_avg: muon has no stream of that name"):
+        needs.check_streams()
+    assert needs.sizes["exp_avg"] == 0
+
+
+def test_what_late_averages_cannot_merge_is_refused_also_in_an_entry():
+    words = ["optimizer.name=amsgrad", "sync.max_exp_avg_sq=16", "sync.momentum_buffer=16"]
+    entry = "{kinds: [norms_and_biases], name: sgdm, lr: 0.1}"
+    check_streams(config_of(entry, words=words))
+    with pytest.raises(ConfigError, match=r"sync_delay=1: .*max_exp_avg_sq.* set sync_delay=0"):
+        check_streams(config_of(entry, words=[*words, "sync_delay=1"]))
+
+
 def test_hidden_matrices_train_by_muon_and_the_rest_by_adamw():
     entry = "{names: [conv.*], betas: [0.8, 0.9]}"
     words = ["optimizer.name=muon", "optimizer.lr=0.003"]

@@ -101,7 +101,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(home),
         # The clients' priority is the command's. Ray lowers it by 15, and beside another busy
         # process they would get a thirtieth of a core.
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
+        "RAY_worker_niceness": environment.get("RAY_worker_niceness", "0"),
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])),
         # The width of this terminal, for what the ServerApp prints with rich.

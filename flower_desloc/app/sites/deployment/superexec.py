@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def main() -> None:
         subprocess_executor,
     )
 
-    httpx.HTTPTransport().close()  # the first one imports the rest of the package
+    with suppress(OSError):  # a wrong SSL_CERT_FILE is told by the connection that needs it
+        httpx.HTTPTransport().close()  # the first one imports the rest of the package
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(reader)
