@@ -120,9 +120,10 @@ class Needs:
 
     @cached_property
     def _by_stream(self) -> dict[str, Stream]:
+        model = self.model  # its own errors are not the optimizer's
         with task_errors("the optimizer takes no step"):
             try:
-                return stream_params(self.config, self.model)
+                return stream_params(self.config, model)
             except ConfigError as error:
                 refused = error
         raise refused
