@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from collect import MOMENTS, records, slug
-from paired import RESULTS, SPARE, Draw, Estimate, Table, spread
+from paired import PARTITIONS, RESULTS, SPARE, Draw, Estimate, Table, spread
 
 from flower_desloc.app.plan.wall_clock import (
     MBIT,
@@ -173,6 +173,24 @@ def baseline() -> Table:
     return Table([*heads, "above 0.9, 0.95 with decay 0.1, %"], rows)
 
 
+def fair_methods() -> Table:
+    """Return each method at its best rate beside Local AdamW with the betas of ``baseline``."""
+    rows = []
+    studies = {"iid": "fair_methods_iid", "by_domain": "fair_methods_by_domain"}
+    for partition, study in studies.items():
+        path, data = RESULTS / f"{study}.json", PARTITIONS[partition]
+        found = json.loads(path.read_text())["cells"] if path.exists() else []
+        local = next((one for one in found if one["method"] == "Local"), None)
+        for one in found:
+            assert local is not None
+            gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
+            share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
+            row = [data, one["method"], f"{one['tuned']:.2g}", one["seeds"], f"{one['mean']:.4f}"]
+            rows.append([*row, "" if one is local else gap.interval, f"{share:.3g}"])
+    heads = ["data", "method", "rate", "seeds", "loss", "above Local, %"]
+    return Table([*heads, "bytes, Local's being 1"], rows)
+
+
 def clock() -> Table:
     """Return the share of time computing on a ring, with the inputs of the authors' notebook.
 
@@ -212,5 +230,6 @@ TABLES: dict[str, Draw] = {
     "spike": spike,
     "wire": formats,
     "fair_rates": baseline,
+    "fair_methods": fair_methods,
     "wall_clock": clock,
 }
