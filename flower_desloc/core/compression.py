@@ -151,8 +151,11 @@ def decode(data: Tensor, format_: Format, like: Tensor, *, signed: bool) -> Tens
         split = _bytes_of_codes(format_, count)
         scales = data[split:].clone().view(torch.bfloat16).float()
         codes = _blocks(_unpack(data[:split], format_, count), block)
-        dequantise = _dequantise if signed else _dequantise_log
-        flat = dequantise(codes, scales, _BITS[format_]).reshape(-1)[:count]
+        if signed and format_ == "int2":
+            values = _dequantise_by_sign(codes, scales)
+        else:
+            values = (_dequantise if signed else _dequantise_log)(codes, scales, _BITS[format_])
+        flat = values.reshape(-1)[:count]
     return flat.reshape(like.shape).to(like.dtype)
 
 
@@ -178,9 +181,6 @@ def _quantise(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantise(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    if bits == 2:
-        small, large = scales.view(2, -1).unsqueeze(2)
-        return torch.where(codes & 1 > 0, large, small) * (1 - (codes & 2).float())
     middle = 1 << (bits - 1)
     return (codes.float() - middle) * scales.unsqueeze(1)
 
@@ -200,6 +200,11 @@ def _quantise_by_sign(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
         codes.append((part < 0).to(torch.uint8).mul_(2).add_(is_larger))
         scales.append(own)
     return torch.cat(codes), torch.cat(scales, dim=1)
+
+
+def _dequantise_by_sign(codes: Tensor, scales: Tensor) -> Tensor:
+    small, large = scales.view(2, -1).unsqueeze(2)
+    return torch.where(codes & 1 > 0, large, small) * (1 - (codes & 2).float())
 
 
 def _two_magnitudes(sizes: Tensor, count: Tensor) -> Tensor:
@@ -255,7 +260,8 @@ def _blocks(flat: Tensor, size: int) -> Tensor:
 
 def _pack(codes: Tensor, format_: Format) -> Tensor:
     """Return codes with the first of a byte in its lowest bits."""
-    bits = _BITS[format_]
+    if (bits := _BITS[format_]) == 8:
+        return codes
     columns = _blocks(codes, 8 // bits)
     packed = columns[:, 0]
     for i in range(1, 8 // bits):
@@ -264,7 +270,8 @@ def _pack(codes: Tensor, format_: Format) -> Tensor:
 
 
 def _unpack(data: Tensor, format_: Format, count: int) -> Tensor:
-    bits = _BITS[format_]
+    if (bits := _BITS[format_]) == 8:
+        return data
     columns = [data >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
     return torch.stack(columns, dim=1).view(-1)[:count]
 

@@ -220,6 +220,7 @@ def _simulate(preset: str, overrides: Iterable[str], output_dir: str) -> None:
             for line in process.stdout:
                 shown.write(line)  # a notebook does not show the output of other processes
                 last = line.strip() if line.startswith("error: ") else last
+            shown.flush()
         except BaseException:  # such as the notebook's interrupt
             process.terminate()
             raise
