@@ -31,7 +31,7 @@ from flower_desloc.app.setup.build import (
 from flower_desloc.app.setup.initial import OF_MODEL_CONFIG, initial, with_init_from
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.meta_model import task_errors
-from flower_desloc.app.setup.param_groups import optimizer_names, param_groups
+from flower_desloc.app.setup.param_groups import param_groups
 from flower_desloc.app.setup.preflight import Preflight
 from flower_desloc.app.tasks import Sums, Task, build_task
 from flower_desloc.app.tasks.alike import required_alike
@@ -79,7 +79,7 @@ def _run(grid: Grid, context: Context) -> None:
     params = streams.pop(PARAMS)
     config = _with_local_buffers(config, streams)
     schedule = build_schedule(config, [PARAMS, *streams])
-    schedule.require([PARAMS, *streams], " and ".join(optimizer_names(config)))
+    schedule.require([PARAMS, *streams], config.optimizer.title)
     _warn_if_unbounded(config, model)
     _begin_with(initial(config), params, streams)
     output_dir = Path(str(run_config["output-dir"]))

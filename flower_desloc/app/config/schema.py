@@ -197,6 +197,16 @@ class Optimizer:
     they are stated. Kinds: `embeddings`, `head`, `norms_and_biases` (below two
     dimensions), `matrices` (all others). name: another optimizer."""
 
+    @property
+    def names(self) -> list[str]:
+        """The names of this section's optimizer and of those of its groups, each once."""
+        return list(dict.fromkeys([self.name, *(group.name or self.name for group in self.groups)]))
+
+    @property
+    def title(self) -> str:
+        """The names in a sentence."""
+        return " and ".join(self.names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:

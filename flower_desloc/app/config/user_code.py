@@ -14,8 +14,7 @@ def user_modules(config: Config) -> tuple[str, ...]:
     found = []
     if is_path(config.task):
         found.append(config.task.partition(":")[0])
-    named = dict.fromkeys([config.optimizer.name, *(g.name for g in config.optimizer.groups)])
-    for module in (name.partition(":")[0] for name in named if name and is_path(name)):
+    for module in (name.partition(":")[0] for name in config.optimizer.names if is_path(name)):
         folder = folder_of(module.partition(".")[0])
         if folder is not None and not is_installed(folder):
             found.append(module)

@@ -23,7 +23,7 @@ from flower_desloc.app.setup.build import (
 )
 from flower_desloc.app.setup.initial import with_init_from
 from flower_desloc.app.setup.meta_model import meta_model
-from flower_desloc.app.setup.param_groups import optimizer_names, trial_groups
+from flower_desloc.app.setup.param_groups import trial_groups
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
@@ -87,7 +87,7 @@ def planned_run(
     wire = wire_bytes(coded, config.wire, stream_kinds(config))
     return PlannedRun(
         name=config.run.name,
-        optimizer=" and ".join(optimizer_names(config)),
+        optimizer=config.optimizer.title,
         num_params=num_params,
         streams=tuple(
             replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))

@@ -17,7 +17,6 @@ from flower_desloc.app.setup.param_groups import (
     OPTIMIZER,
     described_optimizer,
     group_settings,
-    optimizer_names,
     param_groups,
     param_places,
     trial_groups,
@@ -222,7 +221,7 @@ def check_streams(config: Config) -> None:
 def require_periods(config: Config, streams: list[str]) -> None:
     """Raise ``ConfigError`` unless ``sync`` states a period for all of ``streams`` and no other."""
     try:
-        build_schedule(config, streams).require(streams, " and ".join(optimizer_names(config)))
+        build_schedule(config, streams).require(streams, config.optimizer.title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -255,7 +254,7 @@ def _known_streams(config: Config) -> tuple[list[str], list[str]]:
     always, every = [PARAMS], []
     section = config.optimizer.name
     named = any(entry.name for entry in config.optimizer.groups)
-    described = map(described_optimizer, optimizer_names(config))
+    described = map(described_optimizer, config.optimizer.names)
     several = {part.name for each in described if each.others for part in each.parts}
     for group in trial_groups(config):
         found = _streams_by_shape(config, group)

@@ -102,12 +102,6 @@ def described_optimizer(name: str) -> Description:
     )
 
 
-def optimizer_names(config: Config) -> list[str]:
-    """Return the names of the section's optimizer and of the entries', each once."""
-    o = config.optimizer
-    return list(dict.fromkeys([o.name, *(entry.name or o.name for entry in o.groups)]))
-
-
 def param_kinds(model: nn.Module) -> dict[str, str]:
     """Return the kind of each parameter, one of ``ParamGroup.KINDS``.
 
