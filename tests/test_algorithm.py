@@ -1,8 +1,7 @@
 """The algorithm on one page is the federated path: both end with the same streams."""
 
 import math
-import subprocess
-import sys
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -55,12 +54,12 @@ def test_the_federated_path_ends_with_the_streams_of_the_one_page(name, periods,
     assert M * sent == sum(sum(record.traffic.up.values()) for record in run.watch.records)
 
 
-def test_the_page_needs_pytorch_alone_and_runs():
+def test_the_page_needs_pytorch_alone_and_runs(capsys):
     path = ROOT / "flower_desloc" / "algorithm.py"
     assert {name.partition(".")[0] for name in imported_names(path)} <= {
         *("collections", "math", "torch"),
     }
-    code = [sys.executable, "-m", "flower_desloc.algorithm"]
-    lines = subprocess.run(code, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    run_path(str(path), run_name="__main__")
+    lines = capsys.readouterr().out
     assert "DES-LOC" in lines
     assert len(lines.splitlines()) == 4

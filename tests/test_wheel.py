@@ -6,18 +6,17 @@ import sysconfig
 import tarfile
 import venv
 from io import BytesIO
-from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 import yaml
 from flwr.cli.build import build_fab_from_disk
 from processes import output_of
+from scripts import ROOT, without_environment
 from tiny import TINY, summary
 
 import flower_desloc
 
-ROOT = Path(__file__).parents[1]
 APP = "flower_desloc/flower_app"
 """The Flower app in a wheel."""
 METADATA = f"flower_desloc-{flower_desloc.__version__}.dist-info"
@@ -83,10 +82,10 @@ def contents(archive):
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of flwr
-def test_what_flower_sends_from_a_wheel_lacks_only_the_library(unpacked):
+def test_what_flower_sends_from_a_wheel_lacks_only_the_library(unpacked, tmp_path):
     clone, installed = (
         set(ZipFile(BytesIO(build_fab_from_disk(folder))).namelist())
-        for folder in (ROOT, unpacked / APP)
+        for folder in (without_environment(tmp_path), unpacked / APP)
     )
     library = {name for name in clone if name.startswith("flower_desloc/")}
     assert "flower_desloc/core/schedule.py" in library

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from light_task import WITH_LIGHT
 from processes import output_of, wait_until
-from scripts import ROOT
+from scripts import without_environment
 from tiny import TINY, summary
 
 from flower_desloc.app.config import load, parse
@@ -33,8 +33,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     """As a newcomer types it: Flower starts a SuperLink of its own, which the test must end."""
-    home = tmp_path / "home"
+    home, clone = tmp_path / "home", tmp_path / "clone"
     home.mkdir()
+    clone.mkdir()
+    app = str(without_environment(clone))
     ports = [free_port() for _ in range(2)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_")} | {
         "FLWR_HOME": str(home),
@@ -54,7 +56,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     short = [*SMALL, "run.steps=4", "run.eval_every=2"]
     run_config = f'overrides="{" ".join(short)}" output-dir="here" learning-rate=0.003 seed=3'
     try:
-        said = [flwr("run", str(ROOT), "--stream", "--run-config", run_config)]
+        said = [flwr("run", app, "--stream", "--run-config", run_config)]
 
         def is_over() -> bool:
             said[1:] = [flwr("ls", "--format", "json")]  # the log may end before the run does
@@ -70,7 +72,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
     config = parse((folder / "config.yaml").read_text())
     assert config == load("quickstart", [*short, "optimizer.lr=0.003", "run.seed=3"])
     assert "Installed:" not in said[0]
-    assert not list(ROOT.glob("*.fab"))
+    assert not list(clone.glob("*.fab"))
 
 
 KILLED = """

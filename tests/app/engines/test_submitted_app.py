@@ -18,7 +18,7 @@ from files import write
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 from processes import DEFAULT_SIGNALS, processes_with, wait_until
-from scripts import ROOT
+from scripts import ROOT, without_environment
 
 from flower_desloc.app.engines import superlink
 
@@ -93,7 +93,8 @@ def test_an_app_that_is_submitted_alone_is_the_app_that_flower_builds(tiny, tmp_
     for name in ("secret.py", "f.json", "a/c.json", "a/c/e.py"):
         write(tiny / name, name)
     write(tiny / ".gitignore", "secret.py\n")
-    for folder in (ROOT, tiny):
+    (clone := tmp_path / "clone").mkdir()
+    for folder in (without_environment(clone), tiny):
         alone = superlink.app_alone(folder, tmp_path / "home" / folder.name)
         built = build_fab_from_disk(folder)
         assert build_fab_from_disk(alone) == built

@@ -354,13 +354,13 @@ def federation(tmp_path) -> Iterator[Federation]:
 
 @pytest.mark.slow
 def test_a_failed_run_shows_the_log_of_the_node_that_failed(federation):
-    too_long = [*SMALL, "data.max_bytes=300", "data.seq_len=2048"]
-    with federation.start(*too_long, "run.steps=4", "--nodes", "1") as process:
+    failing = [*SMALL, *LIGHT, "task_options.seconds=-1", "run.steps=4"]
+    with federation.start(*failing, "--nodes", "1", **WITH_LIGHT) as process:
         output, _ = process.communicate()
     assert process.returncode == 1, output
     before, _, log = output.partition("the log of SuperNode 0 ends with\n")
     assert "client-0" in before or "node " in before
-    assert "data.seq_len" in log
+    assert "sleep length must be non-negative" in log
     assert federation.left() == []
 
 
