@@ -22,6 +22,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.config import parse_config_args
+from flwr.proto.runtime_pb2 import AcquireTaskResponse
+from flwr.proto.task_pb2 import Task
 from light_task import WITH_LIGHT
 from processes import command_line, environment_of, has_ended, output_of, processes_with, wait_until
 from safetensors.torch import load_file
@@ -41,7 +43,12 @@ from flower_desloc.app.sites.deployment.environment import (
     private_home,
     program,
 )
-from flower_desloc.app.sites.deployment.node import PollInterval, when_available
+from flower_desloc.app.sites.deployment.node import (
+    PollInterval,
+    answers_when,
+    has_arrived,
+    has_task,
+)
 from flower_desloc.app.sites.deployment.superexec import once_for_all, popen_by_fork
 from flower_desloc.app.sites.deployment.supernode import KEY, SuperNode, supernode
 from flower_desloc.app.sites.supervisor import ProcessError, Supervised, supervised
@@ -143,8 +150,22 @@ def test_a_supernode_answers_when_the_object_has_arrived(found, arrives, answere
         there = found and clock.now >= 1000.0 + arrives
         return SimpleNamespace(object_found=found, object_available=there)
 
-    assert when_available(pull, clock)("request", "state", "task").object_available == available
-    assert clock.now - 1000.0 == pytest.approx(answered, abs=0.11)
+    handler = answers_when(has_arrived, pull, clock)
+    assert handler("request", "state", "task").object_available == available
+    assert clock.now - 1000.0 == pytest.approx(answered, abs=0.06)
+
+
+@pytest.mark.parametrize(("comes", "answered"), [(0, 0), (2, 2), (60, 5)])
+def test_a_supernode_answers_its_superexec_when_there_is_a_task(comes, answered):
+    clock = Clock()
+
+    def acquire(*_):
+        task = Task(task_id=1) if clock.now >= 1000.0 + comes else None
+        return AcquireTaskResponse(task=task)
+
+    answer = answers_when(has_task, acquire, clock)("request", "state")
+    assert answer.HasField("task") == (comes == answered)
+    assert clock.now - 1000.0 == pytest.approx(answered, abs=0.06)
 
 
 def test_a_process_is_forked_for_every_line_and_has_its_command_line():

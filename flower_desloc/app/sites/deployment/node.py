@@ -5,8 +5,9 @@ so every window waits for that. This SuperNode sleeps longer the longer no messa
 to Flower's three seconds.
 
 A ClientApp's process starts while its SuperNode still downloads the message, and asks for what is
-not there yet after 1, 2, 4, 8 and 10 seconds. This SuperNode answers when the object has arrived.
-The processes of ClientApps are forked (``superexec``).
+not there yet after 1, 2, 4, 8 and 10 seconds. Its SuperExec asks for a task once a second, and each
+question costs a hundredth of a second of a core at either end. This SuperNode answers when there is
+what they ask for. The processes of ClientApps are forked (``superexec``).
 
 Everything else, its arguments included, is that of `flower-supernode`.
 """
@@ -25,6 +26,7 @@ COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node"
 """Runs this file; -P keeps modules in the working directory from being imported."""
 
 _SHORTEST, _LONGEST = 0.1, 3.0
+_LOOK = 0.05  # seconds between two looks of a handler that waits
 _LONGEST_ANSWER = 5.0  # seconds; below the timeouts of Flower's clients
 
 
@@ -49,21 +51,33 @@ class PollInterval:
         self._clock.sleep(min(max(interval, _SHORTEST), _LONGEST, seconds))
 
 
-def when_available(pull: Callable[..., Any], clock: Any = time) -> Callable[..., Any]:
-    """Return Flower's handler ``pull``, which then answers when the object is available.
+def answers_when(
+    is_ready: Callable[[Any], bool], handler: Callable[..., Any], clock: Any = time
+) -> Callable[..., Any]:
+    """Return Flower's ``handler``, which then answers when its answer ``is_ready``.
 
-    It answers as before when there is no such object, and after some seconds.
+    It answers as before after some seconds.
     """
 
-    def pull_object(*args: Any) -> Any:
+    def patient_handler(*args: Any) -> Any:
         until = clock.monotonic() + _LONGEST_ANSWER
         while True:
-            answer = pull(*args)
-            if answer.object_available or not answer.object_found or clock.monotonic() >= until:
+            answer = handler(*args)
+            if is_ready(answer) or clock.monotonic() >= until:
                 return answer
-            clock.sleep(_SHORTEST)
+            clock.sleep(_LOOK)
 
-    return pull_object
+    return patient_handler
+
+
+def has_arrived(answer: Any) -> bool:
+    """Return whether the object that was asked for is there, or will never be."""
+    return answer.object_available or not answer.object_found
+
+
+def has_task(answer: Any) -> bool:
+    """Return whether a SuperExec that asked for a task has one."""
+    return bool(answer.HasField("task"))
 
 
 def start_superexec(command: list[str]) -> object:
@@ -85,13 +99,14 @@ def main() -> None:
         return run_id
 
     # Flower offers no other hook: these are its own names for pulling, sleeping, and starting.
-    runtime_handlers.pull_object = when_available(runtime_handlers.pull_object)
+    runtime_handlers.pull_object = answers_when(has_arrived, runtime_handlers.pull_object)
+    runtime_handlers.acquire_task = answers_when(has_task, runtime_handlers.acquire_task)
     loop._pull_and_store_message = pull_and_note
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
     if sys.platform == "linux":
         loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
-    # How often its SuperExec asks for work: once a second by default.
-    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    # How long its SuperExec waits between an answer and the next question: a second by default.
+    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.01")
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 
