@@ -33,6 +33,7 @@ from flower_desloc.flower.observer import EventKind
 from flower_desloc.flower.replies import Limits, most_objects
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between two polls
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # the same, before the arrays of a reply have come
 _LONGEST_IN_MEMORY = 0.02  # where a poll is no request but a look into this process's memory
 _TIMES_THE_SLOWEST, _LEAST_PATIENCE = 5, 60.0  # the latter in seconds
 _KEPT = 0.9  # of its time to live: an expired request cannot be asked for in a simulation
@@ -285,7 +286,7 @@ class Exchange:
             return waiting.early.pop(turn.message_id)
         if turn.message_id is None:
             return Error(_NOT_SENT, "Flower did not accept the request")
-        began = now = time.monotonic()
+        began = since = now = time.monotonic()
         turn.silent_since = max(turn.at, waiting.last_reply)
         while True:
             reply = self._look(turn, now)
@@ -305,11 +306,23 @@ class Exchange:
             if now >= deadline:
                 return Error(_NO_REPLY, f"the request was not answered in {turn.patience}")
             self._probe_if_silent(turn, now)
-            # A poll costs a request: one every twentieth of the wait so far adds 5 % at most.
-            longest = _LONGEST_PAUSE if self._is_deployment else _LONGEST_IN_MEMORY
-            pause = min(max((now - began) / 20, _SHORTEST_PAUSE), longest)
-            time.sleep(min(pause, deadline - now, waiting.ends - now))
+            since = self._pause(turn, since, now, min(deadline, waiting.ends))
             now = time.monotonic()
+
+    def _pause(self, turn: "_Asked", since: float, now: float, until: float) -> float:
+        """Wait before the next look for a reply, which costs a request; return since when to count.
+
+        That is from the arrival of its arrays on: the reply follows them.
+        """
+        arrival = self.carrier.arrival(turn.node) if self.carrier else None
+        if arrival is not None and not arrival.is_set():
+            # Nothing comes before them but an error, which a fifth of the wait later is no loss.
+            pause = min(max((now - since) / 5, _SHORTEST_WAIT), _LONGEST_WAIT, until - now)
+            return time.monotonic() if arrival.wait(pause) else since
+        # One every twentieth of the wait so far adds 5 % at most.
+        longest = _LONGEST_PAUSE if self._is_deployment else _LONGEST_IN_MEMORY
+        time.sleep(min(max((now - since) / 20, _SHORTEST_PAUSE), longest, until - now))
+        return since
 
     def _look(self, asked: "_Asked", now: float) -> Message | Error | None:
         """Look once for a node's reply, or for why there will be none."""

@@ -252,8 +252,11 @@ def test_what_is_given_and_taken_comes_whole(peers):
     assert got(peers.client(), peers.give()) == DATA
     ticket = peers.take()
     assert peers.server.taken(ticket) is None
+    arrival = peers.server.arrival(ticket)
+    assert not arrival.is_set()
     peers.client().put(ticket, Parts([DATA[:5], b"", DATA[5:70_005], DATA[70_005:]]))
     assert peers.server.taken(ticket) is not None
+    assert arrival.is_set()
     assert peers.memory == DATA
 
 

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from federation import assert_close, assert_same
@@ -160,6 +162,40 @@ def test_a_longer_window_may_take_longer(steps, waited, clock):
         [reply] = exchange.replies([exchange.request(1, "train", window)])
         assert clock.now - began == pytest.approx(expected, rel=0.03)
     assert reply.has_error()
+
+
+class Arrival:
+    """Takes the place of the event that is set when the arrays of a reply have come."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self.clock, self.at = clock, at
+
+    def is_set(self) -> bool:
+        return self.clock.now >= self.at
+
+    def wait(self, seconds: float) -> bool:
+        self.clock.now = min(self.clock.now + seconds, max(self.at, self.clock.now))
+        return self.is_set()
+
+
+@pytest.mark.parametrize(("has_arrays", "most"), [(False, 1000), (True, 300)])
+def test_a_reply_is_seldom_looked_for_before_its_arrays_have_come(clock, has_arrays, most):
+    grid = InProcessGrid(lambda message, _: Message(RecordDict(), reply_to=message), [{}])
+    clock.delay(grid, lambda *_: 100.0)
+    looks = Mock(side_effect=grid.pull_messages)
+    grid.pull_messages = looks  # type: ignore[method-assign]
+    arrival = Arrival(clock, 1099.5) if has_arrays else None
+    carrier: Any = SimpleNamespace(
+        attach=lambda message: 0,
+        sent=lambda: None,
+        arrival=lambda node: arrival,
+        collect=lambda reply, node: 0,
+        release=lambda node: None,
+    )
+    exchange = Exchange(grid, 3600, {}, carrier=carrier)
+    [_] = exchange.replies([exchange.request(1, "train", WindowRequest(run_key="r", stop=10))])
+    assert looks.call_count < most
+    assert clock.now - 1100 < (0.05 if has_arrays else 0.6)
 
 
 # ------------------------------------------------------------------------------------ Late replies

@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,6 +129,13 @@ class Carrier:
     def sent(self) -> None:
         """Forget the digests of records, once a window's requests are sent."""
         self._digests.clear()
+
+    def arrival(self, node: int) -> threading.Event | None:
+        """Return what is set when the arrays of a node's reply have come; None: it sends none."""
+        opened = self._open.get(node)
+        if opened is None or opened.upload is None:
+            return None
+        return self._server.arrival(opened.tickets[-1])
 
     def collect(self, reply: Message, node: int) -> int:
         """Put the arrays that came beside a reply into it; return their bytes.

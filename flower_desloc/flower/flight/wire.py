@@ -110,6 +110,8 @@ class _Transfer:
     """Closes the connection to a peer."""
     received: int = 0
     is_spent: bool = False
+    whole: threading.Event = field(default_factory=threading.Event)
+    """Set when all bytes have come."""
     calls: int = 0
     peer: str = ""
     """The address at the other end of the call in progress."""
@@ -186,6 +188,10 @@ class TensorServer:
     def take(self, node: int, size: int, memory: Callable[[], Parts]) -> str:
         """Return a ticket for which the node may send so many bytes, into ``memory``."""
         return self._ticket(node, flight.FlightMethod.DO_PUT, size, memory)
+
+    def arrival(self, ticket: str) -> threading.Event:
+        """Return what is set when all bytes have come for a ticket."""
+        return self._transfers[ticket].whole
 
     def taken(self, ticket: str) -> Parts | None:
         """Return the bytes that came for a ticket; None unless all did."""
@@ -390,6 +396,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                     f"ended after {transfer.received} of {transfer.size} bytes"
                 )
             transfer.is_spent = True
+            transfer.whole.set()
         writer.write(b"whole")
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
