@@ -185,9 +185,12 @@ def imported_distributions(names: list[str]) -> set[str]:
 def test_every_library_that_the_wheel_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    library, flight, app = (
+    library, flight, app, metrics = (
         {normalised(re.split(r"[\[<>=]", one)[0]) for one in listed}
-        for listed in (project["project"]["dependencies"], extras["flight"], extras["app"])
+        for listed in (
+            project["project"]["dependencies"],
+            *(extras[name] for name in ("flight", "app", "metrics")),
+        )
     )
     inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
     assert imported_distributions(inner) == library | flight
@@ -195,7 +198,7 @@ def test_every_library_that_the_wheel_imports_is_declared():
     trackers = imported_distributions(["flower_desloc/trackers"])  # those that are installed
     assert trackers <= {normalised(re.split(r"[\[<>=]", extras[t][0])[0]) for t in TRACKERS}
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
-    assert imported_distributions(everything) - trackers <= library | app
+    assert imported_distributions(everything) - trackers <= library | app | metrics
     # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 

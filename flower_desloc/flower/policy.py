@@ -44,14 +44,13 @@ class Policy:
     """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
     that."""
     norm_bound: float | None = bounded(30.0, 1)
-    """Leave out a client whose update of a stream is longer than this many times the median of the
-    window's clients so far, from the third on; null: do not."""
+    """Leave out a client whose update of a stream is longer than this many times the window's
+    median so far, from the third client on; null: do not."""
     on_failure: str = one_of("stop", "continue")
     """`stop` the run when a client fails, or `continue` without it."""
     timeout: float = bounded(3600.0, above=0)
     """Seconds to wait for the next reply; at least what a whole window takes. After its first reply
-    a client is waited for at most five times the slowest client's last time, and at least a
-    minute."""
+    a client has five times the slowest client's last time, and at least a minute."""
     grace: float | None = bounded(None, 0)
     """Seconds to wait for the other replies once min_clients have arrived; needs
     on_failure=continue. null: wait for all."""

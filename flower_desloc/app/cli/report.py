@@ -1,5 +1,7 @@
 """`desloc report`: one or several runs as one HTML file."""
 
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,11 @@ def report(
     ] = None,
     bandwidth: Annotated[float, positive("Bandwidth of the modelled link, in Mbit/s.")] = 100.0,
     latency: Annotated[float, at_least_zero("Latency of a message, in milliseconds.")] = 50.0,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the report while the run goes on; Ctrl-C ends it."),
+    ] = False,
+    port: Annotated[int, typer.Option(help="The port of --live.", min=1, max=65535)] = 6007,
 ) -> None:
     """Write the report of a run, or a comparison of several.
 
@@ -32,8 +39,16 @@ def report(
     # matplotlib takes a second to import.
     from flower_desloc.app.plan.wall_clock import MBIT, Link
     from flower_desloc.app.runs.report import NoRunError, write_report
+    from flower_desloc.app.runs.report.live import serving
 
     link = Link(bandwidth=bandwidth * MBIT, latency=latency / 1000)
+    if live:
+        taken = failing(FAILED, OSError, where=f"--port {port}")
+        with failing(USAGE, NoRunError), taken, serving(runs, port, link) as url:
+            typer.echo(f"report: {url}")
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
+        return
     not_written = failing(FAILED, OSError, where="the report was not written")
     with failing(USAGE, NoRunError), not_written:
         page = write_report([*runs], output, link=link)

@@ -30,7 +30,7 @@ class Run:
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
-    """Resume an interrupted run: its folder, one of its checkpoints, or `auto`: the last
+    """Resume a run: its folder, one of its checkpoints, or `auto`: the last
     run of this name in the output folder, or a new one if that is complete."""
     keep_best: str = ""
     """Metric, such as `loss` or `federated/accuracy`, whose best model is kept in `best/`; of your
@@ -41,9 +41,11 @@ class Run:
     """Trackers to send the run to, of `wandb`, `mlflow` and `trackio`, each an extra."""
     track_model: bool = False
     """Also send them the final model."""
+    metrics_port: int | None = bounded(None, 1, 65535)
+    """Port of 127.0.0.1 where Prometheus reads the run (extra `metrics`)."""
     init_from: str = ""
-    """Start from the model of another run (its folder or a checkpoint) or of transformers (a folder
-    or a name on the hub), whose architecture replaces the section model."""
+    """Start from another run's model (its folder or a checkpoint) or one of transformers (a folder
+    or hub name); its architecture replaces the section model."""
     preflight: str = one_of("stop", "warn")
     """If the run, without activations, needs more memory or clearly more disk space than there is:
     `stop`, with the reason, or `warn`."""

@@ -8,6 +8,7 @@ from typing import Self, TextIO
 
 from flower_desloc.app.config import Config, dump
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
+from flower_desloc.app.runs.prometheus import PrometheusView
 from flower_desloc.app.runs.record import RunRecord, yaml_mapping
 from flower_desloc.app.runs.summary import Status, build, versions
 from flower_desloc.app.runs.tensorboard import TensorBoard
@@ -18,15 +19,15 @@ from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord, client_data
 
 _log = logging.getLogger(__name__)
-_View = TensorBoard | TerminalView | TrackerView
+_View = TensorBoard | TerminalView | PrometheusView | TrackerView
 
 
 class RunRecorder(Observer):
     """Observer that writes the folder of a run and prints its progress.
 
     ``metrics.jsonl`` and ``summary.json`` are the record: when they cannot be written, ``OSError``
-    ends the run. TensorBoard, terminal, trackers, figures and report are views: one that fails is
-    logged and closed, and the run continues.
+    ends the run. TensorBoard, terminal, Prometheus, trackers, figures and report are views: one
+    that fails is logged and closed, and the run continues.
 
     Used as a context manager, it writes a summary also for a run that an exception or Ctrl-C ends::
 
@@ -53,6 +54,9 @@ class RunRecorder(Observer):
             self._views.append(TensorBoard(folder.tensorboard, resumed.step if resumed else None))
         with _optional("TerminalView"):
             self._views.append(TerminalView(config, folder.path, stream))
+        if config.run.metrics_port is not None:
+            with _optional(f"run.metrics_port={config.run.metrics_port}"):
+                self._views.append(PrometheusView(config.run.metrics_port))
         for name in dict.fromkeys(config.run.trackers):
             self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
 

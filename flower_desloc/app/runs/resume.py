@@ -22,7 +22,7 @@ from flower_desloc.flower.checkpoint import (
 
 _MAY_DIFFER = {
     *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
-    *("run.trackers", "run.track_model"),
+    *("run.trackers", "run.track_model", "run.metrics_port"),
     *("simulation.client_cpus", "simulation.client_gpus"),
     *("federation.min_clients", "federation.fraction_train", "federation.on_failure"),
     *("federation.timeout", "federation.grace", "federation.repeats"),

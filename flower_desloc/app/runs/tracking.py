@@ -23,14 +23,17 @@ class TrackerError(RuntimeError):
 
 
 def require_installed(config: Config) -> None:
-    """Raise ``ConfigError`` if a package that ``run.trackers`` needs is not installed."""
-    for name in config.run.trackers:
-        spec = find_spec(name)
+    """Raise ``ConfigError`` if a package that a tracker or Prometheus needs is not installed."""
+    needed = [(f"run.trackers={name}", name, name) for name in config.run.trackers]
+    if (port := config.run.metrics_port) is not None:
+        needed.append((f"run.metrics_port={port}", "prometheus_client", "metrics"))
+    for setting, package, extra in needed:
+        spec = find_spec(package)
         # A folder of that name, such as Weights & Biases writes, is a package without an origin.
         if spec is None or spec.origin is None:
             raise ConfigError(
-                f"run.trackers={name}: it is not installed where the server runs; "
-                f"pip install 'flower-desloc[{name}]'"
+                f"{setting}: {package} is not installed where the server runs; "
+                f"pip install 'flower-desloc[{extra}]'"
             )
 
 

@@ -56,6 +56,20 @@ def write_page(
     runs: Sequence[RunRecord], page: Path, link: Link = DEFAULT_LINK
 ) -> Sequence[Section]:
     """Write the page; return its sections."""
+    html, parts = html_of(runs, link)
+    with atomic_write(page) as partial:
+        partial.write_text(html, encoding="utf-8")
+    return parts
+
+
+def html_of(
+    runs: Sequence[RunRecord], link: Link = DEFAULT_LINK, version: str = ""
+) -> tuple[str, Sequence[Section]]:
+    """Return the page and its sections.
+
+    With a ``version`` the page asks its server for the present one (``live``), and loads itself
+    again when that is another.
+    """
     parts = sections(runs, link)
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -79,9 +93,7 @@ def write_page(
         head = {"title": f"{len(runs)} runs", "subtitle": ", ".join(labels) + seeds}
         head |= {"badge": "", "error": "", "tiles": []}
     common = {"sections": parts, "images": images, "style": STYLE, "version": __version__}
-    with atomic_write(page) as partial:
-        partial.write_text(template.render(**head, **common), encoding="utf-8")
-    return parts
+    return template.render(**head, **common, live=version), parts
 
 
 def _image(made: Figure) -> dict[str, Any]:

@@ -71,6 +71,14 @@ width="{{ image.width }}" height="{{ image.height }}">
 {% endfor %}
 </main>
 <footer>flower-desloc {{ version }}</footer>
+{% if live %}
+<script>
+setInterval(async () => {
+  const answer = await fetch("version").catch(() => null);
+  if (answer && answer.ok && (await answer.text()) !== "{{ live }}") location.reload();
+}, 2000);
+</script>
+{% endif %}
 </body>
 </html>
 """

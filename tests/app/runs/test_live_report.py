@@ -1,0 +1,48 @@
+"""The report of a run that goes on."""
+
+import re
+import urllib.request
+
+import pytest
+from tiny import TINY, train
+
+from flower_desloc.app.runs import RunFolder
+from flower_desloc.app.runs.record import NoRunError
+from flower_desloc.app.runs.report.live import serving
+from flower_desloc.app.runs.time_model import DEFAULT_LINK
+
+
+def got(url: str) -> str:
+    with urllib.request.urlopen(url) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_the_page_follows_the_run(tmp_path):
+    """The run is cut to its first lines, and goes on."""
+    path = train(tmp_path, *TINY, "run.steps=4", "run.eval_every=2", "sync.params=2")
+    folder = RunFolder(path)
+    summary, lines = folder.summary.read_text(), folder.metrics.read_text().splitlines(True)
+    folder.summary.unlink()
+    folder.metrics.write_text("".join(lines[:-1]))
+    with serving([path], 0, DEFAULT_LINK) as url:
+        before = got(url)
+        version = got(f"{url}version")
+        assert f'!== "{version}"' in before  # what the page compares
+        assert got(url) is not before
+        assert got(url) == before
+        assert "unfinished" in before
+        folder.metrics.write_text("".join(lines))
+        folder.summary.write_text(summary)
+        assert got(f"{url}version") != version
+        after = got(url)
+    assert "completed" in after
+    assert re.findall(r"<h2>(.*)</h2>", before)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with (
+        pytest.raises(NoRunError, match="nor a folder of runs"),
+        serving([tmp_path], 0, DEFAULT_LINK),
+    ):
+        pass
