@@ -21,6 +21,7 @@ from flower_desloc.flower.messages import (
     ARE_YOU_THERE,
     GOODBYE,
     HELLO,
+    RUN_KEY,
     Settings,
     WindowRequest,
 )
@@ -55,7 +56,8 @@ class DesLocClient(ClientApp):
     ----------
     build : Callable
         Returns a client's ``Worker``. It is called for every message, with the ``train_config``
-        given to ``DesLoc.start`` (single values: strings, numbers, booleans) and Flower's context.
+        given to ``DesLoc.start`` (single values: strings, numbers, booleans), to which ``run-key``
+        is added, the run's name over restarts, and Flower's context.
         All that outlives the message is in the client's state file: in ``~/.flwr/desloc``, or
         ``state-dir`` of the node's config.
 
@@ -101,9 +103,12 @@ class DesLocClient(ClientApp):
         self, message: Message, context: Context
     ) -> tuple[WindowRequest, Worker, StateFiles]:
         request = WindowRequest.from_content(message.content)
-        worker = self._build(request.config, context)
+        worker = self._worker(request, context)
         message.content.clear()  # only the request references its tensors now
         return request, worker, state_files(context, request.run_key)
+
+    def _worker(self, request: WindowRequest, context: Context) -> Worker:
+        return self._build({**request.config, RUN_KEY: request.run_key}, context)
 
     def _train(self, message: Message, context: Context) -> Message:
         """Answer by the worker's ``loss_at``: with the due streams, or with a gradient."""
@@ -124,7 +129,7 @@ class DesLocClient(ClientApp):
     def _hello(self, message: Message, context: Context) -> Message:
         request = WindowRequest.from_content(message.content)
         require_same_code(request.code, client_name(context))
-        worker = self._build(request.config, context)
+        worker = self._worker(request, context)
         check_trainable(worker.module, worker.optimizer)
         files = state_files(context, request.run_key)
         files.go_back(request.attempts)

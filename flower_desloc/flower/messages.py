@@ -22,6 +22,7 @@ Settings = Mapping[str, str | int | float | bool]
 """The app's own settings, sent with every request."""
 
 CONFIG = "config"
+RUN_KEY = "run-key"
 METRICS = "metrics"
 ABOUT = "about"
 STATE_LOST = "state-lost"
@@ -86,7 +87,7 @@ class WindowRequest:
             {
                 **self.config,
                 "server-round": server_round,
-                "run-key": self.run_key,
+                RUN_KEY: self.run_key,
                 "attempt": self.attempt,
                 "attempts": list(self.attempts),
                 "attempt-starts": list(self.attempts.values()),
@@ -127,7 +128,7 @@ class WindowRequest:
         starts = _values(config, "attempt-starts", int)
         code, digests = _values(config, "code", str), _values(config, "code-digests", str)
         return cls(
-            run_key=_value(config, "run-key", str),
+            run_key=_value(config, RUN_KEY, str),
             attempt=_value(config, "attempt", str),
             attempts=dict(zip(attempts, starts, strict=True)),
             code=dict(zip(code, digests, strict=True)),
