@@ -10,7 +10,7 @@ from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Paralle
 from flower_desloc.app.tasks.alike import ALIKE
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
-from flower_desloc.flower.messages import Settings
+from flower_desloc.flower.messages import RUN_KEY, Settings
 
 if TYPE_CHECKING:
     from flower_desloc.app.sites.multiprocess.ranks import RankLauncher
@@ -35,6 +35,11 @@ class WorkerBuilder:
         node = context.node_config
         parts = self._parts_of(config, node)
         parallelism = Parallelism.of(node)
+        is_private = parts.config.privacy.epsilon is not None or {"epsilon", "delta"} & node.keys()
+        if is_private:
+            from client_app.privacy import private_worker  # Opacus takes seconds to import
+
+            return private_worker(parts, context, str(config[RUN_KEY]), parallelism)
         if parallelism.processes == 1:
             return parts.single_worker(node)
         # Imported here: this takes a second, and most clients do without.

@@ -52,7 +52,7 @@ class RunParts:
         self.device = device
         self._alike, self._data_path = alike, data_path
         # Of hundreds of simulated clients, each has a part of one data set.
-        self._data = lru_cache(maxsize=1024)(self._client_data)
+        self.data = lru_cache(maxsize=1024)(self._client_data)
 
     @cached_property
     def config(self) -> Config:
@@ -100,18 +100,18 @@ class RunParts:
         ``loss`` takes the place of the task's.
         """
         config, task, site = self.config, self.task, site_of(node)
-        micro_batch, data = config.data.micro_batch_size, self._data(site)
+        micro_batch, data = config.data.micro_batch_size, self.data(site)
         assert not isinstance(micro_batch, str), "with_micro_batch_size gives it a number"
         loss = loss or task.loss
 
         def loss_at(step: int) -> Tensor:
             # Dropout and the like draw from the global generator.
-            torch.manual_seed(_mix(config.run.seed, site.partition, step))
+            torch.manual_seed(mix(config.run.seed, site.partition, step))
             return loss(module, data.train_batch(step))
 
         def version() -> str:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_mix(config.run.seed, site.partition, 0))  # as for the first step
+                torch.manual_seed(mix(config.run.seed, site.partition, 0))  # as for the first step
                 return data_version(data)
 
         return Worker(
@@ -160,7 +160,8 @@ def site_of(node: NodeConfig) -> Site:
     )
 
 
-def _mix(*numbers: int) -> int:
+def mix(*numbers: int) -> int:
+    """Return a seed that differs for other numbers."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63

@@ -48,9 +48,7 @@ is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text 
 number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary,
 which later overrides fill.
 
-What belongs to a site is set on its SuperNode by `--node-config`: `partition-id` and
-`num-partitions`, or `data-path` for private data; `state-dir`; `device`; `name`; `warm=false`,
-which turns [warm clients](../how-to/deployment.md#warm-clients) off.
+What belongs to a site is in its [node config](../how-to/deployment.md#a-site).
 
 """
 

@@ -28,6 +28,7 @@ FILES = modules(ROOT, ["flower_desloc", "client_app", "server_app"])
 LAYERS = (
     ("flower_desloc.core",),
     ("flower_desloc.optim",),
+    ("flower_desloc.privacy",),
     ("flower_desloc.flower", "flower_desloc"),  # the package itself exports names of these three
     ("flower_desloc.trackers",),
     ("flower_desloc.app.config",),
@@ -185,20 +186,21 @@ def imported_distributions(names: list[str]) -> set[str]:
 def test_every_library_that_the_wheel_imports_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    library, flight, app, metrics = (
+    library, flight, app, metrics, privacy = (
         {normalised(re.split(r"[\[<>=]", one)[0]) for one in listed}
         for listed in (
             project["project"]["dependencies"],
-            *(extras[name] for name in ("flight", "app", "metrics")),
+            *(extras[name] for name in ("flight", "app", "metrics", "privacy")),
         )
     )
     inner = [f"flower_desloc/{name}" for name in ("core", "optim", "flower")]
     assert imported_distributions(inner) == library | flight
     assert flight <= app
+    assert imported_distributions(["flower_desloc/privacy"]) <= library | privacy
     trackers = imported_distributions(["flower_desloc/trackers"])  # those that are installed
     assert trackers <= {normalised(re.split(r"[\[<>=]", extras[t][0])[0]) for t in TRACKERS}
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]
-    assert imported_distributions(everything) - trackers <= library | app | metrics
+    assert imported_distributions(everything) - trackers <= library | app | metrics | privacy
     # Flower's `uv sync` of the app installs nothing: docs/reference/dependencies.md.
     assert set(project["tool"]["uv"]["exclude-dependencies"]) == library
 

@@ -62,6 +62,12 @@ _EXCLUSIONS: Final = (
         why="averages cannot be late where states are reset",
     ),
     Exclusion(
+        where=lambda config: config.privacy.epsilon is not None,
+        keys=("federation.weighting", "model.compile", "model.precision"),
+        why="differential privacy hides the number of examples; PyTorch takes the gradient of each "
+        "in full precision, and uncompiled",
+    ),
+    Exclusion(
         where=lambda config: config.sync_mode == "probabilistic",
         keys=("sync_phase",),
         why="coins (sync_mode=probabilistic) have no phase",

@@ -85,7 +85,7 @@ class Model:
     """Type of weights and optimizer states: float32 or float64."""
     precision: str = one_of("full", "bf16")
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
-    bfloat16. All else stays in dtype."""
+    bfloat16."""
     compile: bool = False
     """`torch.compile` the loss and the steps of this project's optimizers; needs a C++ compiler."""
 
@@ -115,7 +115,7 @@ class Data:
     it. With max_bytes=0, text of any source is read while it is trained on."""
     weights: list[float] = field(default_factory=list)
     """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal.
-    Needs streaming with max_bytes=0."""
+    Needs streaming, max_bytes=0."""
     max_bytes: int = bounded(4_000_000, 0)
     """Text read of each domain, in UTF-8 bytes; 0: all."""
     partition: str = "by_domain"
@@ -251,7 +251,7 @@ class LRSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The clients that `desloc run` simulates; no effect in a deployment."""
+    """The clients that `desloc run` simulates."""
 
     num_clients: int = bounded(4, 1)
     """Number of clients."""
@@ -275,6 +275,18 @@ class Evaluation:
     """Held-out sequences for each domain, and for each client."""
     images: int = bounded(0, 0)
     """Held-out images for each label, and for each client; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """[Differential privacy](../explanation/privacy.md)."""
+
+    epsilon: float | None = bounded(None, above=0)
+    """Budget of each client; null: only a site's own."""
+    delta: float = bounded(1e-5, above=0, below=1)
+    """Well below 1 / examples."""
+    max_grad_norm: float = bounded(1.0, above=0)
+    """Bound of each example's gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +326,10 @@ class Config:
     is the paper's letter, under which a run can spike."""
     wire: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8`, `int4`, `int2` in
-    blocks with a scale each. The quantisation error of params and first moments is sent later."""
+    blocks with a scale each."""
     outer: Outer = field(default_factory=Outer)
     fedadam: FedAdam = field(default_factory=FedAdam)
     federation: Policy = field(default_factory=Policy)
+    privacy: Privacy = field(default_factory=Privacy)
     simulation: Simulation = field(default_factory=Simulation)
     evaluation: Evaluation = field(default_factory=Evaluation)

@@ -4,7 +4,7 @@ A task builds the model, gives every client its batches and measures losses. It 
 synchronisation periods, streams or Flower.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -79,6 +79,17 @@ class HasDigest(Protocol):
 
     def data_digest(self) -> str:
         """Return a text that changes when the data does; it may take a second."""
+
+
+@runtime_checkable
+class HasExamples(Protocol):
+    """Client data whose examples are drawn one by one, as differential privacy needs."""
+
+    def examples(self, numbers: Sequence[int]) -> Batch:
+        """Return the training examples of these numbers, from 0 and below ``num_examples``.
+
+        A tensor, or a tuple, dictionary or dataclass of tensors with an example in each row.
+        """
 
 
 @runtime_checkable

@@ -416,6 +416,7 @@ WRONG = {
     "=5": ["'=5'", "key=value"],
     "run.steps=many": ["run.steps=many", "must be an integer"],
     "run.steps=true": ["run.steps=true", "must be an integer"],
+    "privacy.epsilon=0": ["privacy.epsilon=0", "must be above 0"],
     "run.steps=null": ["run.steps=null", "needs a value"],
     "wire.params=null": ["wire.params=null", "fp32, bf16, int8, int4"],
     "wire=int8": ["wire=int8", "set wire.NAME=VALUE"],
@@ -479,6 +480,10 @@ ADVISED = [
     ("quickstart", "run.track_model=true"),
     ("quickstart", "federation.average=median federation.min_steps=0.5"),
     ("quickstart", "federation.average=median federation.weighting=examples"),
+    *(
+        ("quickstart", f"privacy.epsilon=1 {w}")
+        for w in ("federation.weighting=examples", "model.compile=true", "model.precision=bf16")
+    ),
     ("quickstart", "wire.momentum_buffer=int8"),
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
     *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),

@@ -103,6 +103,11 @@ class TextShard:
             key=[self._config.run.seed, self._site.partition, step],
         )
 
+    def examples(self, numbers: Sequence[int]) -> TextBatch:
+        """Return training sequences, which do not overlap."""
+        length = self._config.data.seq_len + 1
+        return _sequences(self._train, np.asarray(numbers, np.int64) * length, length)
+
     def heldout(self) -> Iterable[TextBatch]:
         """Return the batches of the client's held-out part."""
         return heldout_batches(self._heldout, self._config)

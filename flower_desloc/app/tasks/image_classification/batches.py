@@ -126,6 +126,10 @@ class ImageShard:
             key=[self._config.run.seed, self._site.partition],
         )
 
+    def examples(self, numbers: Sequence[int]) -> ImageBatch:
+        """Return training images."""
+        return self._train.rows(np.asarray(numbers, np.int64))
+
     def heldout(self) -> Iterable[ImageBatch]:
         """Return the batches of the client's held-out part."""
         return heldout_batches(self._heldout, self._config)

@@ -1,0 +1,80 @@
+"""Make a client private, as the run's configuration and the site's node config ask for."""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from flwr.app import Context
+
+from client_app.worker import RunParts, mix, site_of
+from flower_desloc.app.config.check import check
+from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
+from flower_desloc.app.tasks.protocol import HasExamples
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client_state import client_name, state_folder
+from flower_desloc.privacy.account import Account
+from flower_desloc.privacy.accounting import Budget
+from flower_desloc.privacy.ledger import Ledger
+from flower_desloc.privacy.worker import Examples, PrivateLoss, private
+
+
+def private_worker(parts: RunParts, context: Context, run: str, parallelism: Parallelism) -> Worker:
+    """Return the private worker of a client in the run of that name.
+
+    Raises ``ValueError`` for what privacy excludes, and where its budget is spent.
+    """
+    config, node = parts.config, context.node_config
+    stated, of_site = config.privacy, site_budget(node)
+    of_run = None if stated.epsilon is None else Budget(stated.epsilon, stated.delta)
+    budget = of_run or of_site
+    assert budget is not None
+    # A site may ask for what the run's configuration does not state.
+    check(replace(config, privacy=replace(stated, epsilon=budget.epsilon)))
+    if parallelism.processes > 1:
+        raise ValueError(
+            f"processes={parallelism.processes} in the node config: a client with differential "
+            "privacy has one process"
+        )
+    site = site_of(node)
+    worker, data = parts.single_worker(node), parts.data(site)
+    if not isinstance(data, HasExamples):
+        raise ValueError(
+            f"task={config.task}: differential privacy draws examples one by one, and its "
+            f"{type(data).__name__} has no method examples(numbers); give it one, or for streamed "
+            "text set data.max_bytes"
+        )
+    ledger = _ledger(state_folder(context) / "privacy", client_name(context))
+    account = Account(ledger, run, config.run.steps, of_run=of_run, of_site=of_site)
+    size = config.data.batch_size
+    examples = Examples(number=data.num_examples, of=data.examples, batch_size=size)
+    account.noise_multiplier(examples.sample_rate)  # so that a greeting finds a spent budget
+    loss = PrivateLoss(
+        module=worker.module,
+        optimizer=worker.optimizer,
+        loss=parts.task.loss,
+        examples=examples,
+        account=account,
+        max_grad_norm=stated.max_grad_norm,
+        chunk=int(config.data.micro_batch_size or size),
+        seed=lambda step: mix(config.run.seed, site.partition, step),
+        context=repr((run, config.task, config.task_options, config.model, config.data)),
+    )
+    return private(worker, loss)
+
+
+def site_budget(node: NodeConfig) -> Budget | None:
+    """Return the budget that a node config states; raises ``ValueError`` for half of one."""
+    if not {"epsilon", "delta"} & node.keys():
+        return None
+    try:
+        return Budget(float(node["epsilon"]), float(node["delta"]))
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the node config must state both epsilon and delta as numbers, as in 'epsilon=3.0 "
+            f"delta=1e-5': {error}"
+        ) from error
+
+
+@lru_cache(maxsize=1024)
+def _ledger(folder: Path, client: str) -> Ledger:
+    return Ledger(folder, client)

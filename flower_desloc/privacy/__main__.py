@@ -1,0 +1,23 @@
+"""Print what a site has spent: ``python -m flower_desloc.privacy LEDGER DELTA``."""
+
+import sys
+from pathlib import Path
+
+from flower_desloc.privacy.accounting import epsilon
+from flower_desloc.privacy.ledger import Ledger
+
+
+def main(ledger: str, delta: str) -> None:
+    """Print the steps and the epsilon of every run in a ledger, and of all together."""
+    path = Path(ledger)
+    if not path.is_file():
+        raise SystemExit(f"{path}: there is no such ledger")
+    held = Ledger(path.parent, path.stem)
+    for run in [*held.runs(), None]:
+        steps = held.steps(run)
+        used = epsilon(steps, float(delta))
+        print(f"{run or 'all runs'}: epsilon={used:.4g} delta={delta} after {steps.total()} steps")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,132 @@
+"""What a run may still spend at a site."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from flower_desloc.privacy.accounting import Budget, Step, epsilon
+from flower_desloc.privacy.ledger import Ledger
+
+_PRECISION = 1.01
+"""How far the noise multiplier may be above the least that fits."""
+_MOST_NOISE = 128.0
+"""A budget that needs more is as good as spent: nothing would be learned."""
+_BLOCK = 32
+"""Steps for which the budget is checked at once near its end: an epsilon takes a second."""
+
+
+class BudgetSpentError(ValueError):
+    """A site's privacy budget does not suffice for a step."""
+
+
+class Account:
+    """The account of one run in a site's ledger.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        What was spent.
+    run : str
+        Name of the run, the same after a resume.
+    num_steps : int
+        Steps that the run is to take.
+    of_run, of_site : Budget, optional
+        The most that this run may spend, and that all runs may spend together. At least one.
+
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        run: str,
+        num_steps: int,
+        *,
+        of_run: Budget | None = None,
+        of_site: Budget | None = None,
+    ) -> None:
+        self._ledger, self._run, self._num_steps = ledger, run, num_steps
+        # A site's budget is for all that the ledger has, whatever the run.
+        budgets: dict[str | None, Budget | None] = {run: of_run, None: of_site}
+        self._budgets = {of: budget for of, budget in budgets.items() if budget is not None}
+        if not self._budgets:
+            raise ValueError("differential privacy needs a budget, of the run or of the site")
+        self._noise: dict[float, float] = {}
+
+    @property
+    def secret(self) -> bytes:
+        """What nobody but the site knows."""
+        return self._ledger.secret
+
+    def noise_multiplier(self, sample_rate: float) -> float:
+        """Return the noise multiplier of the run, which is decided before its first step.
+
+        It is about the least with which all steps of the run fit into what is left. Raises
+        ``BudgetSpentError`` if there is none.
+        """
+
+        def fits(noise: float) -> bool:
+            step = Step(noise, sample_rate)
+            return all(
+                budget.allows(self._ledger.steps(of) + Counter({step: self._num_steps}))
+                for of, budget in self._budgets.items()
+            )
+
+        with self._ledger.locked():
+            stated = self._ledger.noise_multiplier(self._run)
+            if stated is not None:
+                return stated
+            if sample_rate not in self._noise:
+                self._noise[sample_rate] = _least(fits) or self._refuse(sample_rate)
+        return self._noise[sample_rate]
+
+    def charge(self, query: str, step: Step) -> None:
+        """Enter a query into the ledger, unless it is there: its answer is then the same.
+
+        Raises ``BudgetSpentError`` if what is left does not suffice.
+        """
+        with self._ledger.locked():
+            if self._ledger.has(query):
+                return
+            planned = max(self._num_steps - self._ledger.steps(self._run).total(), 1)
+            for of, budget in self._budgets.items():
+                taken = self._ledger.steps(of)
+                block = _BLOCK - taken[step] % _BLOCK
+                if not any(budget.allows(taken + Counter({step: n})) for n in (planned, block, 1)):
+                    raise self._spent(of)
+            self._ledger.append(self._run, query, step)
+
+    def _refuse(self, sample_rate: float) -> float:
+        planned = Counter({Step(_MOST_NOISE, sample_rate): self._num_steps})
+        raise self._spent(
+            next(
+                of
+                for of, budget in self._budgets.items()
+                if not budget.allows(self._ledger.steps(of) + planned)
+            )
+        )
+
+    def _spent(self, of: str | None) -> BudgetSpentError:
+        budget, steps = self._budgets[of], self._ledger.steps(of)
+        whose, setting = "site", "epsilon in its node config"
+        if of is not None:
+            whose, setting = "site in this run", "privacy.epsilon"
+        return BudgetSpentError(
+            f"the privacy budget of this {whose}, {budget}, is spent: {steps.total()} steps took "
+            f"epsilon={epsilon(steps, budget.delta):.4g}, and the rest is too little for more; it "
+            f"takes no further step, unless {setting} is raised"
+        )
+
+
+def _least(fits: Callable[[float], bool]) -> float | None:
+    """Return about the least noise multiplier that ``fits``; None if not even a huge one does."""
+    high = 1.0
+    while not fits(high):
+        high *= 2
+        if high > _MOST_NOISE:
+            return None
+    low = high / 2
+    while high <= 1 and low > 0.1 and fits(low):
+        high, low = low, low / 2
+    while high > low * _PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -1,0 +1,54 @@
+"""The epsilon of noisy sums over Poisson samples, by Opacus' PRV accountant."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """What a step costs: a Gaussian mechanism on a Poisson sample."""
+
+    noise_multiplier: float
+    """Standard deviation of the noise, over the clipping bound."""
+    sample_rate: float
+    """Probability of each record to be in the sample."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that may be spent. Raises ``ValueError`` for numbers that are no budget."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not (self.epsilon > 0 and 0 < self.delta < 1):
+            raise ValueError(f"{self}: epsilon must be above 0, delta above 0 and below 1")
+
+    def __str__(self) -> str:
+        return f"epsilon={self.epsilon:g} delta={self.delta:g}"
+
+    def allows(self, steps: Mapping[Step, int]) -> bool:
+        """Return whether the steps cost at most this."""
+        return epsilon(steps, self.delta) <= self.epsilon
+
+
+def epsilon(steps: Mapping[Step, int], delta: float) -> float:
+    """Return an upper bound of the epsilon of so many steps of each kind.
+
+    Neighbours are data sets of which one has a record more.
+    """
+    return _epsilon(tuple(sorted(steps.items())), delta) if steps else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(steps: tuple[tuple[Step, int], ...], delta: float) -> float:
+    from opacus.accountants import PRVAccountant  # takes seconds
+
+    accountant = PRVAccountant()
+    accountant.history = [(s.noise_multiplier, s.sample_rate, number) for s, number in steps]
+    with np.errstate(divide="ignore"):  # where every record is in the sample
+        return float(accountant.get_epsilon(delta=delta))

@@ -1,0 +1,131 @@
+"""A site's ledger: the queries of its data that were answered, and the secret of its noise.
+
+``SITE.jsonl`` has one line a step. A line is on the disk before its step can leave the process. The
+file is only appended to, and belongs to no run: deleting it forgets what was spent. ``SITE.secret``
+holds 32 random bytes. Lines written under another secret stay spent; with them no noise repeats.
+"""
+
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from flower_desloc.privacy.accounting import Step
+
+
+class Ledger:
+    """The ledger of ``site`` in ``folder``, which is created.
+
+    Raises ``ValueError`` for a file that is damaged elsewhere than at its end.
+    """
+
+    def __init__(self, folder: Path, site: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{site}.jsonl"
+        self._lock = FileLock(folder / f"{site}.lock")
+        self._end = 0
+        self._answered: set[str] = set()
+        self._steps: Counter[tuple[str, Step]] = Counter()
+        self._noise: dict[str, float] = {}
+        with self.locked():
+            self.secret = _secret(folder / f"{site}.secret")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Read what other processes have written, and keep them from writing."""
+        with self._lock:
+            self._read()
+            yield
+
+    def has(self, query: str) -> bool:
+        """Return whether the query was answered, so that its answer is known already."""
+        return query in self._answered
+
+    def steps(self, run: str | None = None) -> Counter[Step]:
+        """Return the number of answered queries by their cost, of one run or of all."""
+        found: Counter[Step] = Counter()
+        for (name, step), number in self._steps.items():
+            if run in (None, name):
+                found[step] += number
+        return found
+
+    def runs(self) -> list[str]:
+        """Return the runs in the ledger, the oldest first."""
+        return list(self._noise)
+
+    def noise_multiplier(self, run: str) -> float | None:
+        """Return the noise of the run's last step; None before the first."""
+        return self._noise.get(run)
+
+    def append(self, run: str, query: str, step: Step) -> None:
+        """Write that a query is answered; only while ``locked``. Returns once it is on disk."""
+        line = json.dumps({"run": run, "query": query, **vars(step)}).encode() + b"\n"
+        is_new = not self._path.exists()
+        with self._path.open("ab") as file:
+            file.truncate(self._end)  # what a killed process has begun to write
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(self._path.parent)
+        self._end += len(line)
+        self._count(line)
+
+    def _read(self) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._end:
+            raise ValueError(f"{self._path}: this privacy ledger has lost lines; restore it")
+        if not size:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._end)
+            whole, _, _ = file.read().rpartition(b"\n")
+        for line in whole.split(b"\n") if whole else ():
+            self._count(line)
+        self._end += len(whole) + bool(whole)
+
+    def _count(self, line: bytes) -> None:
+        try:
+            entry = json.loads(line)
+            run, query = str(entry["run"]), str(entry["query"])
+            step = Step(float(entry["noise_multiplier"]), float(entry["sample_rate"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self._path}: this privacy ledger is damaged, so what is spent is not known: "
+                f"{line[:80]!r}; restore it from a copy"
+            ) from error
+        self._answered.add(query)
+        self._steps[run, step] += 1
+        self._noise[run] = step.noise_multiplier
+
+
+def _secret(path: Path) -> bytes:
+    """Return the site's secret, which is drawn at its first use."""
+    if not path.exists():
+        temporary = path.with_suffix(".partial")
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "wb") as file:  # noqa: PTH123  # of a handle
+            file.write(secrets.token_bytes(32))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        _sync_folder(path.parent)
+    secret = path.read_bytes()
+    if len(secret) != 32:
+        raise ValueError(f"{path}: must hold 32 random bytes, has {len(secret)}; delete the file")
+    return secret
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

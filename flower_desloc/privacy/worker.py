@@ -1,0 +1,159 @@
+"""A worker whose optimizer sees private gradients only."""
+
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flower_desloc.core.streams import digest, parameters, trained
+from flower_desloc.core.worker import Worker
+from flower_desloc.privacy.account import Account
+from flower_desloc.privacy.accounting import Step
+from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, tensors_of
+from flower_desloc.privacy.noise import gaussian, uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The training data of a client, as records that are drawn and protected one by one."""
+
+    number: int
+    """How many there are. It counts as public: neighbours differ in what a record holds."""
+    of: Callable[[Sequence[int]], Any]
+    """Returns the records of these numbers as a batch (``clipping.tensors_of``)."""
+    batch_size: int
+    """Records in a batch on average: each is in it with probability ``batch_size / number``."""
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability of a record to be in a batch."""
+        return min(1.0, self.batch_size / self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateLoss:
+    """Takes the place of ``Worker.loss_at``: its ``backward()`` leaves a private gradient.
+
+    Each record is in the batch by a coin of its own. The gradient is the ``clipped_sum`` of the
+    batch plus Gaussian noise, divided by the average size of a batch. The value of the loss, which
+    is not private, is NaN.
+
+    Coins and noise are functions of the account's secret and of all that the gradient depends on:
+    the parameters, the step, the drawn records. The same query so has the same answer, bit for bit,
+    and is charged once; any other query has independent noise and is charged. Sums on a GPU may
+    differ when they are repeated, so there every query is another.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+    examples: Examples
+    account: Account
+    max_grad_norm: float
+    """Bound C of the norm of a record's gradient."""
+    chunk: int
+    """Records whose gradients are in memory at once."""
+    seed: Callable[[int], int]
+    """Seed of dropout in a step; public."""
+    context: str = ""
+    """What else the gradient depends on, such as the run's name and the model's settings."""
+
+    def __call__(self, step: int) -> Tensor:
+        """Charge the account for the step after ``step`` completed ones; return its loss.
+
+        Raises ``BudgetSpentError`` if the budget does not suffice, before anything is computed.
+        """
+        params = trained(self.module, self.optimizer)
+        cost = self._cost()
+        query = self._query(step, cost)
+        rows = np.flatnonzero(
+            uniform(self._key(query, "rows"), self.examples.number) <= cost.sample_rate
+        )
+        batch = self.examples.of(rows.tolist()) if len(rows) else None
+        answer = self._key(query, digest(_named(batch)))
+        self.account.charge(answer.hex(), cost)
+        torch.manual_seed(self.seed(step))
+        total = {key: torch.zeros_like(p) for key, p in params.items()}
+        if batch is not None:
+            total = clipped_sum(
+                self.loss,
+                self.module,
+                params,
+                batch,
+                max_grad_norm=self.max_grad_norm,
+                chunk=self.chunk,
+            )
+        for key, summed in total.items():
+            if cost.noise_multiplier:
+                noise = gaussian(self._key(answer, key), summed)
+                summed.add_(noise, alpha=cost.noise_multiplier * self.max_grad_norm)
+            summed.div_(self.examples.batch_size)
+        loss: Tensor = _Gradients.apply([*total.values()], *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
+        return loss
+
+    def _cost(self) -> Step:
+        rate = self.examples.sample_rate
+        return Step(self.account.noise_multiplier(rate), rate)
+
+    def _query(self, step: int, cost: Step) -> bytes:
+        """Return a digest of what the gradient depends on, but for the records."""
+        tensors = {**parameters(self.module), **dict(self.module.named_buffers())}
+        device = next(iter(tensors.values())).device
+        about = (
+            *(
+                step,
+                self.seed(step),
+                cost,
+                self.max_grad_norm,
+                self.chunk,
+                self.examples.batch_size,
+            ),
+            *(self.examples.number, torch.__version__, torch.get_num_threads(), device),
+            os.urandom(32) if device.type != "cpu" else b"",
+        )
+        return self._key(self.context.encode(), f"{about} {digest(tensors)}")
+
+    def _key(self, key: bytes, use: str) -> bytes:
+        return hmac.digest(self.account.secret, len(key).to_bytes(8) + key + use.encode(), "sha256")
+
+
+def private(worker: Worker, loss: PrivateLoss) -> Worker:
+    """Return ``worker`` with private gradients, and without all that it says of its data.
+
+    Its losses are NaN, it evaluates nothing, it counts as one example, and neither the sizes nor
+    the version of its data are sent.
+
+    Raises ``ValueError`` naming a module that has no gradients of single examples.
+    """
+    require_independent(worker.module)
+    return replace(
+        worker,
+        loss_at=loss,
+        num_examples=1,
+        evaluate=None,
+        data_version=None,
+        info=replace(worker.info, data={}),
+    )
+
+
+def _named(batch: Any) -> dict[str, Tensor]:
+    return {} if batch is None else {str(i): t for i, t in enumerate(tensors_of(batch)[0])}
+
+
+class _Gradients(torch.autograd.Function):
+    """A loss without a value, whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
+        ctx.grads = grads
+        return params[0].new_full((), torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:  # noqa: ARG004
+        return None, *ctx.grads

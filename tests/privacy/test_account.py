@@ -1,0 +1,171 @@
+"""The budget: what Opacus says, counted once, and never forgotten."""
+
+import json
+
+import pytest
+
+pytest.importorskip("opacus")
+
+from opacus.accountants import PRVAccountant, RDPAccountant
+
+from flower_desloc.privacy import __main__ as command
+from flower_desloc.privacy import accounting
+from flower_desloc.privacy.account import Account, BudgetSpentError
+from flower_desloc.privacy.accounting import Budget, Step, epsilon
+from flower_desloc.privacy.ledger import Ledger
+
+STEP = Step(1.0, 0.05)
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """Let every step cost its sample rate over its noise, which is quick and easy to follow."""
+
+    def cost(steps, delta):
+        return sum(number * step.sample_rate / step.noise_multiplier for step, number in steps)
+
+    monkeypatch.setattr(accounting, "_epsilon", cost)
+
+
+def account(folder, run="run", steps=10, of_run=None, of_site=None):
+    def budget(value):
+        return None if value is None else Budget(value, 1e-5)
+
+    ledger = Ledger(folder, "site")
+    return Account(ledger, run, steps, of_run=budget(of_run), of_site=budget(of_site))
+
+
+def test_epsilon_is_that_of_a_direct_call_of_the_accountant():
+    theirs = PRVAccountant()
+    for _ in range(30):
+        theirs.step(noise_multiplier=1.0, sample_rate=0.05)
+    for _ in range(20):
+        theirs.step(noise_multiplier=2.0, sample_rate=0.1)
+    ours = epsilon({STEP: 30, Step(2.0, 0.1): 20}, 1e-5)
+    assert ours == theirs.get_epsilon(delta=1e-5)
+    bound = RDPAccountant()
+    bound.history = theirs.history
+    assert 0 < ours < bound.get_epsilon(delta=1e-5)
+    assert epsilon({}, 1e-5) == 0
+
+
+def test_the_noise_is_about_the_least_with_which_all_steps_fit(tmp_path):
+    noise = account(tmp_path, steps=50, of_run=1.0).noise_multiplier(0.05)
+    assert 0.97 < epsilon({Step(noise, 0.05): 50}, 1e-5) <= 1.0
+
+
+@pytest.mark.usefixtures("linear")
+@pytest.mark.parametrize(("budget", "noise"), [(0.5, 1.0), (0.01, 50.0), (2.0, 0.25)])
+def test_the_noise_is_found_above_and_below_one(tmp_path, budget, noise):
+    found = account(tmp_path, of_site=budget).noise_multiplier(0.05)
+    assert noise <= found <= 1.011 * noise
+
+
+@pytest.mark.usefixtures("linear")
+def test_a_query_is_charged_once_over_processes(tmp_path):
+    for _ in range(3):
+        mine = account(tmp_path, of_run=0.5)
+        for query in ("a", "b"):
+            mine.charge(query, STEP)
+    assert Ledger(tmp_path, "site").steps() == {STEP: 2}
+
+
+@pytest.mark.usefixtures("linear")
+def test_a_spent_budget_refuses_further_queries_and_answers_known_ones(tmp_path):
+    mine = account(tmp_path, of_run=0.5)
+    for query in range(10):
+        mine.charge(str(query), STEP)
+    with pytest.raises(BudgetSpentError, match=r"in this run, epsilon=0.5 .* 10 steps took"):
+        mine.charge("10", STEP)
+    mine.charge("3", STEP)
+    again = account(tmp_path, of_run=0.5)
+    with pytest.raises(BudgetSpentError, match="is raised"):
+        again.charge("10", STEP)
+    account(tmp_path, run="other", of_run=0.5).charge("10", STEP)
+
+
+@pytest.mark.usefixtures("linear")
+def test_the_budget_of_a_site_is_for_all_its_runs(tmp_path):
+    first = account(tmp_path, of_site=0.5, steps=4)
+    step = Step(first.noise_multiplier(0.05), 0.05)
+    for query in range(4):
+        first.charge(str(query), step)
+    second = account(tmp_path, run="second", of_run=9.0, of_site=0.5)
+    with pytest.raises(BudgetSpentError, match=r"of this site, epsilon=0.5 .* in its node config"):
+        second.noise_multiplier(0.05)
+    with pytest.raises(BudgetSpentError):
+        second.charge("x", step)
+
+
+@pytest.mark.usefixtures("linear")
+def test_the_noise_of_a_run_stays_when_others_spend_meanwhile(tmp_path):
+    noise = account(tmp_path, of_site=1.0).noise_multiplier(0.05)
+    account(tmp_path, of_site=1.0).charge("a", Step(noise, 0.05))
+    account(tmp_path, run="other", of_site=1.0).charge("b", Step(9.0, 0.05))
+    assert account(tmp_path, of_site=1.0).noise_multiplier(0.05) == noise
+
+
+@pytest.mark.usefixtures("linear")
+def test_two_processes_see_each_others_lines(tmp_path):
+    one, other = (account(tmp_path, of_site=0.5) for _ in range(2))
+    for query in range(5):
+        one.charge(f"one {query}", STEP)
+        other.charge(f"other {query}", STEP)
+    for each in (one, other):
+        with pytest.raises(BudgetSpentError):
+            each.charge("more", STEP)
+
+
+@pytest.mark.usefixtures("linear")
+@pytest.mark.parametrize("torn", [b"", b'{"run": "run", "que', b'{"run": "run", "query": "c"}'])
+def test_a_line_is_whole_or_absent_after_a_kill(tmp_path, torn):
+    mine = account(tmp_path, of_run=0.5)
+    mine.charge("a", STEP)
+    mine.charge("b", STEP)
+    path = tmp_path / "site.jsonl"
+    with path.open("ab") as file:
+        file.write(torn)
+    again = account(tmp_path, of_run=0.5)
+    again.charge("b", STEP)
+    again.charge("c", STEP)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["query"] for line in lines] == ["a", "b", "c"]
+    assert Ledger(tmp_path, "site").steps() == {STEP: 3}
+
+
+def test_a_ledger_damaged_elsewhere_is_refused(tmp_path):
+    (tmp_path / "site.jsonl").write_text('{"run": "run"}\n{"run": "run", "query": "a"}\n')
+    with pytest.raises(ValueError, match=r"this privacy ledger is damaged, .* restore it"):
+        Ledger(tmp_path, "site")
+
+
+@pytest.mark.usefixtures("linear")
+def test_a_ledger_that_is_deleted_meanwhile_is_refused(tmp_path):
+    mine = account(tmp_path, of_run=0.5)
+    mine.charge("a", STEP)
+    (tmp_path / "site.jsonl").unlink()
+    with pytest.raises(ValueError, match="has lost lines"):
+        mine.charge("b", STEP)
+
+
+def test_the_secret_is_the_sites_own_and_stays(tmp_path):
+    first = Ledger(tmp_path, "site").secret
+    assert len(first) == 32
+    assert Ledger(tmp_path, "site").secret == first != Ledger(tmp_path, "other").secret
+    assert (tmp_path / "site.secret").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0, 1e-5), (-1, 1e-5), (1, 0), (1, 1)])
+def test_what_is_no_budget_is_refused(epsilon, delta):
+    with pytest.raises(ValueError, match="epsilon must be above 0"):
+        Budget(epsilon, delta)
+
+
+def test_a_site_can_print_what_it_has_spent(tmp_path, capsys):
+    mine = account(tmp_path, of_run=9.0)
+    mine.charge("a", STEP)
+    command.main(str(tmp_path / "site.jsonl"), "1e-5")
+    used = f"epsilon={epsilon({STEP: 1}, 1e-5):.4g} delta=1e-5 after 1 steps"
+    assert capsys.readouterr().out.splitlines() == [f"run: {used}", f"all runs: {used}"]
+    with pytest.raises(SystemExit, match="there is no such ledger"):
+        command.main(str(tmp_path / "none.jsonl"), "1e-5")

@@ -1,0 +1,175 @@
+"""Sums of clipped gradients: against a loop over the examples, and their sensitivity."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+pytest.importorskip("opacus")
+
+from flower_desloc.core.streams import parameters
+from flower_desloc.privacy.clipping import clipped_sum, require_independent
+
+C = 0.5
+
+
+def loss(module, tokens):
+    """Return the loss of a causal language model, or of rows of numbers."""
+    if tokens.is_floating_point():
+        return module(tokens).square().mean()
+    logits = module(input_ids=tokens[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def language_model():
+    """Return a tiny Llama with tied embeddings, grouped heads, RMSNorm and rotary embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 20}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).train()
+
+
+def looped(module, batch, bound):
+    """Return the sum of clipped gradients, one backward pass after the other."""
+    params = parameters(module)
+    total = {key: torch.zeros_like(p) for key, p in params.items()}
+    for row in batch:
+        module.zero_grad(set_to_none=False)
+        loss(module, row[None]).backward()
+        grads = {key: p.grad for key, p in params.items() if p.grad is not None}
+        for key, grad in grads.items():
+            total[key] += grad * min(1.0, bound / norm(grads))
+    return total
+
+
+def summed(module, batch, bound=C, chunk=2):
+    return clipped_sum(loss, module, parameters(module), batch, max_grad_norm=bound, chunk=chunk)
+
+
+def norm(tree):
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tree.values()))
+
+
+def minus(a, b):
+    return {key: a[key] - b[key] for key in a}
+
+
+@pytest.mark.parametrize(("bound", "chunk"), [(0.5, 1), (0.5, 2), (3.0, 5), (math.inf, 64)])
+def test_it_is_the_sum_of_a_loop_over_the_examples(bound, chunk):
+    module, batch = language_model(), torch.randint(20, (5, 9))
+    ours, theirs = summed(module, batch, bound, chunk), looped(module, batch, bound)
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_without_a_bound_it_is_the_gradient_of_the_sum():
+    module, batch = language_model(), torch.randint(20, (4, 9))
+    (len(batch) * loss(module, batch)).backward()
+    for key, tensor in summed(module, batch, math.inf).items():
+        torch.testing.assert_close(tensor, parameters(module)[key].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_example_more_changes_it_by_at_most_the_bound_and_another_one_by_twice_that(seed):
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    batch, kinds = torch.randn(6, 4), [0.0, 1.0, 1e4, 1e30, math.nan, math.inf]
+    alone = summed(module, batch)
+    sums = [summed(module, torch.cat([batch, scale * torch.ones(1, 4)])) for scale in kinds]
+    for each in sums:
+        assert norm(minus(each, alone)) <= C * (1 + 1e-5)
+    for one, other in pairwise(sums):
+        assert norm(minus(one, other)) <= 2 * C * (1 + 1e-5)
+
+
+def test_an_example_that_is_not_finite_counts_as_none():
+    module, batch = nn.Linear(4, 2), torch.randn(3, 4)
+    spoiled = torch.cat([batch, torch.full((1, 4), math.nan)])
+    assert norm(minus(summed(module, spoiled), summed(module, batch))) < 1e-6
+
+
+def test_batches_of_no_one_and_equal_examples():
+    module, row = nn.Linear(4, 2), torch.randn(1, 4)
+    one = summed(module, row)
+    assert norm(summed(module, row[:0])) == 0
+    assert norm(one) == pytest.approx(C)
+    twice = summed(module, row.repeat(3, 1))
+    assert norm(minus(twice, {key: 3 * t for key, t in one.items()})) < 1e-6
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    y: Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: {"x": x, "y": y},
+        lambda x, y: Pair(x, y, "kept"),
+    ],
+)
+def test_a_batch_may_be_of_several_tensors(pack):
+    def of_pair(module, batch):
+        x, y = (
+            (batch.x, batch.y)
+            if isinstance(batch, Pair)
+            else batch.values()
+            if isinstance(batch, dict)
+            else batch
+        )
+        assert not isinstance(batch, Pair) or batch.name == "kept"
+        return cross_entropy(module(x), y)
+
+    module, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    (5 * cross_entropy(module(x), y)).backward()
+    params = parameters(module)
+    ours = clipped_sum(of_pair, module, params, pack(x, y), max_grad_norm=math.inf, chunk=2)
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, params[key].grad)
+
+
+@pytest.mark.parametrize("batch", ["text", (torch.zeros(2, 1), torch.zeros(3, 1)), torch.zeros(())])
+def test_other_batches_are_refused(batch):
+    module = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="batches of tensors with one example in each row"):
+        clipped_sum(loss, module, parameters(module), batch, max_grad_norm=C, chunk=2)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        (nn.BatchNorm1d(4), "BatchNorm1d"),
+        (nn.SyncBatchNorm(4), "SyncBatchNorm"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d"),
+    ],
+)
+def test_a_module_with_statistics_over_examples_is_refused_by_name(part, kind):
+    module = nn.Sequential()
+    module.add_module("stem", nn.Sequential(nn.Linear(4, 4), part))
+    with pytest.raises(ValueError, match=rf"module 'stem.1' is a {kind}, .* use a GroupNorm"):
+        require_independent(module)
+    require_independent(nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4)))
+
+
+class Branching(nn.Module):
+    """What it does depends on its input's values."""
+
+    def forward(self, x):
+        return 2 * x if float(x.sum()) > 0 else x
+
+
+def test_a_module_without_gradients_of_single_examples_is_refused_by_name():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Branching()))
+    with pytest.raises(ValueError, match=r"through the module '1.1' \(Branching\): RuntimeError"):
+        summed(module, torch.randn(3, 4))

@@ -1,0 +1,40 @@
+"""The noise: normal, and a function of its key alone."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("opacus")
+
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from scipy.stats import kstest
+
+from flower_desloc.privacy.noise import gaussian, uniform
+
+KEY = bytes(range(32))
+
+
+def test_the_noise_is_standard_normal_across_chunks():
+    drawn = gaussian(KEY, torch.empty(3, 100_001))
+    assert drawn.shape == (3, 100_001)
+    assert kstest(drawn.flatten().numpy(), "norm").pvalue > 0.01
+    assert np.corrcoef(drawn[0].numpy(), drawn[1].numpy())[0, 1] == pytest.approx(0, abs=0.01)
+
+
+def test_the_noise_is_a_function_of_the_key_alone():
+    like = torch.empty(50, dtype=torch.float64)
+    torch.manual_seed(0)
+    first = gaussian(KEY, like)
+    torch.manual_seed(1)
+    assert torch.equal(gaussian(KEY, like), first)
+    assert not torch.isclose(gaussian(KEY[::-1], like), first).any()
+    assert first.dtype == torch.float64
+    assert gaussian(KEY, torch.empty(0)).numel() == 0
+    assert gaussian(KEY, torch.empty(())).shape == ()
+
+
+def test_uniforms_are_the_first_53_bits_of_the_cipher_and_never_zero():
+    bits = Cipher(ChaCha20(KEY, bytes(16)), mode=None).encryptor().update(bytes(8 * 1000))
+    whole = [int.from_bytes(bits[i : i + 8], "little") for i in range(0, 8000, 8)]
+    assert uniform(KEY, 1000).tolist() == [((each >> 11) + 1) / 2**53 for each in whole]

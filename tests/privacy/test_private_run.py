@@ -1,0 +1,145 @@
+"""Private runs: what the budget pays for, what a site refuses, and what the server is told."""
+
+import json
+from collections import Counter
+
+import pytest
+from flwr.app import Context, RecordDict
+from tiny import TINY, failing_at, train
+
+pytest.importorskip("opacus")
+
+from client_app.client import WorkerBuilder
+from flower_desloc.app.config import ConfigError, dump, load
+from flower_desloc.app.engines import in_process
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.privacy import accounting
+from flower_desloc.privacy.worker import PrivateLoss
+
+STEPS = 8
+SHORT = [*TINY, f"run.steps={STEPS}", "run.eval_every=0"]
+PERIODS = ["sync.params=2", "sync.exp_avg=4", "sync.exp_avg_sq=8"]
+
+
+@pytest.fixture(autouse=True)
+def _linear(monkeypatch):
+    """Let a step cost its sample rate over its noise: the accountant takes seconds."""
+
+    def cost(steps, delta):
+        return sum(number * step.sample_rate / step.noise_multiplier for step, number in steps)
+
+    monkeypatch.setattr(accounting, "_epsilon", cost)
+
+
+def ledgers(folder):
+    """Return the queries and their costs, by client."""
+    files = (folder / ".clients" / "privacy").glob("*.jsonl")
+    lines = {file.stem: file.read_text().splitlines() for file in files}
+    return {client: [json.loads(line) for line in each] for client, each in lines.items()}
+
+
+def costs(folder):
+    return {
+        client: Counter((line["noise_multiplier"], line["sample_rate"]) for line in lines)
+        for client, lines in ledgers(folder).items()
+    }
+
+
+def windows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_periods_cost_nothing_and_the_server_is_told_nothing_of_the_records(tmp_path):
+    run = train(tmp_path / "a", *SHORT, *PERIODS, "privacy.epsilon=1")
+    never = ["sync.params=8", "sync.exp_avg=never", "sync.exp_avg_sq=never"]
+    train(tmp_path / "b", *SHORT, *never, "privacy.epsilon=1")
+    spent = costs(tmp_path / "a")
+    assert spent == costs(tmp_path / "b")
+    assert [each.total() for each in spent.values()] == [STEPS, STEPS]
+    one, other = ({line["query"] for line in lines} for lines in ledgers(tmp_path / "a").values())
+    assert not one & other
+    for window in windows(run)[1:]:
+        for client in window["clients"].values():
+            assert client["num_examples"] == 1
+            assert client["train_loss"] is None
+            assert set(client["losses"]) == {None}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["client_data"] == {}
+    assert "federated" not in summary["evaluation"]
+
+
+def test_a_run_that_is_killed_and_resumed_spends_every_step_once(tmp_path):
+    words = [*SHORT, *PERIODS, "privacy.epsilon=1"]
+    with failing_at(3):
+        train(tmp_path, *words)
+    before = ledgers(tmp_path)
+    assert [len(lines) for lines in before.values()] == [6, 6]  # of the third window as well
+    train(tmp_path, *words, "run.resume=auto")
+    for client, lines in ledgers(tmp_path).items():
+        assert lines[:6] == before[client]
+        assert len({line["query"] for line in lines}) == len(lines) == STEPS
+
+
+def test_a_site_stops_when_its_own_budget_is_spent_and_the_others_go_on(tmp_path, monkeypatch):
+    def grid(app, nodes, **options):
+        own = {"name": "site-b", "epsilon": 1e-3, "delta": 1e-5}
+        return InProcessGrid(app, [nodes[0], nodes[1] | own], **options)
+
+    monkeypatch.setattr(in_process, "InProcessGrid", grid)
+    words = [*SHORT, *PERIODS, "federation.on_failure=continue"]
+    first, second = (train(tmp_path, *words, f"run.name={name}") for name in ("one", "two"))
+    assert [len(window["clients"]) for window in windows(first)[1:]] == [2] * 4
+    assert [len(window["clients"]) for window in windows(second)[1:]] == [1] * 4
+    assert windows(second)[1]["clients"]["client-0"]["train_loss"] > 0  # it has no privacy
+    assert {client: len(lines) for client, lines in ledgers(tmp_path).items()} == {
+        "client-1": STEPS
+    }
+    with pytest.raises(FederationError, match=r"budget of this site, epsilon=0.001 .* is spent"):
+        train(tmp_path, *words[:-1], "run.name=three")
+
+
+def built(tmp_path, *overrides, **node):
+    """Return the worker that a client builds."""
+    settings = {"settings": dump(load("quickstart", " ".join([*TINY, *overrides])))}
+    site = {"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path), **node}
+    context = Context(1, 1, site, RecordDict(), {})
+    return WorkerBuilder()({**settings, "run-key": "run"}, context)
+
+
+def test_the_stricter_of_two_budgets_holds(tmp_path):
+    def noise(folder, *overrides, **node):
+        loss = built(tmp_path / folder, *overrides, **node).loss_at
+        assert isinstance(loss, PrivateLoss)
+        return loss.account.noise_multiplier(loss.examples.sample_rate)
+
+    loose, strict = {"epsilon": 0.1, "delta": 1e-5}, {"epsilon": 0.01, "delta": 1e-5}
+    wide = noise("a", "privacy.epsilon=0.1")
+    assert noise("b", "privacy.epsilon=0.1", **strict) == noise("c", **strict) > 5 * wide
+    assert noise("d", "privacy.epsilon=0.01", **loose) > 5 * wide
+    assert not isinstance(built(tmp_path / "e").loss_at, PrivateLoss)
+
+
+@pytest.mark.parametrize(
+    ("node", "overrides", "message"),
+    [
+        ({"epsilon": 1.0}, [], "must state both epsilon and delta"),
+        ({"delta": 1e-5}, [], "must state both epsilon and delta"),
+        ({"epsilon": "much", "delta": 1e-5}, [], "must state both epsilon and delta as numbers"),
+        ({"epsilon": -1.0, "delta": 1e-5}, [], "epsilon must be above 0"),
+        ({"processes": 2}, ["privacy.epsilon=1"], "processes=2 in the node config"),
+        (
+            {"epsilon": 1.0, "delta": 1e-5},
+            ["federation.weighting=examples"],
+            "federation.weighting=examples: differential privacy hides the number of examples",
+        ),
+        (
+            {"epsilon": 1.0, "delta": 1e-5},
+            ["data.streaming=true", "data.max_bytes=0"],
+            r"StreamedShard has no method examples\(numbers\)",
+        ),
+    ],
+)
+def test_what_privacy_excludes_is_refused_at_the_site(tmp_path, node, overrides, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        built(tmp_path, *overrides, **node)

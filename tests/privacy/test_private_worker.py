@@ -1,0 +1,199 @@
+"""A private worker: its gradients, what they depend on, and what it says of its data."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+pytest.importorskip("opacus")
+
+from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.privacy import worker as private_worker
+from flower_desloc.privacy.account import Account
+from flower_desloc.privacy.accounting import Budget, Step
+from flower_desloc.privacy.ledger import Ledger
+from flower_desloc.privacy.worker import Examples, PrivateLoss, private
+
+X = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
+Y = X.sum(1, keepdim=True).sin()
+
+
+@dataclass
+class Open:
+    """An account without a limit."""
+
+    noise: float = 1.0
+    secret: bytes = bytes(32)
+    charged: list[tuple[str, Step]] = field(default_factory=list)
+
+    def noise_multiplier(self, sample_rate):
+        return self.noise
+
+    def charge(self, query, step):
+        if query not in dict(self.charged):
+            self.charged.append((query, step))
+
+
+def loss(module, batch):
+    x, y = batch
+    return mse_loss(module(x), y)
+
+
+def plain(**options):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return Worker(
+        module=module,
+        optimizer=optimizer,
+        loss_at=lambda step: loss(module, (X, Y)),
+        num_examples=len(X),
+        clipping=Clipping(norm=1.0),
+        evaluate=lambda: {"loss": 1.0},
+        data_version=lambda: "version",
+        info=ClientInfo(device="cpu", data={"label": len(X)}),
+        **options,
+    )
+
+
+def guarded(account=None, *, of=lambda rows: (X[rows], Y[rows]), size=12, **options):
+    worker = plain()
+    examples = Examples(number=len(X), of=of, batch_size=size)
+    made = PrivateLoss(
+        module=worker.module,
+        optimizer=worker.optimizer,
+        loss=loss,
+        examples=examples,
+        account=account or Open(),  # type: ignore[arg-type]  # acts as an Account
+        **{"max_grad_norm": 1.0, "chunk": 5, "seed": lambda step: step, **options},
+    )
+    return private(worker, made)
+
+
+def weights(worker):
+    return nn.utils.parameters_to_vector(worker.module.parameters()).detach().clone()
+
+
+def gradient(worker, step=0):
+    grads, _ = worker.gradient(step)
+    return torch.cat([grad.flatten() for grad in grads.values()])
+
+
+def test_without_noise_and_bound_it_trains_as_a_worker_without_privacy():
+    ours, theirs = guarded(Open(noise=0.0), max_grad_norm=math.inf), plain()
+    for worker in (ours, theirs):
+        worker.steps(0, 8)
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(weights(theirs), weights(plain()))
+
+
+def test_the_noise_has_the_stated_deviation():
+    exact = gradient(guarded(Open(noise=0.0), max_grad_norm=0.5))
+    worker = guarded(Open(noise=3.0), max_grad_norm=0.5)
+    drawn = torch.stack([gradient(worker, step) for step in range(25)])
+    scaled = (drawn - exact) / (3.0 * 0.5 / len(X))
+    assert scaled.mean().item() == pytest.approx(0, abs=0.12)
+    assert scaled.std().item() == pytest.approx(1, abs=0.09)
+
+
+def test_each_record_is_drawn_by_a_coin_of_its_own():
+    sizes, seen = [], set()
+
+    def of(rows):
+        sizes.append(len(rows))
+        seen.update(rows)
+        return X[rows], Y[rows]
+
+    worker = guarded(of=of, size=3)
+    for step in range(60):
+        worker.loss_at(step)
+    mean = sum(sizes) / 60
+    assert mean == pytest.approx(3, abs=0.5)
+    assert sum((s - 3) ** 2 for s in sizes) / 60 == pytest.approx(12 * 0.25 * 0.75, rel=0.5)
+    assert seen == set(range(len(X)))
+    assert all(step.sample_rate == 0.25 for _, step in worker.loss_at.account.charged)
+
+
+def test_a_batch_without_records_is_noise_alone():
+    worker = guarded(Open(noise=1.0), of=lambda rows: pytest.fail("none was drawn"), size=1e-9)
+    assert gradient(worker).std() > 1
+    assert len(worker.loss_at.account.charged) == 1
+
+
+def test_the_same_query_has_the_same_answer_and_is_charged_once():
+    first = guarded()
+    once = gradient(first)
+    again = guarded(first.loss_at.account)
+    assert torch.equal(gradient(again), once)
+    again.stream_names()
+    again.seed(["exp_avg_sq"], 0)
+    first.steps(0, 4)
+    guarded(first.loss_at.account).steps(0, 4)
+    assert len(first.loss_at.account.charged) == 4
+
+
+def moved(account):
+    """Return a worker whose parameters differ a little."""
+    worker = guarded(account)
+    with torch.no_grad():
+        worker.module[0].bias[0] += 1e-6
+    return worker
+
+
+OTHER = {
+    "secret": lambda account: guarded(replace(account, secret=bytes(31) + b"1")),
+    "run": lambda account: guarded(account, context="another"),
+    "dropout": lambda account: guarded(account, seed=lambda step: step + 1),
+    "record": lambda account: guarded(account, of=lambda rows: (X[rows], Y[rows] + 1e-6)),
+    "parameters": moved,
+}
+
+
+@pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
+def test_any_other_query_has_other_noise_and_is_charged(other):
+    account = Open(noise=100.0)
+    once, again = gradient(guarded(account)), gradient(other(account))
+    assert torch.isclose(once, again, rtol=1e-3).sum() <= 1
+    assert len(account.charged) == 2
+
+
+def test_noise_differs_between_steps_and_parameters_and_not_by_the_runs_seed():
+    worker = guarded(Open(noise=100.0), size=1e-9)
+    steps = torch.stack([gradient(worker, step) for step in range(8)])
+    assert len(set(steps.flatten().tolist())) == steps.numel()
+    torch.manual_seed(5)
+    assert torch.equal(gradient(worker, 0), steps[0])
+
+
+def test_a_line_is_in_the_ledger_before_the_noise_is_drawn(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, "site")
+    account = Account(ledger, "run", 3, of_run=Budget(1e3, 1e-5))
+    monkeypatch.setattr(account, "noise_multiplier", lambda sample_rate: 5.0)
+    worker = guarded(account)
+
+    def killed(key, like):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_worker, "gaussian", killed)
+        with pytest.raises(KeyboardInterrupt):
+            worker.steps(0, 3)
+    assert Ledger(tmp_path, "site").steps().total() == 1
+    worker = guarded(Account(Ledger(tmp_path, "site"), "run", 3, of_run=Budget(1e3, 1e-5)))
+    worker.steps(0, 3)
+    assert Ledger(tmp_path, "site").steps() == {Step(5.0, 1.0): 3}
+
+
+def test_a_private_worker_says_nothing_of_its_data():
+    worker = guarded()
+    measured = worker.steps(0, 3)
+    assert all(map(math.isnan, measured.losses))
+    assert all(map(math.isfinite, measured.grad_norms))
+    assert worker.num_examples == 1
+    assert worker.info == ClientInfo(device="cpu")
+    assert worker.evaluate is None
+    assert worker.data_version is None
