@@ -26,7 +26,7 @@ _MAY_DIFFER = {
     *("simulation.client_cpus", "simulation.client_gpus"),
     *("federation.min_clients", "federation.fraction_train", "federation.on_failure"),
     *("federation.timeout", "federation.grace", "federation.repeats"),
-    "federation.data_address",
+    *("federation.data_address", "privacy.epsilon", "privacy.delta"),
 }
 """Settings that affect how a run is executed, not what it computes."""
 
