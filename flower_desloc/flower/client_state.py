@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flwr.app import Context
 from torch import Tensor
@@ -68,6 +68,8 @@ class ClientState:
     """The start of the server (``WindowRequest.attempt``) under which this was written."""
     checkpoint: int = -1
     """Step of the server's last checkpoint when this was written; -1: none."""
+    loop_state: Mapping[str, Any] = field(default_factory=dict)
+    """What a training loop of the user's own keeps (``ClientWindow.loop_state``)."""
 
     def has(self, name: str, version: int | None) -> bool:
         """Return whether it has a stream in that version, with the local steps taken since."""

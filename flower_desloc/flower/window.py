@@ -7,8 +7,9 @@ those of ``Worker.loss_at`` (``client_app``), or a training loop of the user's o
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from flwr.app import Message
 from torch import Tensor
@@ -61,6 +62,10 @@ class ClientWindow:
         """The step at which the optimizer's states were last reset."""
         self.step = self.stop = request.start
         """The steps that are completed, and those at the end."""
+        self.loop_state: Mapping[str, Any] = {}
+        """What a training loop of the user's own keeps until the client's next window, such as the
+        state of a scheduler: values that JSON can hold, saved with the streams when the window
+        closes. Empty for a new client."""
         self.events: list[Event] = []
         self.measured = StepMetrics()
         self._local_steps: LocalSteps | None = None  # of the user's own loop, as are all below
@@ -150,6 +155,7 @@ def open_window(
         yield window
         return
     window.stop = request.start + request.steps if request.steps else request.stop
+    window.loop_state = start.loop_state
     window.events = list(window_events(worker, request, start, window.seed))
     merge_at = request.start + (request.before_merge if start.late_averages else 0)
     done = ahead.claim(FirstSteps(files.folder, request.start, merge_at), worker)
@@ -210,6 +216,7 @@ def open_window(
             residuals=residuals,
             attempt=request.attempt,
             checkpoint=request.checkpoint,
+            loop_state=window.loop_state,
         )
     )
     if request.ahead and worker.loss_at is not own_loop:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.streams import starts_at_zero, zeros_like
@@ -39,6 +39,8 @@ class WindowStart:
     references: Streams
     residuals: Streams
     """What compression keeps (``flower_desloc.flower.coding``)."""
+    loop_state: Mapping[str, Any]
+    """What a training loop of the user's own has kept."""
 
 
 def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> WindowStart | None:
@@ -88,6 +90,7 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
         },
         references=references(request, state, received) if request.formats else {},
         residuals=dict(state.residuals) if state and request.formats else {},
+        loop_state=state.loop_state if state else {},
     )
 
 

@@ -12,6 +12,7 @@ from flower_path import Run
 from flwr.app import Context, Message
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from flower_desloc import DesLocClient, FederationError, OuterOptimizer, Policy, SyncSchedule
 from flower_desloc.core.schedule import PARAMS
@@ -110,6 +111,31 @@ def test_a_loss_need_not_be_recorded(tmp_path):
     run = in_own_loop(small(tmp_path), record=False)
     assert_same(run.start(), in_own_loop(small(tmp_path / "other")).start())
     assert all(math.isnan(c.train_loss) for w in run.watch.records for c in w.clients.values())
+
+
+def test_a_loop_keeps_a_scheduler_in_its_state(tmp_path):
+    run, kept = small(tmp_path), []
+    client = DesLocClient(run.app._build)
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        with client.window(message, context) as window:
+            optimizer = window.worker.optimizer
+            scheduler = StepLR(optimizer, 1, gamma=0.5)
+            if window.loop_state:
+                scheduler.load_state_dict(dict(window.loop_state))
+                optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+            for step in window:
+                run.problem.loss(window.worker.module, 0, step).backward()
+                optimizer.step()
+                scheduler.step()
+            kept.append(window.loop_state)
+            window.loop_state = scheduler.state_dict()
+        return window.reply
+
+    run.grid.client_app = client
+    run.start()
+    assert [state.get("last_epoch", 0) for state in kept] == [0, 0, 3, 3]
 
 
 @pytest.mark.parametrize(
