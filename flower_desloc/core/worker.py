@@ -86,6 +86,8 @@ class LocalSteps:
         self._losses: list[Tensor | float] = []
         self._grad_norms: list[Tensor | float] = []
         self._rates: list[float] = []
+        self.rate: float | None = None
+        """The learning rate of a step whose body changes it after ``optimizer.step()``."""
 
     def __iter__(self) -> Iterator[int]:
         set_step(self._optimizer, self._start - self._origin)
@@ -95,8 +97,9 @@ class LocalSteps:
         for step in range(self._start, self._stop):
             for p in params:
                 p.grad = None  # as optimizer.zero_grad(), whose hooks take 10 % of a small step
+            self.rate = None
             yield step
-            self._rates.append(float(groups[0]["lr"]))
+            self._rates.append(float(groups[0]["lr"]) if self.rate is None else self.rate)
             if any(p.grad is None for p in params):  # the optimizer has not counted their step
                 set_step(self._optimizer, step + 1 - self._origin)
         self._module.zero_grad(set_to_none=True)

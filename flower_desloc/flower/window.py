@@ -13,6 +13,7 @@ from typing import Any
 
 from flwr.app import Message
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flower_desloc.core.averaging import distance
@@ -133,7 +134,9 @@ class ClientWindow:
             yield self.step, self.stop
             self.step = self.stop
 
-    def _count(self, *_: object) -> None:
+    def _count(self, optimizer: Optimizer, *_: object) -> None:
+        assert self._local_steps is not None
+        self._local_steps.rate = float(optimizer.param_groups[0]["lr"])
         self._calls += 1
 
 

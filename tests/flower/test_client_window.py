@@ -113,7 +113,8 @@ def test_a_loss_need_not_be_recorded(tmp_path):
     assert all(math.isnan(c.train_loss) for w in run.watch.records for c in w.clients.values())
 
 
-def test_a_loop_keeps_a_scheduler_in_its_state(tmp_path):
+def test_a_loop_keeps_a_scheduler_in_its_state_and_reports_the_rates_it_used(tmp_path):
+    """Also where the scheduler has changed the rate for the next step before the loop goes on."""
     run, kept = small(tmp_path), []
     client = DesLocClient(run.app._build)
 
@@ -136,6 +137,8 @@ def test_a_loop_keeps_a_scheduler_in_its_state(tmp_path):
     run.grid.client_app = client
     run.start()
     assert [state.get("last_epoch", 0) for state in kept] == [0, 0, 3, 3]
+    last = run.watch.records[-1].clients["client-0"].learning_rates
+    assert last == [run.case.lr * 0.5**step for step in (3, 4, 5)]
 
 
 @pytest.mark.parametrize(
