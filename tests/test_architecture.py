@@ -30,6 +30,7 @@ LAYERS = (
     ("flower_desloc.optim",),
     ("flower_desloc.privacy",),
     ("flower_desloc.flower", "flower_desloc"),  # the package itself exports names of these three
+    ("flower_desloc.adapters",),
     ("flower_desloc.trackers",),
     ("flower_desloc.app.config",),
     ("flower_desloc.app.tasks",),

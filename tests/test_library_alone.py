@@ -67,6 +67,13 @@ def test_an_app_of_one_s_own_needs_only_the_library(alone):
     assert "slopes: tensor" in done.stdout
 
 
-def test_the_command_names_the_extra_that_it_needs(alone):
-    done = alone("-c", "from flower_desloc.app.cli import app")
-    assert done.stderr.splitlines()[-1].endswith("pip install 'flower-desloc[app]'")
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [
+        ("flower_desloc.app.cli", "app", "app"),
+        ("flower_desloc.adapters.transformers", "TrainerClient", "transformers"),
+    ],
+)
+def test_what_needs_an_extra_names_it(alone, module, name, extra):
+    done = alone("-c", f"from {module} import {name}")
+    assert done.stderr.splitlines()[-1].endswith(f"pip install 'flower-desloc[{extra}]'")

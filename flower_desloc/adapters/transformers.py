@@ -1,0 +1,339 @@
+"""Hugging Face's ``Trainer``, and those built on it such as TRL's, as a client's training loop.
+
+One call of ``trainer.train()`` lasts for all windows that a process serves. It runs in a thread of
+its own (``flower_desloc.adapters.turns``) that waits in ``on_step_begin`` until the client goes on,
+so that optimizer, scheduler, gradient scaler, data loader and trackers stay as they are. At the end
+of each window the client's state file gets what the streams do not hold: the states of scheduler,
+scaler, random generators and ``TrainerState``. A Trainer that is not at the step of a window, in a
+new process or after other clients', is resumed there by ``train(resume_from_checkpoint=...)``.
+"""
+
+import base64
+import dataclasses
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from logging import WARNING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from flwr.app import Context, Message
+from safetensors.torch import save_file
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from flower_desloc.adapters.random_state import get_random_state, set_random_state
+from flower_desloc.adapters.turns import Ended, Turns
+from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.worker import Worker
+from flower_desloc.flower.client import DesLocClient
+from flower_desloc.flower.client_state import client_name, state_folder
+from flower_desloc.flower.internals import log
+from flower_desloc.flower.messages import Settings
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerState
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.utils import SAFE_WEIGHTS_NAME
+except ImportError as error:
+    raise ImportError(f"{error}; pip install 'flower-desloc[transformers]'") from error
+
+BuildTrainer = Callable[[Settings, Context], Trainer]
+
+_SPEEDS = ("_runtime", "_per_second", "_time")
+"""Ends of the names of what an evaluation measures of the machine."""
+
+
+class TrainerClient(DesLocClient):
+    """A Flower ClientApp whose clients train by a ``transformers.Trainer`` of the user's.
+
+    ``build`` is what a script does before ``trainer.train()``, and returns the Trainer instead::
+
+        def build(config, context):
+            data = my_data(context.node_config["partition-id"])
+            return Trainer(my_model(), TrainingArguments(max_steps=1000), train_dataset=data)
+
+        app = TrainerClient(build)
+
+    A step is one of the optimizer, after its gradient accumulation. Learning rate, clipping and
+    precision are the Trainer's. Its model's trainable parameters are the streams. The server's
+    evaluations call ``trainer.evaluate()``. The loss of a window is what the Trainer logs, which it
+    does at the end of each window too.
+
+    Parameters
+    ----------
+    build : Callable
+        Returns the Trainer of a client. It is called with the ``train_config`` given to
+        ``DesLoc.start`` and Flower's context. A process has the Trainer of one client at a time,
+        and calls it again for another client.
+
+    """
+
+    def __init__(self, build: BuildTrainer) -> None:
+        super().__init__(self._build_worker)
+        self._build_trainer = build
+        self._key: tuple[object, ...] = ()
+        self._steps: TrainerSteps | None = None
+        self.train()(self._take_window)
+
+    def _build_worker(self, config: Settings, context: Context) -> Worker:
+        folder, client = state_folder(context), client_name(context)
+        key = (context.run_id, folder, client, dict(config))
+        if self._steps is None or key != self._key:
+            self._end()
+            self._key, self._steps = key, TrainerSteps(self._build_trainer(config, context))
+        return self._steps.worker
+
+    def _take_window(self, message: Message, context: Context) -> Message:
+        try:
+            with self.window(message, context) as window:
+                steps = self._steps
+                assert steps is not None
+                if window.stop > window.step:  # unless a stream is missing
+                    steps.open(window.step, window.stop, window.loop_state)
+                    for _ in window:
+                        for loss in steps.step():
+                            window.record(loss)
+                    window.loop_state = steps.save()
+        except BaseException:
+            self._end()
+            raise
+        return window.reply
+
+    def _goodbye(self, message: Message, context: Context) -> Message:  # type: ignore[override]
+        self._end()
+        return DesLocClient._goodbye(message, context)
+
+    def _end(self) -> None:
+        steps, self._steps = self._steps, None
+        try:
+            if steps is not None:
+                steps.end()
+        except Exception:  # of a callback; the window has its reply, or another error
+            log(WARNING, "a Trainer could not be ended", exc_info=True)
+
+
+class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Takes the steps of a Trainer one at a time.
+
+    Raises ``ValueError`` for one on several GPUs, and for one that replaces its model.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        _check(trainer)
+        self.trainer = trainer
+        self.step_count = 0
+        """The steps of the federation that the Trainer has taken or skipped."""
+        self._first_random = self._random = get_random_state()
+        self._first_schedule: dict[str, Any] | None = None
+        self._turns: Turns | None = None
+        self._loop_state: Mapping[str, Any] = {}
+        self._resumed: dict[str, Any] | None = None
+        self._stop = self._logged = 0  # steps
+        self._losses: list[float] = []
+        trainer.add_callback(self)
+        self.worker = _worker_of(trainer)
+
+    def open(self, start: int, stop: int, loop_state: Mapping[str, Any]) -> None:
+        """Bring the Trainer to the first of the window's steps ``start + 1 .. stop``.
+
+        ``loop_state`` is what ``save`` returned at the end of the client's last window.
+
+        Raises ``ValueError`` if the Trainer ends before the window.
+        """
+        is_here = self._turns is not None and not self._turns.is_over
+        if not is_here or (start, loop_state) != (self.step_count, self._loop_state):
+            self._restart(start, loop_state)
+        set_random_state(self._random)
+        self._stop, self._logged = stop, start
+        most = self.trainer.state.max_steps
+        if stop > most:
+            raise ValueError(
+                f"the Trainer ends after {most} steps, and this window after {stop}: set max_steps "
+                "of its TrainingArguments to the steps of the run, num_steps of DesLoc"
+            )
+
+    def step(self) -> list[float]:
+        """Take a step; return the losses that were logged, one for each step since the last log.
+
+        Raises ``RuntimeError`` if the Trainer has ended, or has begun anew.
+        """
+        assert self._turns is not None
+        self._turns.next()
+        self.step_count += 1
+        state = self.trainer.state
+        if state.global_step != self.step_count:
+            raise RuntimeError(
+                f"the Trainer has taken {state.global_step} steps, and the federation "
+                f"{self.step_count}; set auto_find_batch_size=False, which lets it begin anew"
+            )
+        if self._turns.is_over and self.step_count < state.max_steps:
+            raise RuntimeError(
+                f"a callback of the Trainer, or the end of its data, has ended its training after "
+                f"step {self.step_count} of {state.max_steps}; the server decides when a run ends"
+            )
+        losses, self._losses = self._losses, []
+        return losses
+
+    def save(self) -> Mapping[str, Any]:
+        """Return what ``open`` needs to resume from here in another process."""
+        trainer, self._random = self.trainer, get_random_state()
+        fields = {f.name: getattr(trainer.state, f.name) for f in dataclasses.fields(TrainerState)}
+        scaler = trainer.accelerator.scaler
+        saved = {
+            "step": self.step_count,
+            "random": self._random,
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "state": json.dumps(fields | {"log_history": []}),  # which grows
+        }
+        file = io.BytesIO()
+        torch.save(saved, file)
+        self._loop_state = {"trainer": base64.b64encode(file.getvalue()).decode()}
+        return self._loop_state
+
+    def end(self) -> None:
+        """End the Trainer's training, if it has begun and not ended."""
+        if self._turns is not None:
+            self._turns.end()
+
+    # In the Trainer's thread
+
+    def on_train_begin(  # noqa: D102
+        self, *_: Any, optimizer: Any, lr_scheduler: Any, **_more: Any
+    ) -> None:
+        is_first = self._first_schedule is None
+        if is_first:
+            self._first_schedule = deepcopy(lr_scheduler.state_dict())
+        if is_first and self.step_count == 0:
+            return
+        saved = self._resumed
+        lr_scheduler.load_state_dict(saved["schedule"] if saved else self._first_schedule)
+        for group, rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        _advance(lr_scheduler, self.step_count - (saved["step"] if saved else 0))
+        if saved and saved["scaler"]:
+            self.trainer.accelerator.scaler.load_state_dict(saved["scaler"])
+
+    def on_step_begin(self, *_: Any, **_more: Any) -> None:  # noqa: D102
+        assert self._turns is not None
+        self._turns.pause()
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: D102
+        if state.global_step == self._stop:
+            control.should_log = True
+        return control
+
+    def on_log(self, _args: Any, state: Any, *_: Any, logs: Any, **_more: Any) -> None:  # noqa: D102
+        if "loss" in logs:
+            count = state.global_step - self._logged
+            self._losses += [float(logs["loss"])] * count
+            self._logged = state.global_step
+
+    # Beginning anew
+
+    def _restart(self, step: int, loop_state: Mapping[str, Any]) -> None:
+        """Let the Trainer begin ``train`` again, after ``step`` steps of the federation."""
+        self.end()
+        self.step_count, self._loop_state, self._resumed = step, loop_state, None
+        if loop_state:
+            file = io.BytesIO(base64.b64decode(loop_state["trainer"]))
+            self._resumed = torch.load(file, weights_only=True)
+        set_random_state(self._first_random)  # its seed is that of the order of the data
+        with TemporaryDirectory() as folder:
+            checkpoint = self._checkpoint(Path(folder)) if step else None
+            self._turns = Turns(lambda: self._train(checkpoint))
+            with _without_warning():
+                self._turns.next()
+        self._random = self._resumed["random"] if self._resumed else get_random_state()
+
+    def _checkpoint(self, folder: Path) -> str:
+        """Write a checkpoint that has the number of steps and no tensors: these are in place."""
+        if self._resumed:
+            state = TrainerState(**json.loads(self._resumed["state"]))
+        else:  # a client that joins now, or has lost its state
+            args = self.trainer.args
+            state = TrainerState(train_batch_size=args.train_batch_size)
+            state.compute_steps(args, args.max_steps)
+        state.global_step = self.step_count
+        state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        save_file({}, folder / SAFE_WEIGHTS_NAME)
+        return str(folder)
+
+    def _train(self, checkpoint: str | None) -> None:
+        trainer = self.trainer
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except Ended:
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+
+
+def _check(trainer: Trainer) -> None:
+    args = trainer.args
+    if args.n_gpu > 1 or args.world_size > 1:
+        number = args.n_gpu * args.world_size
+        raise ValueError(
+            f"a TrainerClient trains on one GPU, and this Trainer on {number}; set "
+            "CUDA_VISIBLE_DEVICES to one, and start no launcher"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("a TrainerClient trains without DeepSpeed and FSDP, which own the states")
+    if trainer.model_init is not None:
+        raise ValueError("give the Trainer a model in place of model_init, which replaces it")
+    if args.load_best_model_at_end:
+        raise ValueError(
+            "set load_best_model_at_end=False: it replaces the model by the best of this client"
+        )
+
+
+def _worker_of(trainer: Trainer) -> Worker:
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, Optimizer)
+    data = trainer.train_dataset
+
+    def evaluate() -> dict[str, float]:
+        metrics = trainer.evaluate().items()
+        return {
+            k: float(v) for k, v in metrics if k.startswith("eval_") and not k.endswith(_SPEEDS)
+        }
+
+    return Worker(
+        module=trainer.model,
+        optimizer=optimizer,
+        num_examples=len(data) if hasattr(data, "__len__") else 1,
+        evaluate=evaluate if trainer.eval_dataset is not None else None,
+        info=ClientInfo(
+            device=str(trainer.args.device),
+            micro_batch=trainer.args.per_device_train_batch_size,
+        ),
+    )
+
+
+def _advance(lr_scheduler: Any, steps: int) -> None:
+    """Let a scheduler take the steps of which the client has taken no part."""
+    if not isinstance(lr_scheduler, ReduceLROnPlateau):  # which needs metrics
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not taken them
+            for _ in range(steps):
+                lr_scheduler.step()
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Silence the line that a checkpoint without tensors causes."""
+    logger = logging.getLogger("transformers.trainer")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "missing keys in the checkpoint" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -1,0 +1,38 @@
+"""The example with a Trainer of transformers."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import ROOT
+
+from flower_desloc import InProcessGrid, from_record
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    import hf_trainer
+
+    small = {"STEPS": 16, "PACKAGES": ("dbm", "wsgiref")}
+    for name, value in small.items():
+        monkeypatch.setattr(hf_trainer, name, value)
+    return hf_trainer
+
+
+def test_the_example_trains(example, tmp_path):
+    nodes = [{"partition-id": m, "state-dir": str(tmp_path)} for m in range(2)]
+    trained = from_record(example.main(InProcessGrid(example.client, nodes), None).arrays)
+    start = dict(example.new_model().named_parameters())
+    assert not any(torch.equal(p, start[key]) for key, p in trained.items())
+
+
+def test_the_example_marks_five_lines_and_the_page_shows_them(example):
+    lines = Path(example.__file__).read_text().splitlines()
+    marked = [line for line in lines if "  # " in line and line.rpartition("  # ")[2][0] in "12345"]
+    assert len(marked) == 5
+    page = (ROOT / "docs" / "tutorials" / "your-own-app.md").read_text()
+    assert [line for line in marked if line not in page] == []
