@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from flwr.app import Context
 
-from client_app.worker import RunParts, mix, site_of
+from client_app.worker import RunParts, site_of
+from flower_desloc.app.config import Config
 from flower_desloc.app.config.check import check
+from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
 from flower_desloc.app.tasks.protocol import HasExamples
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.client_state import client_name, state_folder
+from flower_desloc.flower.client_state import client_name, state_files, state_folder
+from flower_desloc.flower.fingerprint import code_of, fingerprint
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Budget
 from flower_desloc.privacy.ledger import Ledger
@@ -35,6 +40,10 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
             f"processes={parallelism.processes} in the node config: a client with differential "
             "privacy has one process"
         )
+    if not {"name", "partition-id"} & node.keys():
+        raise ValueError(
+            "differential privacy needs the site's name=... in the node config: its ledger bears it"
+        )
     site = site_of(node)
     worker, data = parts.single_worker(node), parts.data(site)
     if not isinstance(data, HasExamples):
@@ -44,6 +53,14 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
             "text set data.max_bytes"
         )
     ledger = _ledger(state_folder(context) / "privacy", client_name(context))
+    with ledger.locked():
+        is_begun = run in ledger.runs()
+    state = None if is_begun else state_files(context, run).last()
+    if state is not None and (any(state.steps_since_average.values()) or state.residuals):
+        raise ValueError(
+            "this site has taken steps of the run without differential privacy, which its states "
+            "are made of; start another run"
+        )
     account = Account(ledger, run, config.run.steps, of_run=of_run, of_site=of_site)
     size = config.data.batch_size
     examples = Examples(number=data.num_examples, of=data.examples, batch_size=size)
@@ -56,10 +73,19 @@ def private_worker(parts: RunParts, context: Context, run: str, parallelism: Par
         account=account,
         max_grad_norm=stated.max_grad_norm,
         chunk=int(config.data.micro_batch_size or size),
-        seed=lambda step: mix(config.run.seed, site.partition, step),
-        context=repr((run, config.task, config.task_options, config.model, config.data)),
+        context=repr((run, config.run.seed, site.partition, *_computed_by(config))),
     )
     return private(worker, loss)
+
+
+def _computed_by(config: Config) -> tuple[object, ...]:
+    """Return what a gradient depends on besides parameters and records.
+
+    With other code the same noise would give away the difference of two gradients.
+    """
+    code = fingerprint(), *sorted(code_of(user_modules(config)).items())
+    machine = version("transformers"), torch.backends.cpu.get_cpu_capability()
+    return (*code, *machine, config.task, config.task_options, config.model, config.data)
 
 
 def site_budget(node: NodeConfig) -> Budget | None:

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from flower_desloc.privacy.accounting import epsilon
-from flower_desloc.privacy.ledger import Ledger
+from flower_desloc.privacy.accounting import Budget, epsilon
+from flower_desloc.privacy.ledger import Lines
 
 
 def main(ledger: str, delta: str) -> None:
@@ -12,12 +12,17 @@ def main(ledger: str, delta: str) -> None:
     path = Path(ledger)
     if not path.is_file():
         raise SystemExit(f"{path}: there is no such ledger")
-    held = Ledger(path.parent, path.stem)
+    try:
+        held, bound = Lines(path), Budget(1, float(delta)).delta
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     for run in [*held.runs(), None]:
         steps = held.steps(run)
-        used = epsilon(steps, float(delta))
+        used = epsilon(steps, bound)
         print(f"{run or 'all runs'}: epsilon={used:.4g} delta={delta} after {steps.total()} steps")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
     main(*sys.argv[1:])

@@ -124,7 +124,7 @@ def _least(fits: Callable[[float], bool]) -> float | None:
         if high > _MOST_NOISE:
             return None
     low = high / 2
-    while high <= 1 and low > 0.1 and fits(low):
+    while high <= 1 and low >= 0.25 and fits(low):  # below, the accountant needs gigabytes
         high, low = low, low / 2
     while high > low * _PRECISION:
         middle = (low * high) ** 0.5

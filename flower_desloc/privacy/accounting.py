@@ -39,7 +39,7 @@ class Budget:
 def epsilon(steps: Mapping[Step, int], delta: float) -> float:
     """Return an upper bound of the epsilon of so many steps of each kind.
 
-    Neighbours are data sets of which one has a record more.
+    Neighbours are data sets of which one has an empty record in place of a record of the other.
     """
     return _epsilon(tuple(sorted(steps.items())), delta) if steps else 0.0
 

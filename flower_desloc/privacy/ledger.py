@@ -18,33 +18,19 @@ from filelock import FileLock
 from flower_desloc.privacy.accounting import Step
 
 
-class Ledger:
-    """The ledger of ``site`` in ``folder``, which is created.
+class Lines:
+    """The lines of a ledger's file.
 
     Raises ``ValueError`` for a file that is damaged elsewhere than at its end.
     """
 
-    def __init__(self, folder: Path, site: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{site}.jsonl"
-        self._lock = FileLock(folder / f"{site}.lock")
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._end = 0
         self._answered: set[str] = set()
         self._steps: Counter[tuple[str, Step]] = Counter()
         self._noise: dict[str, float] = {}
-        with self.locked():
-            self.secret = _secret(folder / f"{site}.secret")
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Read what other processes have written, and keep them from writing."""
-        with self._lock:
-            self._read()
-            yield
-
-    def has(self, query: str) -> bool:
-        """Return whether the query was answered, so that its answer is known already."""
-        return query in self._answered
+        self.read()
 
     def steps(self, run: str | None = None) -> Counter[Step]:
         """Return the number of answered queries by their cost, of one run or of all."""
@@ -58,25 +44,8 @@ class Ledger:
         """Return the runs in the ledger, the oldest first."""
         return list(self._noise)
 
-    def noise_multiplier(self, run: str) -> float | None:
-        """Return the noise of the run's last step; None before the first."""
-        return self._noise.get(run)
-
-    def append(self, run: str, query: str, step: Step) -> None:
-        """Write that a query is answered; only while ``locked``. Returns once it is on disk."""
-        line = json.dumps({"run": run, "query": query, **vars(step)}).encode() + b"\n"
-        is_new = not self._path.exists()
-        with self._path.open("ab") as file:
-            file.truncate(self._end)  # what a killed process has begun to write
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            _sync_folder(self._path.parent)
-        self._end += len(line)
-        self._count(line)
-
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read what was written since."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._end:
             raise ValueError(f"{self._path}: this privacy ledger has lost lines; restore it")
@@ -102,6 +71,49 @@ class Ledger:
         self._answered.add(query)
         self._steps[run, step] += 1
         self._noise[run] = step.noise_multiplier
+
+
+class Ledger(Lines):
+    """The ledger of ``site`` in ``folder``, which is created.
+
+    Raises ``ValueError`` for a file that is damaged elsewhere than at its end.
+    """
+
+    def __init__(self, folder: Path, site: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder / f"{site}.jsonl")
+        self._lock = FileLock(folder / f"{site}.lock")
+        with self.locked():
+            self.secret = _secret(folder / f"{site}.secret")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Read what other processes have written, and keep them from writing."""
+        with self._lock:
+            self.read()
+            yield
+
+    def has(self, query: str) -> bool:
+        """Return whether the query was answered, so that its answer is known already."""
+        return query in self._answered
+
+    def noise_multiplier(self, run: str) -> float | None:
+        """Return the noise of the run's last step; None before the first."""
+        return self._noise.get(run)
+
+    def append(self, run: str, query: str, step: Step) -> None:
+        """Write that a query is answered; only while ``locked``. Returns once it is on disk."""
+        line = json.dumps({"run": run, "query": query, **vars(step)}).encode() + b"\n"
+        is_new = not self._path.exists()
+        with self._path.open("ab") as file:
+            file.truncate(self._end)  # what a killed process has begun to write
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(self._path.parent)
+        self._end += len(line)
+        self._count(line)
 
 
 def _secret(path: Path) -> bytes:

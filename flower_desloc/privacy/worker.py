@@ -24,7 +24,8 @@ class Examples:
     """The training data of a client, as records that are drawn and protected one by one."""
 
     number: int
-    """How many there are. It counts as public: neighbours differ in what a record holds."""
+    """How many there are. It counts as public: a neighbour has an empty record, without a
+    gradient, in place of one."""
     of: Callable[[Sequence[int]], Any]
     """Returns the records of these numbers as a batch (``clipping.tensors_of``)."""
     batch_size: int
@@ -59,8 +60,6 @@ class PrivateLoss:
     """Bound C of the norm of a record's gradient."""
     chunk: int
     """Records whose gradients are in memory at once."""
-    seed: Callable[[int], int]
-    """Seed of dropout in a step; public."""
     context: str = ""
     """What else the gradient depends on, such as the run's name and the model's settings."""
 
@@ -78,7 +77,8 @@ class PrivateLoss:
         batch = self.examples.of(rows.tolist()) if len(rows) else None
         answer = self._key(query, digest(_named(batch)))
         self.account.charge(answer.hex(), cost)
-        torch.manual_seed(self.seed(step))
+        # Dropout's masks too: were they known, a record less would change those of all others.
+        torch.manual_seed(int.from_bytes(self._key(query, "dropout")[:7]))
         total = {key: torch.zeros_like(p) for key, p in params.items()}
         if batch is not None:
             total = clipped_sum(
@@ -108,7 +108,6 @@ class PrivateLoss:
         about = (
             *(
                 step,
-                self.seed(step),
                 cost,
                 self.max_grad_norm,
                 self.chunk,

@@ -167,5 +167,13 @@ def test_a_site_can_print_what_it_has_spent(tmp_path, capsys):
     command.main(str(tmp_path / "site.jsonl"), "1e-5")
     used = f"epsilon={epsilon({STEP: 1}, 1e-5):.4g} delta=1e-5 after 1 steps"
     assert capsys.readouterr().out.splitlines() == [f"run: {used}", f"all runs: {used}"]
+    copy = tmp_path / "audit.txt"
+    copy.write_bytes((tmp_path / "site.jsonl").read_bytes())
+    before = {*tmp_path.iterdir()}
+    command.main(str(copy), "1e-5")
+    assert f"all runs: {used}" in capsys.readouterr().out
+    assert {*tmp_path.iterdir()} == before
+    with pytest.raises(SystemExit, match="delta above 0 and below 1"):
+        command.main(str(copy), "0")
     with pytest.raises(SystemExit, match="there is no such ledger"):
         command.main(str(tmp_path / "none.jsonl"), "1e-5")

@@ -4,14 +4,18 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 from tiny import TINY, failing_at, train
 
 pytest.importorskip("opacus")
 
 from client_app.client import WorkerBuilder
+from client_app.privacy import private_worker
+from client_app.worker import RunParts
 from flower_desloc.app.config import ConfigError, dump, load
 from flower_desloc.app.engines import in_process
+from flower_desloc.app.sites.multiprocess.parallelism import Parallelism
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
 from flower_desloc.privacy import accounting
@@ -99,12 +103,12 @@ def test_a_site_stops_when_its_own_budget_is_spent_and_the_others_go_on(tmp_path
         train(tmp_path, *words[:-1], "run.name=three")
 
 
-def built(tmp_path, *overrides, **node):
+def built(tmp_path, *overrides, run="run", **node):
     """Return the worker that a client builds."""
     settings = {"settings": dump(load("quickstart", " ".join([*TINY, *overrides])))}
     site = {"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path), **node}
     context = Context(1, 1, site, RecordDict(), {})
-    return WorkerBuilder()({**settings, "run-key": "run"}, context)
+    return WorkerBuilder()({**settings, "run-key": run}, context)
 
 
 def test_the_stricter_of_two_budgets_holds(tmp_path):
@@ -143,3 +147,33 @@ def test_the_stricter_of_two_budgets_holds(tmp_path):
 def test_what_privacy_excludes_is_refused_at_the_site(tmp_path, node, overrides, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         built(tmp_path, *overrides, **node)
+
+
+@pytest.mark.parametrize(("before", "now"), [("null", "1"), ("1", "null")])
+def test_a_resumed_run_is_private_if_and_only_if_it_was(tmp_path, before, now):
+    with failing_at(2):
+        train(tmp_path, *SHORT, *PERIODS, f"privacy.epsilon={before}")
+    with pytest.raises(ConfigError, match=r"privacy.epsilon=.* \(now .*\)"):
+        train(tmp_path, *SHORT, *PERIODS, f"privacy.epsilon={now}", "run.resume=auto")
+
+
+def test_a_site_cannot_become_private_in_the_middle_of_a_run(tmp_path):
+    """Its moments are made of gradients that were not."""
+    with failing_at(2):
+        train(tmp_path, *SHORT, *PERIODS)
+    folder = tmp_path / ".clients"
+    (run,) = (path.name for path in folder.glob("quickstart-*"))
+    budget = {"epsilon": 1.0, "delta": 1e-5}
+    with pytest.raises(ValueError, match="steps of the run without differential privacy"):
+        built(folder, *SHORT, run=run, **budget)
+    built(folder, *SHORT, run="another", **budget)
+
+
+def test_a_ledger_bears_a_name_that_stays(tmp_path):
+    with pytest.raises(ValueError, match="needs the site's name"):
+        private_worker(
+            RunParts(dump(load("quickstart", SHORT)), {}, torch.device("cpu"), None),
+            Context(1, 1, {"epsilon": 1.0, "delta": 1e-5}, RecordDict(), {}),
+            "run",
+            Parallelism.of({}),
+        )

@@ -69,7 +69,7 @@ def guarded(account=None, *, of=lambda rows: (X[rows], Y[rows]), size=12, **opti
         loss=loss,
         examples=examples,
         account=account or Open(),  # type: ignore[arg-type]  # acts as an Account
-        **{"max_grad_norm": 1.0, "chunk": 5, "seed": lambda step: step, **options},
+        **{"max_grad_norm": 1.0, "chunk": 5, **options},
     )
     return private(worker, made)
 
@@ -147,7 +147,6 @@ def moved(account):
 OTHER = {
     "secret": lambda account: guarded(replace(account, secret=bytes(31) + b"1")),
     "run": lambda account: guarded(account, context="another"),
-    "dropout": lambda account: guarded(account, seed=lambda step: step + 1),
     "record": lambda account: guarded(account, of=lambda rows: (X[rows], Y[rows] + 1e-6)),
     "parameters": moved,
 }
@@ -167,6 +166,18 @@ def test_noise_differs_between_steps_and_parameters_and_not_by_the_runs_seed():
     assert len(set(steps.flatten().tolist())) == steps.numel()
     torch.manual_seed(5)
     assert torch.equal(gradient(worker, 0), steps[0])
+
+
+def test_dropout_is_drawn_from_the_sites_secret():
+    def summed(secret):
+        worker = guarded(Open(noise=0.0, secret=secret))
+        worker.module.append(nn.Dropout(0.5))
+        torch.manual_seed(int(secret[0]))
+        return gradient(worker)
+
+    one, other = bytes(32), bytes(31) + b"1"
+    assert torch.equal(summed(one), summed(one))
+    assert not torch.equal(summed(one), summed(other))
 
 
 def test_a_line_is_in_the_ledger_before_the_noise_is_drawn(tmp_path, monkeypatch):

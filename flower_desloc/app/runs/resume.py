@@ -29,6 +29,8 @@ _MAY_DIFFER = {
     *("federation.data_address", "privacy.epsilon", "privacy.delta"),
 }
 """Settings that affect how a run is executed, not what it computes."""
+_ON_OR_OFF = ("privacy.epsilon",)
+"""Of these, those that may have another number, but only where they had one."""
 
 
 def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] | None:
@@ -172,6 +174,7 @@ def _require_same(config: Config, settings: str, file: Path) -> None:
     ours, theirs = (added | flat(yaml_mapping(text)) for text in (dump(config), written))
     keys = sorted({*ours, *theirs} - _MAY_DIFFER)
     other = [key for key in keys if ours.get(key) != theirs.get(key)]
+    other += [key for key in _ON_OR_OFF if (ours.get(key) is None) != (theirs.get(key) is None)]
     if other:
         listed = ", ".join(
             f"{key}={theirs.get(key, 'unset')} (now {ours.get(key, 'unset')})" for key in other[:5]
