@@ -47,10 +47,14 @@ class PrometheusView:
         self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
 
     def started(self, run: RunInfo) -> None:
-        """Do nothing: there are no numbers yet."""
+        """Begin the counters of the clients."""
+        for client, info in run.clients.items():
+            self.joined(client, info)
 
-    def joined(self, client: str, info: ClientInfo) -> None:
-        """Do nothing: the windows tell of it."""
+    def joined(self, client: str, info: ClientInfo) -> None:  # noqa: ARG002
+        """Begin the counters of a client: Prometheus' ``increase`` does not see a first 1."""
+        for reason in _LEFT_OUT:
+            self._left_out.labels(client, reason)
 
     def replay(self, line: Line) -> None:
         """Count a window that was recorded before the run was resumed."""

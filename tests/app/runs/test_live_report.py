@@ -40,6 +40,15 @@ def test_the_page_follows_the_run(tmp_path):
     assert re.findall(r"<h2>(.*)</h2>", before)
 
 
+def test_a_run_that_has_recorded_nothing_yet_has_a_page_that_asks_again(tmp_path):
+    path = train(tmp_path, *TINY, "run.steps=2", "run.eval_every=0")
+    folder = RunFolder(path)
+    folder.summary.unlink()
+    folder.metrics.unlink()
+    with serving([path], 0, DEFAULT_LINK) as url:
+        assert f'!== "{got(f"{url}version")}"' in got(url)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with (
         pytest.raises(NoRunError, match="nor a folder of runs"),

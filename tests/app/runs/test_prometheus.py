@@ -15,6 +15,7 @@ from tiny import TINY, train
 
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.runs.prometheus import PrometheusView
+from flower_desloc.core.client_info import ClientInfo
 
 MONITORING = ROOT / "containers" / "monitoring"
 Numbers = dict[tuple[str, ...], float]
@@ -75,6 +76,8 @@ def test_a_client_is_left_out_with_its_reason(view, lines):
         {"kind": "left", "client": "client-1", "what": ""},
     ]
     line = {**lines[-1], "left_out": {"client-1": "no reply in 60 s"}, "events": events}
+    made.joined("client-1", ClientInfo(device="cpu"))
+    assert numbers(port)["desloc_left_out_total", "client-1", "late"] == 0
     made.replay(line)
     made.window(line)
     found = numbers(port)

@@ -21,12 +21,13 @@ class LiveReport:
     def __init__(self, paths: Sequence[str | Path], link: Link) -> None:
         self._paths, self._link = paths, link
         self._lock = threading.Lock()
-        self._drawn = ("", "")
+        self._drawn = ("", "")  # the version, never empty, and the page
 
     def version(self) -> str:
         """Return what changes with every window; raises ``NoRunError`` if there is no run."""
-        files = [file for path in find(self._paths) for file in _files(RunFolder(path))]
-        return " ".join(str(file.stat().st_mtime_ns) for file in files if file.exists())
+        runs = find(self._paths)
+        files = [file for path in runs for file in _files(RunFolder(path)) if file.exists()]
+        return " ".join(map(str, [len(runs), *(file.stat().st_mtime_ns for file in files)]))
 
     def page(self) -> str:
         """Return the page; raises ``NoRunError`` if there is no run."""
