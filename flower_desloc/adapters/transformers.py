@@ -286,6 +286,14 @@ def _check(trainer: Trainer) -> None:
         raise ValueError("a TrainerClient trains without DeepSpeed and FSDP, which own the states")
     if trainer.model_init is not None:
         raise ValueError("give the Trainer a model in place of model_init, which replaces it")
+    if args.bf16_full_eval or args.fp16_full_eval:
+        raise ValueError(
+            "set bf16_full_eval and fp16_full_eval to False: they convert the model that is trained"
+        )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "set neftune_noise_alpha=None: a Trainer that begins anew would add its noise again"
+        )
     if args.load_best_model_at_end:
         raise ValueError(
             "set load_best_model_at_end=False: it replaces the model by the best of this client"
