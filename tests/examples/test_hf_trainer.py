@@ -1,6 +1,7 @@
 """The example with a Trainer of transformers."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flower_desloc import InProcessGrid, from_record
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     monkeypatch.chdir(tmp_path)
-    import hf_trainer
+    hf_trainer = import_module("hf_trainer")
 
     small = {"STEPS": 16, "PACKAGES": ("dbm", "wsgiref")}
     for name, value in small.items():

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flower_desloc.core.accumulation import accumulated
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
-    import own_loop
+    own_loop = import_module("own_loop")
 
     for name, value in {"STEPS": 26, "WARMUP": 4, "LENGTH": 16, "ROWS": 2}.items():
         monkeypatch.setattr(own_loop, name, value)
