@@ -95,8 +95,10 @@ def states_of(make: Make) -> list[str]:
 
 def cases() -> Iterable[Any]:
     for name, make in MAKES.items():
+        marks = () if name in OPTIMIZERS else pytest.mark.soak
         for averaged in states_of(make):
-            yield pytest.param(name, averaged, id=f"{name}: only {averaged} is averaged")
+            case = f"{name}: only {averaged} is averaged"
+            yield pytest.param(name, averaged, id=case, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "averaged"), [*cases()])

@@ -193,6 +193,7 @@ def test_nothing_is_left_after_a_signal(cells, tmp_path, number):
     assert left_by(process.pid) == []
 
 
+@pytest.mark.soak
 def test_without_root_it_says_so_and_exits_with_2(tmp_path):
     before = "import os\nos.geteuid = lambda: 1000\n"
     with start("calibrate", "--results", tmp_path, before=before) as process:

@@ -44,6 +44,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(ports[0]),
         "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        **WITH_LIGHT,
     }
 
     def flwr(*arguments: str) -> str:
@@ -53,7 +54,7 @@ def test_flwr_run_alone_works_and_installs_nothing(tmp_path):
         )
         return done.stdout + done.stderr
 
-    short = [*SMALL, "run.steps=4", "run.eval_every=2"]
+    short = [*SMALL, "task=light_task:Light", "run.steps=4", "run.eval_every=2"]
     run_config = f'overrides="{" ".join(short)}" output-dir="here" learning-rate=0.003 seed=3'
     try:
         said = [flwr("run", app, "--stream", "--run-config", run_config)]
