@@ -106,12 +106,12 @@ class RunParts:
 
         def loss_at(step: int) -> Tensor:
             # Dropout and the like draw from the global generator.
-            torch.manual_seed(mix(config.run.seed, site.partition, step))
+            torch.manual_seed(_mix(config.run.seed, site.partition, step))
             return loss(module, data.train_batch(step))
 
         def version() -> str:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(config.run.seed, site.partition, 0))  # as for the first step
+                torch.manual_seed(_mix(config.run.seed, site.partition, 0))  # as for the first step
                 return data_version(data)
 
         return Worker(
@@ -160,8 +160,7 @@ def site_of(node: NodeConfig) -> Site:
     )
 
 
-def mix(*numbers: int) -> int:
-    """Return a seed that differs for other numbers."""
+def _mix(*numbers: int) -> int:
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63

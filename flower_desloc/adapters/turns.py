@@ -23,7 +23,7 @@ class Turns:
         self._here, self._there = threading.Semaphore(0), threading.Semaphore(0)
         self._is_ending = False
         self._error: BaseException | None = None
-        # A daemon, because it may wait for ever: nobody says that the process ends.
+        # A daemon: while it waits it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def next(self) -> None:

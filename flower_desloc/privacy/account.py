@@ -53,7 +53,7 @@ class Account:
 
     @property
     def secret(self) -> bytes:
-        """What nobody but the site knows."""
+        """The site's secret: 32 random bytes that never leave it."""
         return self._ledger.secret
 
     def noise_multiplier(self, sample_rate: float) -> float:

@@ -1,4 +1,4 @@
-"""Random numbers that nobody without the key can predict.
+"""Random numbers that cannot be predicted without the key.
 
 A seeded generator of PyTorch or NumPy is none: the first has 32 bits of seed on a CPU, and neither
 is meant to withstand an adversary.

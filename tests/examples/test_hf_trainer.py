@@ -29,11 +29,3 @@ def test_the_example_trains(example, tmp_path):
     trained = from_record(example.main(InProcessGrid(example.client, nodes), None).arrays)
     start = dict(example.new_model().named_parameters())
     assert not any(torch.equal(p, start[key]) for key, p in trained.items())
-
-
-def test_the_example_marks_five_lines_and_the_page_shows_them(example):
-    lines = Path(example.__file__).read_text().splitlines()
-    marked = [line for line in lines if "  # " in line and line.rpartition("  # ")[2][0] in "12345"]
-    assert len(marked) == 5
-    page = (ROOT / "docs" / "tutorials" / "your-own-app.md").read_text()
-    assert [line for line in marked if line not in page] == []

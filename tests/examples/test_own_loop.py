@@ -53,11 +53,3 @@ def test_both_forms_end_with_the_same_weights(example, tmp_path):
     assert_same(in_loop, trained(example, client_app(build), tmp_path / "loss_at"))
     start = dict(example.GPT().named_parameters())
     assert not any(torch.equal(in_loop[key], p) for key, p in start.items() if "norm" not in key)
-
-
-def test_the_example_marks_five_lines_and_the_page_shows_them(example):
-    lines = Path(example.__file__).read_text().splitlines()
-    marked = [line for line in lines if "  # " in line and line.rpartition("  # ")[2][0] in "12345"]
-    assert len(marked) == 5
-    page = (ROOT / "docs" / "tutorials" / "your-own-app.md").read_text()
-    assert [line for line in marked if line not in page] == []

@@ -1,4 +1,4 @@
-"""Private runs: what the budget pays for, what a site refuses, and what the server is told."""
+"""Private runs: the cost of a step, refusals at the site, and the content of replies."""
 
 import json
 from collections import Counter

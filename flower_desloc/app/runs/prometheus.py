@@ -1,11 +1,11 @@
 """What Prometheus reads of a run while it goes on."""
 
-import math
 import time
 from collections.abc import Collection
 
 from flower_desloc.app.runs.folder import Line
 from flower_desloc.app.runs.record import RunRecord
+from flower_desloc.app.runs.scalars import number
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.observer import EventKind, RunInfo
 
@@ -76,17 +76,13 @@ class PrometheusView:
         for direction in ("up", "down"):
             for stream, count in line[f"bytes_{direction}"].items():
                 self._bytes.labels(stream, direction).inc(count)
-        self._loss.set(_number(line["train_loss"]))
+        self._loss.set(number(line["train_loss"]))
         for where, evaluation in line["evaluation"].items():
             for metric, value in evaluation["overall"].items():
-                self._heldout.labels(metric, where).set(_number(value))
+                self._heldout.labels(metric, where).set(number(value))
 
     def finish(self, record: RunRecord) -> None:  # noqa: ARG002
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

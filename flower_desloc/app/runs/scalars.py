@@ -41,11 +41,11 @@ class Scalars:
         for name, client in clients.items():
             yield from _curve(f"loss/{name}", client["losses"], line)
             yield from _curve(f"grad_norm/{name}", client["grad_norms"], line)
-            yield f"update_norm/{name}", step, _number(client["update_norm"])
-            yield f"param_norm/{name}", step, _number(client["param_norm"])
+            yield f"update_norm/{name}", step, number(client["update_norm"])
+            yield f"param_norm/{name}", step, number(client["param_norm"])
         # A site may have sent fewer, or none that is finite.
         columns = zip_longest(*(c["losses"] for c in clients.values()))
-        finite = ([loss for loss in each if math.isfinite(_number(loss))] for each in columns)
+        finite = ([loss for loss in each if math.isfinite(number(loss))] for each in columns)
         yield from _curve("loss/mean", [fmean(each) if each else None for each in finite], line)
         for client in list(clients.values())[:1]:  # all clients have the same learning rate
             yield from _curve("learning_rate", client["learning_rates"], line)
@@ -53,16 +53,16 @@ class Scalars:
             parts = {f"{where}/{part}": values for part, values in evaluation["parts"].items()}
             for tag, metrics in {where: evaluation["overall"], **parts}.items():
                 for metric in ordered(metrics):
-                    yield f"heldout_{metric}/{tag}", step, _number(metrics[metric])
+                    yield f"heldout_{metric}/{tag}", step, number(metrics[metric])
         for phase, seconds in line["seconds_split"].items():
             yield f"seconds/{phase}", step, seconds
         yield "clients/averaged", step, len(clients)
         yield "clients/left_out", step, len(line["left_out"])
         for stream, drift in line["drift"].items():
             if drift["norm"]:
-                yield f"drift/{stream}", step, _number(drift["spread"]) / drift["norm"]
+                yield f"drift/{stream}", step, number(drift["spread"]) / drift["norm"]
             if last := self._norms.get(stream):
-                yield f"change/{stream}", step, _number(drift["moved"]) / last
+                yield f"change/{stream}", step, number(drift["moved"]) / last
         self.replay(line)
         for tag, count in self._sent.items():
             yield tag, step, count
@@ -70,8 +70,9 @@ class Scalars:
 
 def _curve(tag: str, values: list[float | None], line: Line) -> Iterator[Point]:
     for step, value in enumerate(values, line["start"] + 1):
-        yield tag, step, _number(value)
+        yield tag, step, number(value)
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """Return a value of ``metrics.jsonl``: NaN for one that was not finite."""
     return math.nan if value is None else value

@@ -15,17 +15,11 @@ from tiny import TINY, train
 
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.runs.prometheus import PrometheusView
+from flower_desloc.app.sites.deployment.environment import free_port
 from flower_desloc.core.client_info import ClientInfo
 
 MONITORING = ROOT / "containers" / "monitoring"
 Numbers = dict[tuple[str, ...], float]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def numbers(port: int) -> Numbers:

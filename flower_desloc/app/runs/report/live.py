@@ -25,8 +25,8 @@ class LiveReport:
 
     def version(self) -> str:
         """Return what changes with every window; raises ``NoRunError`` if there is no run."""
-        runs = find(self._paths)
-        files = [file for path in runs for file in _files(RunFolder(path)) if file.exists()]
+        runs = [RunFolder(path) for path in find(self._paths)]
+        files = [file for run in runs for file in (run.metrics, run.summary) if file.exists()]
         return " ".join(map(str, [len(runs), *(file.stat().st_mtime_ns for file in files)]))
 
     def page(self) -> str:
@@ -36,10 +36,6 @@ class LiveReport:
                 runs = [load(path) for path in find(self._paths)]
                 self._drawn = version, html_of(runs, self._link, version)[0]
             return self._drawn[1]
-
-
-def _files(folder: RunFolder) -> tuple[Path, Path]:
-    return folder.metrics, folder.summary
 
 
 @contextmanager
