@@ -16,7 +16,7 @@ from flower_desloc.app.runs.terminal import TerminalView
 from flower_desloc.app.runs.tracking import TrackerView
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.flower.checkpoint import Checkpoint
-from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord, client_data
+from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
 
 _log = logging.getLogger(__name__)
 _View = TensorBoard | TerminalView | PrometheusView | TrackerView
@@ -61,18 +61,11 @@ class RunRecorder(Observer):
             self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
 
     def started(self, run: RunInfo) -> None:
-        """Keep what is known of the run, and draw the partition of the data."""
+        """Keep what is known of the run."""
         self._run = run
         self._for_views(lambda view: view.started(run))
         for line in read_lines(self._folder.metrics):  # of a run that resumes
             self._for_views(lambda view: view.replay(line))  # noqa: B023 - called at once
-        if data := client_data(run):
-            with _optional("partition.png"):
-                # Matplotlib takes a second to import.
-                from flower_desloc.app.runs.figures.partition import draw_partition, title
-
-                task, headline = self._config.task, title(self._config)
-                draw_partition(data, self._folder.partition, task=task, title=headline)
 
     def joined(self, client: str, info: ClientInfo) -> None:
         """Print who joined."""
@@ -114,15 +107,25 @@ class RunRecorder(Observer):
         try:
             self._folder.write_summary(summary)
         finally:
-            with _optional("overview.png"):
-                from flower_desloc.app.runs.figures.overview import draw
-
-                draw(record, self._folder.picture)
-            with _optional("report.html"):
-                from flower_desloc.app.runs.report import write_page
-
-                write_page([record], self._folder.report)
+            self._draw(record)
             self._for_views(lambda view: view.finish(record))
+
+    def _draw(self, record: RunRecord) -> None:
+        """Draw the figures and the page; at the end, as Matplotlib takes seconds to import."""
+        if data := record.client_data:
+            with _optional("partition.png"):
+                from flower_desloc.app.runs.figures.partition import draw_partition, title
+
+                headline = title(self._config)
+                draw_partition(data, self._folder.partition, task=record.task, title=headline)
+        with _optional("overview.png"):
+            from flower_desloc.app.runs.figures.overview import draw
+
+            draw(record, self._folder.picture)
+        with _optional("report.html"):
+            from flower_desloc.app.runs.report import write_page
+
+            write_page([record], self._folder.report)
 
     def __enter__(self) -> Self:
         return self
