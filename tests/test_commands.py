@@ -50,7 +50,10 @@ NOT_HERE = {
     "needs a run and transformers[serving]": ("transformers serve", "transformers chat"),
 }
 """Why the commands that start so are not tried here."""
-OF_ONES_OWN = ("run.init_from", "task_options.base", "my/own.yaml", "./rest.yaml", "path/to/")
+OF_ONES_OWN = (
+    *("run.init_from", "run.resume=s3", "task_options.base"),
+    *("my/own.yaml", "./rest.yaml", "path/to/"),
+)
 """What is in a command that needs the result of another one, or the reader's own file."""
 
 

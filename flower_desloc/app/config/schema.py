@@ -25,13 +25,13 @@ class Run:
     steps: int = bounded(192, 1)
     """Local steps of every client."""
     eval_every: int = bounded(48, 0)
-    """Evaluate at the first average of params at or after each multiple of this many steps; 0: only
+    """Evaluate at the first average of params after each multiple of this many steps; 0: only
     before and after training."""
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
     resume: str = ""
-    """Resume a run: its folder, one of its checkpoints, or `auto`: the last
-    run of this name in the output folder, or a new one if that is complete."""
+    """Resume a run: its folder or URL, one of its checkpoints, or `auto`: the last of this name, or
+    a new one if that is complete."""
     keep_best: str = ""
     """Metric, such as `loss` or `federated/accuracy`, whose best model is kept in `best/`; of your
     own metric `max:NAME` or `min:NAME`."""
@@ -43,6 +43,9 @@ class Run:
     """Also send them the final model."""
     metrics_port: int | None = bounded(None, 1, 65535)
     """Port of 127.0.0.1 where Prometheus reads the run (extra `metrics`)."""
+    copy_to: str = ""
+    """URL (`s3://`, `gs://`, `hf://`, any of fsspec's) under which a copy of the run's folder is
+    kept."""
     init_from: str = ""
     """Start from another run's model (its folder or a checkpoint) or one of transformers (a folder
     or hub name); its architecture replaces the section model."""
@@ -82,7 +85,7 @@ class Model:
     """The whole architecture, as in transformers' `config.json`; replaces all settings above but
     type. A model in run.init_from fills it in."""
     dtype: str = one_of("float32", "float64")
-    """Type of weights and optimizer states: float32 or float64."""
+    """Type of weights and optimizer states."""
     precision: str = one_of("full", "bf16")
     """Precision of forward and backward passes: `full`: dtype; `bf16`: `torch.autocast` to
     bfloat16."""
@@ -114,8 +117,8 @@ class Data:
     """Read a named data set as a stream, up to max_bytes of each domain, instead of downloading
     it. With max_bytes=0, text of any source is read while it is trained on."""
     weights: list[float] = field(default_factory=list)
-    """Weight of each of domains in the tokens of a client that trains on the mixture; empty: equal.
-    Needs streaming, max_bytes=0."""
+    """Weight of each domain for a client that trains on the mixture; empty: equal. Needs streaming,
+    max_bytes=0."""
     max_bytes: int = bounded(4_000_000, 0)
     """Text read of each domain, in UTF-8 bytes; 0: all."""
     partition: str = "by_domain"
@@ -131,8 +134,8 @@ class Data:
     """Fraction of each domain's documents, or each label's images, that is held out if the source
     has no validation part."""
     drop_missing: bool = False
-    """Leave out rows that have no label, domain, text or image; false: refuse them, with their
-    number. Missing text of a stream is always left out."""
+    """Leave out rows without label, domain, text or image; false: refuse them. Missing text of a
+    stream is always left out."""
     tokenizer: str = "bytes"
     """`bytes`: one token for each byte, or the tokenizer of the model in run.init_from; otherwise a
     `tokenizer.json`, or a name or folder."""
@@ -189,7 +192,7 @@ class Optimizer:
     clip_norm: float | None = bounded(1.0, 1e-12)
     """Clip the gradient's global norm, the paper's rho; null: no clipping."""
     clip_value: float | None = bounded(None, 1e-12)
-    """Clip each coordinate of the gradient; after the norm, if both are set."""
+    """Clip each coordinate of the gradient, after the norm."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of an optimizer named by its import path, or settings of one in the table without a
     key of their own. Lists become tuples."""

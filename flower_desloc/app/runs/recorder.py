@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Self, TextIO
 
 from flower_desloc.app.config import Config, dump
+from flower_desloc.app.runs.copy import CopyView
 from flower_desloc.app.runs.folder import Line, RunFolder, read_lines
 from flower_desloc.app.runs.prometheus import PrometheusView
 from flower_desloc.app.runs.record import RunRecord, yaml_mapping
@@ -19,7 +20,7 @@ from flower_desloc.flower.checkpoint import Checkpoint
 from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
 
 _log = logging.getLogger(__name__)
-_View = TensorBoard | TerminalView | PrometheusView | TrackerView
+_View = TensorBoard | TerminalView | PrometheusView | TrackerView | CopyView
 
 
 class RunRecorder(Observer):
@@ -59,6 +60,8 @@ class RunRecorder(Observer):
                 self._views.append(PrometheusView(config.run.metrics_port))
         for name in dict.fromkeys(config.run.trackers):
             self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
+        if url := config.run.copy_to:  # the last: it copies what the others write
+            self._views.append(CopyView(folder, url, resumed=resumed is not None))
 
     def started(self, run: RunInfo) -> None:
         """Keep what is known of the run."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from flower_desloc.app.config import Config, ConfigError, dump, parse
 from flower_desloc.app.config.schema import AUTO
 from flower_desloc.app.config.yaml12 import YAMLError
+from flower_desloc.app.runs.copy import fetched, is_url
 from flower_desloc.app.runs.folder import RunFolder, read_summary
 from flower_desloc.app.runs.groups import flat
 from flower_desloc.app.runs.record import yaml_mapping
@@ -22,7 +23,7 @@ from flower_desloc.flower.checkpoint import (
 
 _MAY_DIFFER = {
     *("run.name", "run.resume", "run.init_from", "run.checkpoint_every", "run.preflight"),
-    *("run.trackers", "run.track_model", "run.metrics_port"),
+    *("run.trackers", "run.track_model", "run.metrics_port", "run.copy_to"),
     *("simulation.client_cpus", "simulation.client_gpus"),
     *("federation.min_clients", "federation.fraction_train", "federation.on_failure"),
     *("federation.timeout", "federation.grace", "federation.repeats"),
@@ -50,14 +51,14 @@ def to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Checkpoint] 
 def file_to_resume(config: Config, output_dir: Path) -> tuple[RunFolder, Path] | None:
     """Return the folder of the run and the file to resume from; None for a new run.
 
-    ``run.resume`` is a run's folder, one of its checkpoints, or ``auto``: the last run of that name
-    in ``output_dir``, if it was interrupted. Reads no tensors. Raises ``ConfigError`` for a run
-    that cannot be resumed under this configuration.
+    ``run.resume`` is a run's folder or its URL, one of its checkpoints, or ``auto``: the last run
+    of that name in ``output_dir``, if it was interrupted. Reads no tensors. Raises ``ConfigError``
+    for a run that cannot be resumed under this configuration.
     """
     wanted = config.run.resume
     if not wanted:
         return None
-    path = resumable(output_dir, config.run.name) if wanted == AUTO else Path(wanted).expanduser()
+    path = resumable(output_dir, config.run.name) if wanted == AUTO else _path(wanted, output_dir)
     if path is None:
         return None
     try:
@@ -86,7 +87,7 @@ def begun_in(config: Config, output_dir: Path) -> Path:
 
     The simulated clients keep their state there.
     """
-    run = _named(config)
+    run = _named(config, output_dir)
     return output_dir if run is None else run.path.parent
 
 
@@ -104,7 +105,7 @@ def cut_off_since(config: Config, output_dir: Path, began: float) -> Path | None
     """
     if config.run.resume == AUTO:
         return resumable(output_dir, config.run.name)
-    if (run := _named(config)) is not None:
+    if (run := _named(config, output_dir)) is not None:
         return run.path if _is_cut_off(run) else None
     found = [
         run.path
@@ -119,12 +120,17 @@ def completed(folder: RunFolder) -> bool:
     return read_summary(folder.summary).get("status") == "completed"
 
 
-def _named(config: Config) -> RunFolder | None:
+def _named(config: Config, output_dir: Path) -> RunFolder | None:
     """Return the folder of the run that ``run.resume`` names."""
     if config.run.resume not in ("", AUTO):
         with suppress(CheckpointError):  # the run itself reports it
-            return RunFolder(last_checkpoint(Path(config.run.resume).expanduser()).parent.parent)
+            path = _path(config.run.resume, output_dir)
+            return RunFolder(last_checkpoint(path).parent.parent)
     return None
+
+
+def _path(stated: str, output_dir: Path) -> Path:
+    return fetched(stated, output_dir) if is_url(stated) else Path(stated).expanduser()
 
 
 def _called(name: str, output_dir: Path) -> list[RunFolder]:
