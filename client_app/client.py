@@ -6,7 +6,9 @@ from flwr.app import Context
 
 from client_app.worker import RunParts, device_of, site_of
 from flower_desloc.app.config.imports import make_importable
+from flower_desloc.app.sites.audit import audited
 from flower_desloc.app.sites.multiprocess.parallelism import NodeConfig, Parallelism
+from flower_desloc.app.sites.required import require_settings
 from flower_desloc.app.tasks.alike import ALIKE
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.client import client_app
@@ -34,6 +36,7 @@ class WorkerBuilder:
         """
         node = context.node_config
         parts = self._parts_of(config, node)
+        require_settings(parts.stated, node)
         parallelism = Parallelism.of(node)
         is_private = parts.config.privacy.epsilon is not None or {"epsilon", "delta"} & node.keys()
         if is_private:
@@ -59,4 +62,4 @@ class WorkerBuilder:
 
 make_importable()  # the greeting compares a task's code before it is imported
 build_worker = WorkerBuilder()
-app = client_app(build_worker)
+app = client_app(build_worker, [audited])

@@ -1,6 +1,6 @@
 """The client: the Flower app that answers the server, one message after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ from flower_desloc.flower.window import (
 )
 
 Build = Callable[[Settings, Context], Worker]
+Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
 class DesLocClient(ClientApp):
@@ -60,11 +61,13 @@ class DesLocClient(ClientApp):
         is added, the run's name over restarts, and Flower's context.
         All that outlives the message is in the client's state file: in ``~/.flwr/desloc``, or
         ``state-dir`` of the node's config.
+    mods : Sequence, optional
+        Flower mods around every message, which see its arrays however they travel.
 
     """
 
-    def __init__(self, build: Build) -> None:
-        super().__init__(mods=[divergence_as_error, _exits_are_errors, arrays_by_flight])
+    def __init__(self, build: Build, mods: Sequence[Mod] = ()) -> None:
+        super().__init__(mods=[divergence_as_error, _exits_are_errors, arrays_by_flight, *mods])
         self._build = build
         self._ahead = StepsAhead()
         self.evaluate()(self._evaluate)
@@ -161,9 +164,9 @@ class DesLocClient(ClientApp):
         return Message(RecordDict(), reply_to=message)
 
 
-def client_app(build: Build) -> DesLocClient:
+def client_app(build: Build, mods: Sequence[Mod] = ()) -> DesLocClient:
     """Return a ClientApp whose clients are what ``build`` returns, and train by its ``loss_at``."""
-    client = DesLocClient(build)
+    client = DesLocClient(build, mods)
     client.train()(client._train)
     return client
 

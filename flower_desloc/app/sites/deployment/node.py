@@ -9,7 +9,8 @@ not there yet after 1, 2, 4, 8 and 10 seconds. Its SuperExec asks for a task onc
 question costs a hundredth of a second of a core at either end. This SuperNode answers when there is
 what they ask for. The processes of ClientApps are forked (``superexec``).
 
-Everything else, its arguments included, is that of `flower-supernode`.
+With ``accept-app`` in its node config it runs only these apps (``accepted``). Everything else, its
+arguments included, is that of `flower-supernode`.
 """
 
 import os
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flower_desloc.app.sites.deployment import superexec
+from flower_desloc.app.sites.deployment.accepted import accepting
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
@@ -90,7 +92,7 @@ def main() -> None:
     from flower_desloc.flower.internals import flower_supernode, runtime_handlers
     from flower_desloc.flower.internals import start_client_internal as loop
 
-    interval, pull = PollInterval(), loop._pull_and_store_message
+    interval, pull = PollInterval(), accepting(loop._pull_and_store_message)
 
     def pull_and_note(*args: Any, **kwargs: Any) -> int | None:
         run_id = pull(*args, **kwargs)

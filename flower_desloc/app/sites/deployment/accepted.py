@@ -1,0 +1,59 @@
+"""The apps that a site accepts: compared by its SuperNode before anything of one runs."""
+
+import hashlib
+from collections.abc import Callable
+from logging import ERROR
+from typing import Any
+
+from flwr.app import Error, Message
+
+from flower_desloc.flower.internals import log, start_client_internal
+
+ACCEPT = "accept-app"
+"""Key of the node config: the SHA-256 of each app that the site runs."""
+
+
+class AppRefusedError(ValueError):
+    """A run's app is not among those that the site accepts."""
+
+
+def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Return Flower's function that takes a message in, which then refuses other apps.
+
+    The app of a run is fetched with its first message. One whose SHA-256 is not in ``accept-app``
+    is neither unpacked nor stored, and the message is answered by an error.
+    """
+
+    def pull_if_accepted(**given: Any) -> int | None:
+        accepted = str(given["node_config"].get(ACCEPT, "")).replace(",", " ").split()
+        if not accepted:
+            return pull(**given)
+        received: list[Message] = []
+
+        def receive() -> Any:
+            got = given["receive"]()
+            received[:] = got[:1] if got else []
+            return got
+
+        def get_fab(fab_hash: str, run_id: int) -> Any:
+            fab = given["get_fab"](fab_hash, run_id)
+            if (digest := hashlib.sha256(fab.content).hexdigest()) not in accepted:
+                raise AppRefusedError(
+                    f"this site does not accept the app with the SHA-256 {digest} ({ACCEPT} in its "
+                    "node config)"
+                )
+            return fab
+
+        try:
+            return pull(**given | {"receive": receive, "get_fab": get_fab})
+        except AppRefusedError as error:
+            log(ERROR, "%s", error)
+            (message,) = received
+            reply = Message(
+                Error(start_client_internal.FAB_VERIFICATION_ERROR.code, str(error)),
+                reply_to=message,
+            )
+            start_client_internal._insert_message(reply, given["state"], given["object_store"])
+            return message.metadata.run_id
+
+    return pull_if_accepted

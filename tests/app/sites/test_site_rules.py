@@ -1,0 +1,157 @@
+"""What a site accepts, and what it records of what it sent."""
+
+import hashlib
+import json
+import stat
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Message, RecordDict
+from tiny import TINY, train
+
+from flower_desloc.app.engines import in_process
+from flower_desloc.app.sites.deployment.accepted import accepting
+from flower_desloc.flower.failures import FederationError
+from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.flower.internals import set_task, start_client_internal
+
+SHORT = [*TINY, "run.steps=4", "run.eval_every=4", "sync.params=2", "sync.exp_avg=4"]
+
+
+@pytest.fixture
+def site(monkeypatch):
+    """Let client-1 have more in its node config."""
+
+    def have(**own):
+        def grid(app, nodes, **options):
+            return InProcessGrid(app, [nodes[0], nodes[1] | own], **options)
+
+        monkeypatch.setattr(in_process, "InProcessGrid", grid)
+
+    return have
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The app
+
+
+class Site:
+    """A SuperNode's own function that takes a message in, with its real stores."""
+
+    def __init__(self, app: bytes) -> None:
+        from flwr.supercore.object_store import ObjectStoreFactory
+        from flwr.supernode.nodestate import NodeStateFactory
+
+        stores = ObjectStoreFactory()
+        self.store, self.state = stores.store(), NodeStateFactory(stores).state()
+        self.state.set_node_id(7)
+        self.fab = SimpleNamespace(hash_str="h", content=app, verifications={})
+        self.asked = 0
+
+    def pull(self, accepted: str) -> int | None:
+        set_task(run_id=3, node_id=1, task_id=1)
+        message = Message(RecordDict(), dst_node_id=7, message_type="query.hello")
+        message.metadata.__dict__.update(_message_id=f"m{self.asked}")
+
+        def nothing_runs(*_: object) -> None:
+            self.asked += 1
+            raise AssertionError("the message was taken in")
+
+        return accepting(start_client_internal._pull_and_store_message)(
+            state=self.state,
+            object_store=self.store,
+            node_config={"accept-app": accepted},
+            receive=lambda: (message, None),
+            get_run=lambda run_id: SimpleNamespace(run_id=run_id, fab_hash="h"),
+            get_fab=lambda fab_hash, run_id: self.fab,
+            pull_object=nothing_runs,
+            confirm_message_received=nothing_runs,
+            trusted_entities=None,
+        )
+
+
+def test_another_app_than_the_accepted_ones_is_answered_by_an_error():
+    site, other = Site(b"an app"), hashlib.sha256(b"another").hexdigest()
+    for _ in range(2):  # also when the server asks again
+        assert site.pull(other) == 3
+        (reply,) = site.state.get_messages_legacy(is_reply=True)
+        assert reply.has_error()
+        digest = hashlib.sha256(b"an app").hexdigest()
+        assert f"does not accept the app with the SHA-256 {digest}" in str(reply.error.reason)
+    assert site.state.get_run(3) is None
+    assert site.asked == 0
+
+
+@pytest.mark.parametrize("accepted", ["", "{other}, {own}", "{own}"])
+def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
+    site = Site(b"an app")
+    digests = {"own": hashlib.sha256(b"an app").hexdigest(), "other": "0" * 64}
+    taken = []
+
+    def config_of(content, run):
+        taken.append(content)
+        return {}
+
+    monkeypatch.setattr(start_client_internal, "get_fused_config_from_fab", config_of)
+    with pytest.raises(AttributeError):  # from the run, which stands for Flower's
+        site.pull(accepted.format(**digests))
+    assert taken == [b"an app"]
+
+
+# The settings
+
+
+def test_a_run_with_other_settings_than_a_site_requires_is_refused(site, tmp_path):
+    site(require="task=causal_lm data.seq_len=32 optimizer.clip_norm=1")
+    train(tmp_path, *SHORT)
+    with pytest.raises(
+        FederationError, match=r"requires data.seq_len=32, and the run has data.seq_len=16"
+    ):
+        train(tmp_path, *SHORT, "data.seq_len=16")
+
+
+@pytest.mark.parametrize("stated", ["task", "no.such=1"])
+def test_a_requirement_that_is_no_setting_is_refused(site, stated, tmp_path):
+    site(require=stated)
+    with pytest.raises(FederationError, match=f"{stated} is not a setting with its value"):
+        train(tmp_path, *SHORT)
+
+
+# The record
+
+
+def test_a_site_records_what_it_was_asked_and_what_it_sent(site, tmp_path):
+    log = tmp_path / "log" / "site.jsonl"
+    site(**{"audit-log": str(log)})
+    folder = train(tmp_path, *SHORT)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    found = lines(log)
+    kinds = [line["message"] for line in found]
+    assert kinds[0] == "query.hello"
+    assert kinds.count("train") == 2
+    assert found[0]["sent"]["about"]["client"] == "client-1"
+    assert "seq_len: 32" in found[0]["asked"]["config"]["settings"]
+    windows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    trained = [line for line in found if line["message"] == "train"]
+    for window, line in zip(windows, trained, strict=True):
+        streams = {name: each for name, each in line["sent"].items() if "bytes" in each}
+        assert sorted(streams) == sorted(window["bytes_up"])
+        losses = window["clients"]["client-1"]["losses"]
+        assert line["sent"]["metrics"]["losses"] == pytest.approx(losses)
+
+
+def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_leave(
+    site, tmp_path
+):
+    log = tmp_path / "site.jsonl"
+    site(**{"audit-log": str(log), "require": "data.seq_len=31"})
+    with pytest.raises(FederationError):
+        train(tmp_path, *SHORT)
+    assert "requires data.seq_len=31" in lines(log)[-1]["error"]
+    (tmp_path / "file").write_text("")
+    site(**{"audit-log": str(tmp_path / "file" / "site.jsonl")})
+    with pytest.raises(FederationError, match=r"audit-log=.*: cannot be written"):
+        train(tmp_path, *SHORT)
