@@ -20,6 +20,7 @@ from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.app.runs.best import KeepBest
 from flower_desloc.app.runs.resume import to_resume
+from flower_desloc.app.runs.roster import Governed, Roster
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.build import (
     build_optimizer,
@@ -133,6 +134,7 @@ def _hooks(
     if not isinstance(grid, InProcessGrid):
         # In one process everything is on this machine, which `desloc run` has checked.
         yield Preflight(config, folder.path)
+    yield Governed(Roster(folder.members))
     if config.run.keep_best:
         yield KeepBest(config, folder, save, lambda: strategy.loop.checkpoint)
 

@@ -73,7 +73,8 @@ class Members:
     """The clients that have answered the greeting of a run, by name.
 
     ``note`` records an event: its kind, the client, and what happened. ``data`` has the versions of
-    the clients' data before this start of the server.
+    the clients' data before this start of the server. ``admits`` returns why a client may not take
+    part, and an empty text if it may.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Members:
         note: Callable[[EventKind, str, str], None],
         *,
         data: Mapping[str, str],
+        admits: Callable[[Member], str],
     ) -> None:
-        self._grid, self._exchange = grid, exchange
+        self._grid, self._exchange, self._admits = grid, exchange, admits
         self._policy, self._seed, self._note = policy, seed, note
         self.data = dict(data)
         """Version of each client's data, as it stated it last."""
@@ -121,10 +123,12 @@ class Members:
 
     @property
     def silent(self) -> str:
-        """The clients that have not answered their last request, as the end of a sentence."""
+        """The clients that do not answer, and those excluded, as the end of a sentence."""
         names = {member.node_id: member.name for member in self._known.values()}
         silent = [names.get(node_id, f"node {node_id}") for node_id in self._exchange.silent]
-        return f"; no answer from {', '.join(silent)}" if silent else ""
+        excluded = filter(None, map(self._admits, self._known.values()))
+        said = [f"no answer from {', '.join(silent)}"] if silent else []
+        return "".join(f"; {each}" for each in (*said, *excluded))
 
     def too_few(self) -> bool:
         """Return whether fewer than ``min_clients`` nodes are online and answer."""
@@ -178,6 +182,9 @@ class Members:
             node_id = self._known[name].node_id
             if name in online:
                 self._note("returned", name, f"node {node_id} is online again")
+            elif why := self._admits(self._known[name]):
+                log(WARNING, "%s does not take part: %s", name, why)
+                self._note("left", name, why)
             elif node_id in self._exchange.silent:
                 self._note("left", name, "it is not waited for until it answers its last request")
             else:
@@ -243,8 +250,9 @@ class Members:
         log(WARNING, "%s: %s", member.name, what)
 
     def _nodes(self) -> set[int]:
-        """Return the nodes that are online, without silent ones."""
-        return set(self._grid.get_node_ids()) - set(self._exchange.silent)
+        """Return the nodes that are online, without silent ones and those not admitted."""
+        excluded = {m.node_id for m in self._known.values() if self._admits(m)}
+        return set(self._grid.get_node_ids()) - set(self._exchange.silent) - excluded
 
 
 def in_order(members: Iterable[Member]) -> list[Member]:

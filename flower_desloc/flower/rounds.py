@@ -85,6 +85,10 @@ class RoundHook:
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
+    def admits(self, client: str, node_id: int) -> str:  # noqa: ARG002
+        """Return why a client may not take part in the next window; empty: it may."""
+        return ""
+
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
 
@@ -153,7 +157,9 @@ class RoundLoop:
             carrier=carrier,
         )
         data = resume.data if resume else {}
-        self.members = Members(grid, self.exchange, policy, seed, self.note, data=data)
+        self.members = Members(
+            grid, self.exchange, policy, seed, self.note, data=data, admits=self._admits
+        )
         self.observer = Observer()
         self.hooks: list[RoundHook] = []
         """Called after the observer, in this order."""
@@ -163,6 +169,11 @@ class RoundLoop:
         self._late_hellos: list[Message] = []
 
     # Clients
+
+    def _admits(self, member: Member) -> str:
+        """Return why a client may not take part in the next window; empty: it may."""
+        answers = (hook.admits(member.name, member.node_id) for hook in self.hooks)
+        return next(filter(None, answers), "")
 
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""

@@ -18,6 +18,7 @@ except FileNotFoundError as error:  # the imports below would end with a traceba
 from flower_desloc.app.cli import (
     export,
     federate,
+    members,
     partition,
     plan,
     report,
@@ -61,7 +62,7 @@ def desloc(
 
 for verb in (
     *(run.run, federate.federate, report.report, partition.partition, plan.plan, study.study),
-    export.export,
+    *(export.export, members.members),
 ):
     app.command()(verb)
 for wrapper in (toy.toy, supernode.supernode):  # they pass their arguments on

@@ -34,6 +34,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.trackers = path / "trackers"  # which run this is at each tracker, and its output
         self.checkpoints = path / "checkpoints"
+        self.members = path / "members.jsonl"  # the sites, and what the operator made of them
         self.resumes = path / "resumes.jsonl"  # one JSON object per resumption
         self.final = path / "final"  # the trained model
         self.best = path / "best"  # the model with the best value of run.keep_best
@@ -42,6 +43,8 @@ class RunFolder:
     @classmethod
     def create(cls, output_dir: str | Path, name: str) -> "RunFolder":
         """Make ``<output_dir>/<name>``, or the first free one of ``<name>-2``, ``<name>-3``, ...
+
+        One in which only members were invited yet is free.
 
         Raises ``ConfigError`` when the folder cannot be made.
         """
@@ -52,7 +55,8 @@ class RunFolder:
                 try:  # making the folder claims it: of two runs that start at once, one gets it
                     (parent / each).mkdir()
                 except FileExistsError:
-                    continue
+                    if not _claim_prepared(cls(parent / each)):
+                        continue
                 return cls(parent / each)
             raise AssertionError  # there are infinitely many names
         except OSError as error:
@@ -90,7 +94,7 @@ class RunFolder:
         Raises ``OSError``, naming the file, when it cannot be written.
         """
         try:
-            _append(self.metrics, line)
+            append(self.metrics, line)
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot record the window: {error.strerror}", str(self.metrics)
@@ -109,7 +113,7 @@ class RunFolder:
             "windows_again": len(lines) - len(kept),
             "ended": read_summary(self.summary).get("error") or "",
         }
-        _append(self.resumes, resumption)  # before the summary with the error is deleted
+        append(self.resumes, resumption)  # before the summary with the error is deleted
         _replace(self.metrics, "".join(_json(line) + "\n" for line in kept))
         self.summary.unlink(missing_ok=True)
 
@@ -118,6 +122,17 @@ class RunFolder:
         with replaced(self.final) as partial:
             write(partial)
         shutil.rmtree(self.best_at_checkpoint, ignore_errors=True)
+
+
+def _claim_prepared(run: RunFolder) -> bool:
+    """Return whether the folder has nothing but a list of members, and is now this process's."""
+    if not run.path.is_dir() or list(run.path.iterdir()) != [run.members]:
+        return False
+    try:
+        (run.path / ".lock").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager
@@ -194,7 +209,8 @@ def _make_readable(folder: Path) -> None:
             path.chmod(mode)
 
 
-def _append(path: Path, line: Line) -> None:
+def append(path: Path, line: Line) -> None:
+    """Append a line to a ``.jsonl`` file, whole or not at all."""
     data = memoryview((_json(line) + "\n").encode())
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
