@@ -22,7 +22,7 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import RunInfo
 
 _log = logging.getLogger(__name__)
-_LIMIT = 600.0  # seconds that the end of a run waits for what is being copied
+_PATIENCE = 60.0  # seconds between two lines of a run that has ended and is still copied
 
 
 def is_url(text: str) -> bool:
@@ -115,10 +115,11 @@ class CopyView:
         """Copy the rest, and say where the run is."""
         self._is_over = True
         self._wake.set()
-        self._thread.join(_LIMIT)
-        if self._thread.is_alive():
-            _log.warning("%s: not complete after %.0f s, given up", self._remote.text, _LIMIT)
-        elif self._is_whole:
+        self._thread.join(_PATIENCE)
+        while self._thread.is_alive():
+            log(INFO, "%s: still copying; Ctrl-C leaves the copy incomplete", self._remote.text)
+            self._thread.join(_PATIENCE)
+        if self._is_whole:
             log(INFO, "the run is copied to %s", self._remote.text.partition("=")[2])
 
     def _run(self) -> None:
