@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import runpy
 import shutil
 import sys
 import tomllib
@@ -52,9 +53,9 @@ def test_it_learns_in_a_simulation(app, tmp_path, capsys):
     }  # fmt: skip
 
 
-def test_it_learns_at_sites_with_data_of_their_own(app, tmp_path, capsys):
-    command = [sys.executable, "-m", "desloc_quickstart.task", str(tmp_path / "data"), "2"]
-    output_of(command, cwd=HUB)
+def test_it_learns_at_sites_with_data_of_their_own(app, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["task", str(tmp_path / "data"), "2"])
+    runpy.run_module("desloc_quickstart.task", run_name="__main__")
     sites = [{"data-path": str(tmp_path / "data" / f"site-{i}"), "name": f"s{i}"} for i in (0, 1)]
     app(sites, **{"num-steps": 64})
     assert accuracies(capsys.readouterr().out)[-1] > 0.7
