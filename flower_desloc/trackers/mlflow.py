@@ -9,7 +9,7 @@ from typing import Any
 from flower_desloc.trackers.tracker import PROJECT, Ending, Tracker
 
 # Of a request, by MLflow's interface.
-_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _LONGEST_NAME = 1000, 100, 6000, 250
 
 
 class MLflow(Tracker):
@@ -33,8 +33,7 @@ class MLflow(Tracker):
         """Log all values in requests of a thousand."""
         now = time.time_ns() // 1_000_000
         metrics = [
-            # What MLflow takes in a name; a client may be called otherwise.
-            self._entities.Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step)
+            self._entities.Metric(metric_name(name), value, now, step)
             for step, named in values.items()
             for name, value in named.items()
         ]
@@ -52,6 +51,19 @@ class MLflow(Tracker):
         self._client.set_terminated(self.id, "FINISHED" if ending.completed else "FAILED")
 
     def _experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
         if (found := self._client.get_experiment_by_name(name)) is not None:
             return str(found.experiment_id)
-        return str(self._client.create_experiment(name))
+        try:
+            return str(self._client.create_experiment(name))
+        except MlflowException:  # another run has made it since
+            if (found := self._client.get_experiment_by_name(name)) is None:
+                raise
+            return str(found.experiment_id)
+
+
+def metric_name(name: str) -> str:
+    """Return what MLflow takes as a name; a client may be called otherwise."""
+    path = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    return "/".join(part for part in path if part.strip("."))[:_LONGEST_NAME]

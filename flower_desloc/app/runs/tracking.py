@@ -4,6 +4,7 @@ So nothing that a tracker does can reach the run: not an error, a crash or a slo
 """
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -99,4 +100,5 @@ class TrackerView:
         said = next((line for line in reversed(written) if line.strip()), f"exit status {code}")
         if code == TOO_SLOW:
             said = "it did not take everything in time"
-        return f"{self._name}: {said.strip()[:300]}; all it said: {self._log}"
+        said = re.sub(r"//[^/@\s]+@", "//***@", said.strip())  # user and password of a URL
+        return f"{self._name}: {said[:300]}; all it said: {self._log}"

@@ -31,6 +31,7 @@ from flower_desloc.app.runs.scalars import Scalars
 from flower_desloc.app.runs.tracker_process import send
 from flower_desloc.app.runs.tracking import TrackerView, require_installed
 from flower_desloc.trackers import TRACKERS, tracker
+from flower_desloc.trackers.mlflow import metric_name
 
 RECORDING = """
 import json, pathlib
@@ -178,11 +179,24 @@ def test_the_transcript_of_the_quickstart_page(tmp_path, monkeypatch, request):
     assert [*tmp_path.glob("wandb/offline-run-*")] or not is_real
 
 
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("loss/client-0", "loss/client-0"),
+        ("loss/client é#", "loss/client é_"),
+        ("loss//a/../b/", "loss/a/b"),
+        ("loss/" + "x" * 300, "loss/" + "x" * 245),
+    ],
+)
+def test_mlflow_gets_names_that_it_takes(name, taken):
+    assert metric_name(name) == taken
+
+
 # Faults
 
 
 def test_a_run_whose_tracker_fails_has_one_warning_and_the_same_weights(tmp_path, pretend, caplog):
-    pretend("raise RuntimeError('quota exceeded')")
+    pretend("raise RuntimeError('quota exceeded at https://me:secret@tracker/x')")
     settings = [*TINY, "run.steps=16"]
     plain = train(tmp_path / "plain", *settings)
     caplog.clear()
@@ -190,7 +204,7 @@ def test_a_run_whose_tracker_fails_has_one_warning_and_the_same_weights(tmp_path
     assert summary(tracked)["weights_sha256"] == summary(plain)["weights_sha256"]
     (said,) = [each.getMessage() for each in caplog.records if "wandb" in each.getMessage()]
     assert said.startswith("TrackerView failed and is left out; the run is not affected")
-    assert "wandb: RuntimeError: quota exceeded; all it said:" in said
+    assert "quota exceeded at https://***@tracker/x; all it said:" in said
 
 
 def test_a_tracker_that_hangs_holds_no_window_up_and_is_ended(
