@@ -1,18 +1,24 @@
 """A text classifier on private CSV files with the columns text and label, one file at each site.
 
 desloc federate csv_classifier.yaml --nodes 2 --data-path a.csv --data-path b.csv
+
+Simulated clients share one file, here by the values of its column hospital:
+
+desloc run csv_classifier.yaml data.source=all.csv data.partition=column:hospital
 """
 
 import csv
-import io
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_model
 from torch import nn
 from torch.nn import functional
+
+from flower_desloc.app.tasks.partition import PartitionRule, partition_rows
 
 WORDS = 1024  # numbers that words are mapped to
 
@@ -37,10 +43,24 @@ class CSVClassifier:
         )
 
     def client_data(self, site):
-        """Read the site's own file; there is no common data to partition."""
-        if site.data_path is None:
+        """Read the site's own file, or its part of the file that simulated clients share."""
+        path = site.data_path or Path(self.config.data.source)
+        if not path.is_file():
             raise ValueError("csv_classifier: set data-path (desloc federate has --data-path)")
-        return Shard(self, site.data_path)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+        if site.data_path is None:
+            rows = self.part_of(rows, site)
+        return Shard(self, path, rows)
+
+    def part_of(self, rows, site):
+        """Return the rows of one simulated client."""
+        rule = PartitionRule.of(self.config)
+        if rule.column not in ("", *rows[0]):
+            raise ValueError(f"data.partition={rule.name}: there is only {', '.join(rows[0])}")
+        labels, column = ([row.get(name) for row in rows] for name in ("label", rule.column))
+        mine = partition_rows(labels, rule, site.num_partitions, column=column)[site.partition]
+        return [rows[row] for row in sorted(mine)]
 
     def heldout(self):
         """Return nothing: the server has no data (``evaluation.central: false``)."""
@@ -75,16 +95,14 @@ class CSVClassifier:
 
 
 class Shard:
-    """The texts of one site; every tenth is held out."""
+    """The texts of one client; every tenth is held out."""
 
-    def __init__(self, task, path):
-        self.task, content = task, path.read_bytes()
+    def __init__(self, task, path, rows):
+        self.task = task
         # Not site.partition, which may be 0 at every site.
-        self.seed = [task.config.run.seed, zlib.crc32(content)]
-        text = io.StringIO(content.decode("utf-8-sig"), newline="")
-        rows = list(csv.DictReader(text))
+        self.seed = [task.config.data_seed, zlib.crc32(repr(rows).encode())]
         if unknown := {row["label"] for row in rows} - {*task.labels}:
-            raise ValueError(f"data-path={path}: task_options.labels lacks {sorted(unknown)}")
+            raise ValueError(f"{path}: task_options.labels lacks {sorted(unknown)}")
         self.words = torch.zeros(len(rows), WORDS)
         for counts, row in zip(self.words, rows, strict=True):
             for word in row["text"].lower().split():
@@ -95,7 +113,7 @@ class Shard:
         self.num_examples = len(self.train_rows)
         self.description = Counter(rows[i]["label"] for i in self.train_rows)
         if not self.num_examples:
-            raise ValueError(f"data-path={path}: it needs at least two rows")
+            raise ValueError(f"{path}: it needs at least two rows")
 
     def train_batch(self, step):
         """Return the batch of a step: a function of seed, client and step."""

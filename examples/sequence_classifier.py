@@ -115,7 +115,7 @@ class Shard:
     def train_batch(self, step):
         """Return the batch of a step: a function of seed, client and step."""
         config = self.task.config
-        draw = np.random.default_rng([config.run.seed, self.partition, step])
+        draw = np.random.default_rng([config.data_seed, self.partition, step])
         rows = torch.from_numpy(draw.integers(self.num_examples, size=config.data.batch_size))
         return self.train[0][rows], self.train[1][rows]
 

@@ -13,6 +13,8 @@ from scripts import ROOT
 from tiny import failing_at, summary
 
 from client_app import app as client_app
+from flower_desloc.app.config import load
+from flower_desloc.app.tasks import Site, build_task
 from flower_desloc.flower.inprocess import InProcessGrid
 from server_app import app as server_app
 
@@ -33,6 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+BY_HOSPITAL, BY_WARD = (f"data.partition=column:{name}" for name in ("hospital", "ward"))
 Sites = Callable[..., Path]
 
 
@@ -66,6 +69,18 @@ def test_sites_train_on_files_that_only_they_have(private):
     loss = found["evaluation"]["federated"]["loss"]
     assert loss["final"] < 0.8 * loss["first"]
     assert "central" not in found["evaluation"]
+
+
+def test_simulated_clients_share_one_table_by_the_values_of_a_column(tmp_path):
+    path = tmp_path / "all.csv"
+    rows = [(f"word{n} text", "code" if n % 2 else "prose", "ab"[n >= 30]) for n in range(40)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label", "hospital"), *rows])
+    task = build_task(load("csv_classifier.yaml", f"data.source={path} {BY_HOSPITAL}"))
+    assert [task.client_data(Site(m, 2)).num_examples for m in range(2)] == [27, 9]
+    task = build_task(load("csv_classifier.yaml", f"data.source={path} {BY_WARD}"))
+    with pytest.raises(ValueError, match=r"column:ward: there is only text, label, hospital"):
+        task.client_data(Site(0, 2))
 
 
 def test_buffers_are_averaged_if_they_have_a_period_and_integers_are_not_sent(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from flower_desloc.app.config.errors import ConfigError
-from flower_desloc.app.config.schema import AUTO, Config, Optimizer, ParamGroup
+from flower_desloc.app.config.schema import AUTO, COLUMN, Config, Optimizer, ParamGroup
 from flower_desloc.app.config.units import TEXT
 from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
@@ -139,8 +139,14 @@ def _check_text(config: Config) -> None:
 def _data(config: Config) -> Iterator[str]:
     data, size = config.data, config.data.micro_batch_size
     known = _PARTITIONS.get(config.task, sorted({*chain(*_PARTITIONS.values())}))
-    if data.partition not in known:
-        yield f"{data.partition=!s}: must be one of {', '.join(known)} where task={config.task}"
+    if data.partition.startswith(COLUMN):
+        if data.partition == COLUMN:
+            yield f"{data.partition=!s}: name a column, as in data.partition={COLUMN}hospital"
+        if data.domain_field:
+            yield f"{data.domain_field=!s}: with {data.partition=!s} that column has the domains"
+    elif data.partition not in known:
+        words = ", ".join([*known, f"{COLUMN}NAME"])
+        yield f"{data.partition=!s}: must be one of {words} where task={config.task}"
     if size not in (None, AUTO):
         if not isinstance(size, int) or size < 1:
             yield f"{data.micro_batch_size=!s}: must be a number of at least 1, {AUTO} or null"

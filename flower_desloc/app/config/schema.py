@@ -12,6 +12,8 @@ from flower_desloc.optim import OPTIMIZERS
 
 AUTO = "auto"
 """Value of ``data.micro_batch_size``: as many as fit into a GPU's memory."""
+COLUMN = "column:"
+"""What ``data.partition`` begins with where a column is the partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Run:
     name: str = "desloc"
     """Name of the run, and of its folder."""
     seed: int = bounded(0, 0, 2**32 - 1)
-    """Seed of the initial weights, the partition and order of the data, and the coins."""
+    """Seed of the initial weights and the coins."""
     steps: int = bounded(192, 1)
     """Local steps of every client."""
     eval_every: int = bounded(48, 0)
@@ -124,8 +126,11 @@ class Data:
     partition: str = "by_domain"
     """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
     the mixture of all; `dirichlet`: each domain's documents in proportions drawn from
-    Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha). For images labels replace
+    Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha); `column:NAME`: a client for
+    each value of a column, or equally many. For images labels replace
     domains, and `pathological`, classes_per_client labels each, replaces `by_domain`."""
+    seed: int | None = bounded(None, 0, 2**32 - 1)
+    """Seed of the partition and of the order in which clients read; null: run.seed."""
     alpha: float = bounded(0.5, 1e-6)
     """Concentration of the Dirichlet and quantity partitions; smaller is more unequal."""
     classes_per_client: int = bounded(2, 1)
@@ -336,3 +341,8 @@ class Config:
     privacy: Privacy = field(default_factory=Privacy)
     simulation: Simulation = field(default_factory=Simulation)
     evaluation: Evaluation = field(default_factory=Evaluation)
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of partition and order."""
+        return self.run.seed if self.data.seed is None else self.data.seed

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from flower_desloc.app.tasks.source import Source
 
@@ -53,6 +53,13 @@ def name_of(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value)
+
+
+def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names in natural order: 2 before 10, numbers before words."""
+    names = {*names}
+    numeric = {name for name in names if name.removeprefix("-").isdecimal()}
+    return (*sorted(numeric, key=lambda name: (int(name), name)), *sorted(names - numeric))
 
 
 def _is_missing(setting: str, value: object) -> bool:

@@ -1,7 +1,7 @@
 """Partitions of a data set by its labels, for all tasks."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
@@ -11,6 +11,8 @@ import numpy as np
 from datasets import Dataset
 
 from flower_desloc.app.config import Config
+from flower_desloc.app.config.schema import COLUMN
+from flower_desloc.app.tasks.missing import sorted_names
 from flower_desloc.app.tasks.protocol import FEWER_CLIENTS
 
 Rows = list[int]
@@ -30,7 +32,12 @@ class PartitionRule:
     def of(cls, config: Config) -> "PartitionRule":
         """Return the rule of a run."""
         data = config.data
-        return cls(data.partition, data.alpha, config.run.seed, data.classes_per_client)
+        return cls(data.partition, data.alpha, config.data_seed, data.classes_per_client)
+
+    @property
+    def column(self) -> str:
+        """NAME of ``data.partition=column:NAME``; empty under another rule."""
+        return self.name.removeprefix(COLUMN) if self.name.startswith(COLUMN) else ""
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,28 @@ class ClientRows:
     heldout: Rows
 
 
-def partition_rows(labels: Sequence[Any], rule: PartitionRule, num_clients: int) -> list[Rows]:
+def partition_rows(
+    labels: Sequence[Any],
+    rule: PartitionRule,
+    num_clients: int,
+    *,
+    column: Sequence[str] | None = None,
+) -> list[Rows]:
     """Return each client's rows; every row goes to exactly one client.
 
     The rows are shuffled by the seed first, so that no client gets only neighbouring rows. The
-    labels must be sortable. The last few partitions are cached: a process that serves many clients
-    computes theirs once.
+    labels must be sortable. ``column`` has the values of ``rule.column``, one for each row. The
+    last few partitions are cached: a process that serves many clients computes theirs once.
 
     Raises ``ValueError`` if the rule cannot give every row to a client.
     """
+    if rule.column:
+        if column is None:
+            raise ValueError(
+                f"data.partition={rule.name}: this task does not read that column; choose iid, "
+                "dirichlet, pathological or quantity"
+            )
+        return deal_by_value(column, rule, num_clients)
     return [rows.copy() for rows in _partitioned(tuple(labels), rule, num_clients)]
 
 
@@ -115,6 +135,32 @@ def _partitioner(num_rows: int, rule: PartitionRule, num_clients: int) -> Any:
         f"data.partition={rule.name}: is for the task causal_lm; choose iid, dirichlet, "
         "pathological or quantity"
     )
+
+
+def deal_by_value(
+    column: Sequence[str], rule: PartitionRule, num_clients: int, values: Collection[str] = ()
+) -> list[Rows]:
+    """Return each client's rows where client i holds those with value i mod V of a column.
+
+    The V values are those of ``values``, by default of ``column``, in natural order; rows with
+    another value go to nobody. Clients of the same value have equal parts of its rows.
+
+    Raises ``ValueError`` unless the clients are V, or a multiple of it.
+    """
+    names = sorted_names({*(values or column)})
+    if num_clients % len(names):
+        some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        raise ValueError(
+            f"data.partition={rule.name}: the column has {len(names)} values ({some}) for "
+            f"{num_clients} clients; set simulation.num_clients={len(names)} (or num-partitions of "
+            "the sites), or a multiple of it, for several clients to a value"
+        )
+    clients: list[Rows] = [[] for _ in range(num_clients)]
+    holders = {name: cycle(clients[i :: len(names)]) for i, name in enumerate(names)}
+    for row in np.random.default_rng(rule.seed).permutation(len(column)).tolist():
+        if column[row] in holders:
+            next(holders[column[row]]).append(row)
+    return clients
 
 
 def shuffled(labels: Sequence[Any], seed: int) -> Dataset:

@@ -3,10 +3,15 @@
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flower_desloc.app.config.schema import Data
+from flower_desloc.app.config.schema import COLUMN, Data
 
 HELDOUT = ("validation", "valid", "test")
 """Names of a held-out part, the first that a source has is used."""
+
+
+def stated(setting: str, column: str) -> str:
+    """Return the setting of ``data`` that names a column, with its value, for messages."""
+    return f"data.{setting}={COLUMN if setting == 'partition' else ''}{column}"
 
 
 @dataclass(frozen=True)
@@ -26,14 +31,18 @@ class Source:
     max_bytes: int = 0
     validation_fraction: float = 0.1
     drop_missing: bool = False
+    column: str = ""
+    """The column of ``data.partition=column:NAME``."""
     key: str = "data.source"
     """The setting that named it, for messages."""
 
     @classmethod
     def of(cls, data: Data) -> "Source":
         """Return the common source of a run."""
-        settings = {each.name: getattr(data, each.name) for each in fields(cls)[:-1]}
-        return cls(**settings | {"domains": tuple(data.domains)})
+        settings = {each.name: getattr(data, each.name) for each in fields(cls)[:-2]}
+        by_column = data.partition.startswith(COLUMN)
+        column = data.partition.removeprefix(COLUMN) if by_column else ""
+        return cls(**settings | {"domains": tuple(data.domains), "column": column})
 
     @property
     def endless(self) -> bool:
@@ -50,7 +59,7 @@ class Source:
         if not path.expanduser().exists():
             raise ValueError(f"data-path={path}: there is no such file or folder on this node")
         name = str(path.expanduser().resolve())
-        return replace(self, source=name, domains=(), domain_field="", key="data-path")
+        return replace(self, source=name, domains=(), domain_field="", column="", key="data-path")
 
     def __str__(self) -> str:
         return f"{self.key}={self.source}"

@@ -432,6 +432,8 @@ WRONG = {
     "model.dtype=float16": ["model.dtype=float16", "float32, float64"],
     "model.hidden_size=130": ["model.num_attention_heads=4", "divide", "model.hidden_size=130"],
     "data.partition=random": ["data.partition=random", "iid, by_domain, dirichlet"],
+    "data.partition=column:": ["data.partition=column:", "data.partition=column:hospital"],
+    "data.partition=column:a data.domain_field=b": ["data.domain_field=b", "column:a"],
     "data.domains=code": ["data.domains=code"],
     "data.micro_batch_size=all": ["data.micro_batch_size=all", "at least 1, auto or null"],
     "data.micro_batch_size=0": ["data.micro_batch_size=0", "at least 1, auto or null"],

@@ -117,6 +117,60 @@ def test_a_folder_of_image_files_has_a_label_a_subfolder(tmp_path):
     assert torch.equal(batch.images[:, 0, 0, 0] == 0, batch.labels == 1)
 
 
+HOSPITALS = ["north"] * 12 + ["east"] * 20 + ["10"] * 6 + ["9"] * 6
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path) -> Path:
+    """Images from four hospitals, the number of the image as its shade."""
+    features = {
+        "image": datasets.Image(),
+        "kind": datasets.ClassLabel(names=["well", "ill"]),
+        "hospital": datasets.Value("string"),
+    }
+    images = [picture(i) for i in range(len(HOSPITALS))]
+    kinds = [i % 2 for i in range(len(HOSPITALS))]
+    path = tmp_path / "all.parquet"
+    return parquet(path, features, image=images, kind=kinds, hospital=HOSPITALS)
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_a_column_gives_each_of_its_values_a_client_or_several_of_equal_size(hospitals, several):
+    words = "data.partition=column:hospital data.validation_fraction=0.25 data.batch_size=64"
+    task = digits(f"data.source={hospitals}", *words.split(), *SMALL)
+    held = {}
+    for client in range(4 * several):
+        data = task.client_data(Site(client, 4 * several))
+        (heldout,) = data.heldout()
+        shades = {*data.train_batch(0).images[:, 0, 0, 0].tolist()}
+        assert len(shades) == data.num_examples
+        assert not shades & {*heldout.images[:, 0, 0, 0].tolist()}
+        of = {HOSPITALS[shade] for shade in shades | {*heldout.images[:, 0, 0, 0].tolist()}}
+        assert of == {["9", "10", "east", "north"][client % 4]}
+        held[client] = shades
+    sizes = [len(shades) * several for shades in held.values()]
+    assert sizes[:4] == pytest.approx([4.5, 4.5, 15, 9], abs=1.5)  # what is not held out
+    assert len(set().union(*held.values())) == sum(map(len, held.values()))
+
+
+@pytest.mark.parametrize(
+    ("column", "clients", "message"),
+    [
+        ("hospital", 5, r"has 4 values \(9, 10, east, ...\) for 5 clients; .*num_clients=4 "),
+        ("ward", 4, r"data.partition=column:ward: .* it has image, kind, hospital$"),
+    ],
+)
+def test_a_column_that_cannot_be_the_partition_is_refused(hospitals, column, clients, message):
+    task = digits(f"data.source={hospitals}", f"data.partition=column:{column}", *SMALL)
+    with pytest.raises(ValueError, match=message):
+        task.client_data(Site(0, clients))
+
+
+def test_data_without_columns_have_none_to_be_the_partition():
+    with pytest.raises(ValueError, match=r"data.partition=column:writer: .* has no other columns"):
+        digits("data.partition=column:writer", *SMALL).client_data(Site(0, 2))
+
+
 def test_private_images_take_the_labels_and_the_shape_of_the_run(animals, tmp_path):
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["emu", "cat"])}
     images = [picture(60, "RGB") for _ in range(10)]

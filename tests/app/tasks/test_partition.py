@@ -126,6 +126,22 @@ def test_unlikeness_is_the_share_of_data_to_be_exchanged():
     assert unlikeness({"a": {"x": 3, "y": 1}, "b": {"x": 1, "y": 3}}) == 0.25
 
 
+def test_the_datas_seed_decides_partition_and_order_and_the_runs_seed_the_weights():
+    def found(words: str) -> tuple[Any, ...]:
+        task = digits(*words.split())
+        data = task.client_data(Site(1, 10))
+        weight = next(task.build_model().parameters()).sum().item()
+        return dict(data.description), data.train_batch(3).labels.tolist(), weight
+
+    held, order, weight = found("run.seed=3")
+    assert found("run.seed=3 data.seed=3") == (held, order, weight)
+    assert found("run.seed=4 data.seed=3")[:2] == (held, order)
+    assert found("run.seed=4 data.seed=3")[2] != weight
+    other = found("run.seed=3 data.seed=4")
+    assert other[0] != held
+    assert other[2] == weight
+
+
 IMPOSSIBLE = [
     ("digits simulation.num_clients=4000", "only 1438 images .* 4000 clients; use fewer clients"),
     (f"digits {PATHOLOGICAL} data.classes_per_client=11", "classes_per_client=11"),

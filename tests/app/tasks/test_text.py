@@ -301,6 +301,20 @@ def test_a_column_makes_the_domains(tmp_path):
     assert len(only.train) + len(only.heldout) == 40
 
 
+def test_a_column_that_is_the_partition_gives_each_value_a_client(tmp_path):
+    sites = ["u"] * 40 + ["v"] * 10
+    path = write(tmp_path / "all.jsonl", prose("u") + prose("v", 10), site=sites)
+    source = Source(str(path), column="site")
+    corpus = read(source)
+    dealt = deal(source, "column:site", 2)
+    assert [{corpus.train["domain"][row] for row in share.train} for share in dealt] == [
+        {"u"},
+        {"v"},
+    ]
+    assert sorted(row for share in dealt for row in share.train) == [*range(len(corpus.train))]
+    assert all(corpus.heldout["domain"][row] == "v" for row in dealt[1].heldout)
+
+
 @pytest.mark.parametrize("max_bytes", [2, 101, 1000, 1800, 5000])
 def test_max_bytes_is_the_most_read_of_a_domain(max_bytes, monkeypatch):
     texts = (f"{n} {'é' * 99}" for n in range(9))  # 200 bytes each
@@ -346,6 +360,7 @@ UNUSABLE = [
     ("FOLDER/number.jsonl", {}, "^data.text_field=text: .* holds int, not text$"),
     ("THREE", {"text_field": "body"}, "^data.text_field=body: .* it has text$"),
     ("THREE", {"domain_field": "site"}, "^data.domain_field=site: .* it has text$"),
+    ("THREE", {"column": "site"}, "^data.partition=column:site: .* it has text$"),
     ("THREE", {"domains": ("a", "x")}, r"^data.domains=\['a', 'x'\]: .* 'x'; it has a, b, c$"),
     ("builtin", {"domains": ("x",)}, "^data.domains=.* it has docs, code, docstrings"),
     ("REPOSITORY:de", {}, "^data.source=.*:de: .* no such config, only en, fr"),

@@ -100,7 +100,7 @@ class TextShard:
             self._train,
             seq_len=data.seq_len,
             batch_size=data.batch_size,
-            key=[self._config.run.seed, self._site.partition, step],
+            key=[self._config.data_seed, self._site.partition, step],
         )
 
     def examples(self, numbers: Sequence[int]) -> TextBatch:

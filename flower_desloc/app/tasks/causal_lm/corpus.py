@@ -56,9 +56,10 @@ def read(source: Source) -> Corpus:
     the message names the setting.
     """
     found = domains_of(source)
-    columns = {"domain_field": source.domain_field, "text_field": source.text_field}
+    columns = {**dict([_column_of_domains(source)]), "text_field": source.text_field}
     missing = MissingValues(source, columns)
-    train, heldout = (_by_column if source.domain_field else _by_domain)(source, found, missing)
+    by_column = source.domain_field or source.column
+    train, heldout = (_by_column if by_column else _by_domain)(source, found, missing)
     missing.refuse()
     if (lost := sorted(heldout.keys() - train.keys())) and not source.domains:
         _log.warning(
@@ -70,6 +71,13 @@ def read(source: Source) -> Corpus:
         _dataset({domain: part[0] for domain, part in parts.items()}),
         _dataset({domain: part[1] for domain, part in parts.items()}),
     )
+
+
+def _column_of_domains(source: Source) -> tuple[str, str]:
+    """Return the setting that names the column of the domains, and the column."""
+    if source.column:
+        return "partition", source.column
+    return "domain_field", source.domain_field
 
 
 def _by_domain(
@@ -98,8 +106,8 @@ def _regrouped(
     source: Source, parts: Iterable[Callable[[], Iterable[Row]]], missing: MissingValues
 ) -> Texts:
     rows = chain.from_iterable(part() for part in parts)
-    column = source.domain_field
-    named = ((cell(source, row, "domain_field", column), row) for row in rows)
+    setting, column = _column_of_domains(source)
+    named = ((cell(source, row, setting, column), row) for row in rows)
     return _collect(source, named, source.domains, missing)
 
 
@@ -115,10 +123,11 @@ def _collect(
     """
     texts: Texts = {}
     limit = source.max_bytes or sys.maxsize
+    setting, _ = _column_of_domains(source)
     remaining: dict[str, int] = {}
     for value, row in rows:
         text_value = cell(source, row, "text_field", source.text_field)
-        if missing.found(domain_field=value, text_field=text_value):
+        if missing.found(**{setting: value, "text_field": text_value}):
             continue
         domain = name_of(value)
         encoded = document(source, row).encode()
@@ -211,7 +220,7 @@ def partition_documents(documents: Dataset, rule: PartitionRule, num_clients: in
     domains = documents["domain"][:]
     if rule.name == "by_domain":
         return _deal_domains(shuffled(domains, rule.seed), num_clients)
-    return partition_rows(domains, rule, num_clients)
+    return partition_rows(domains, rule, num_clients, column=domains)
 
 
 def domain_clients(domain: int, num_domains: int, num_clients: int) -> list[int]:

@@ -17,7 +17,7 @@ from flower_desloc.app.tasks.causal_lm.builtin import BUILTIN
 from flower_desloc.app.tasks.empty_files import without_empty
 from flower_desloc.app.tasks.quiet import quiet
 from flower_desloc.app.tasks.retry import retry_network
-from flower_desloc.app.tasks.source import HELDOUT, Source
+from flower_desloc.app.tasks.source import HELDOUT, Source, stated
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _FORMATS = "JSON lines (.jsonl, .json), Parquet (.parquet) or text (.txt), .gz too"
@@ -92,7 +92,7 @@ def cell(source: Source, row: Row, setting: str, column: str) -> object:
     """Return the value in the column that a setting names."""
     if column not in row:
         raise ValueError(
-            f"data.{setting}={column}: {source} has no such column; it has {', '.join(row)}"
+            f"{stated(setting, column)}: {source} has no such column; it has {', '.join(row)}"
         )
     return row[column]
 

@@ -236,7 +236,7 @@ class StreamedShard:
             shares=tuple(self._shares),
             tokenizer=data.tokenizer,
             length=data.seq_len + 1,
-            key=(config.run.seed, site.partition),
+            key=(config.data_seed, site.partition),
         )
         self._sequences = retry_network(source, lambda: PackedSequences(spec))
         self.num_examples = config.run.steps * data.batch_size

@@ -24,6 +24,7 @@ from flower_desloc.app.tasks.partition import (
     ClientRows,
     PartitionRule,
     Rows,
+    deal_by_value,
     fill_empty_clients,
     lend_heldout,
     partition_rows,
@@ -123,7 +124,7 @@ class ImageShard:
             self._train,
             batch_size=self._config.data.batch_size,
             step=step,
-            key=[self._config.run.seed, self._site.partition],
+            key=[self._config.data_seed, self._site.partition],
         )
 
     def examples(self, numbers: Sequence[int]) -> ImageBatch:
@@ -173,8 +174,9 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
     """Return every client's images of a source.
 
     Each training image goes to one client. The held-out images of a label are dealt in the
-    proportions of its training images, so that a client is tested on what it trains on. A client
-    that would get none is given one of each of its labels, which then serve several clients.
+    proportions of its training images, so that a client is tested on what it trains on; those of a
+    column's value go to the clients of that value. A client that would get none is given one of
+    each of its labels, which then serve several clients.
 
     Raises ``ValueError`` if there are more clients than training images, or the rule cannot be
     kept.
@@ -186,10 +188,14 @@ def client_rows(source: Source, rule: PartitionRule, num_clients: int) -> list[C
             f"clients; use {FEWER_CLIENTS}"
         )
     labels, heldout_labels = corpus.train.labels, corpus.heldout.labels
-    train = partition_rows(labels.tolist(), rule, num_clients)
+    column = corpus.train.column
+    train = partition_rows(labels.tolist(), rule, num_clients, column=column)
     if rule.name == "dirichlet":
         fill_empty_clients(train)
-    heldout = _in_proportion(heldout_labels, [labels[rows] for rows in train])
+    if rule.column:
+        heldout = deal_by_value(corpus.heldout.column, rule, num_clients, values=column)
+    else:
+        heldout = _in_proportion(heldout_labels, [labels[rows] for rows in train])
     return lend_heldout(train, heldout, labels.tolist(), heldout_labels.tolist())
 
 

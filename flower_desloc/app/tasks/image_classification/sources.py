@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from flower_desloc.app.config.errors import one_line
 from flower_desloc.app.tasks.caches import cache_error
 from flower_desloc.app.tasks.empty_files import without_empty
-from flower_desloc.app.tasks.missing import MissingValues, name_of
+from flower_desloc.app.tasks.missing import MissingValues, name_of, sorted_names
 from flower_desloc.app.tasks.quiet import quiet
-from flower_desloc.app.tasks.source import HELDOUT, Source
+from flower_desloc.app.tasks.source import HELDOUT, Source, stated
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class LabelledImages:
 
     images: Sequence[StoredImage]
     labels: NDArray[np.int64]
+    column: Sequence[str] = ()
+    """Each image's value in the column of the partition, if there is one."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -65,14 +67,19 @@ def read(source: Source, names: tuple[str, ...] = ()) -> ImageCorpus:
     Raises ``ValueError`` if the source or a column is missing, a label is not among ``names``, or a
     part is empty; the message names the setting.
     """
+    if source.source == "builtin" and source.column:
+        raise ValueError(f"{stated('partition', source.column)}: {source} has no other columns")
     train, heldout = (_digits(), None) if source.source == "builtin" else _stored_parts(source)
-    names = names or train.names or _sorted({*train.labels, *(heldout or train).labels})
+    names = names or train.names or sorted_names({*train.labels, *(heldout or train).labels})
     if heldout is None:
         train, heldout = _split(train, _numbers(source, train, names), source.validation_fraction)
     elif not source.is_private and (unseen := {*heldout.labels} - {*train.labels}):
-        listed = ", ".join(_sorted(unseen))
+        listed = ", ".join(sorted_names(unseen))
         _log.warning("%s: labels of held-out images only, never trained on: %s", source, listed)
-    parts = [LabelledImages(p.images, _numbers(source, p, names)) for p in (train, heldout)]
+    parts = [
+        LabelledImages(part.images, _numbers(source, part, names), part.column)
+        for part in (train, heldout)
+    ]
     for part, what in zip(parts, ("to train on", "held out"), strict=True):
         if not len(part):
             raise ValueError(
@@ -84,10 +91,11 @@ def read(source: Source, names: tuple[str, ...] = ()) -> ImageCorpus:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """One part of a source: images and the names of their labels."""
+    """One part of a source: images, the names of their labels, and the partition's column."""
 
     images: Sequence[StoredImage]
     labels: Sequence[str]
+    column: Sequence[str] = ()
     names: tuple[str, ...] = ()
     """All labels in their order, if the source states it."""
 
@@ -110,7 +118,11 @@ def _split(part: _Stored, labels: NDArray[np.int64], fraction: float) -> tuple[_
         rows = rng.permutation(np.flatnonzero(labels == label))
         held[rows[: round(fraction * len(rows))]] = True
     train, heldout = (
-        _Stored([part.images[row] for row in rows], [part.labels[row] for row in rows])
+        _Stored(
+            [part.images[row] for row in rows],
+            [part.labels[row] for row in rows],
+            [part.column[row] for row in rows] if part.column else (),
+        )
         for rows in (np.flatnonzero(~held).tolist(), np.flatnonzero(held).tolist())
     )
     return train, heldout
@@ -124,12 +136,6 @@ def _numbers(source: Source, part: _Stored, names: tuple[str, ...]) -> NDArray[n
             f"{', '.join(names)}"
         )
     return np.array([number[name] for name in part.labels], dtype=np.int64)
-
-
-def _sorted(names: set[str]) -> tuple[str, ...]:
-    """Return labels in natural order: 2 before 10."""
-    numeric = {name for name in names if name.removeprefix("-").isdecimal()}
-    return (*sorted(numeric, key=lambda name: (int(name), name)), *sorted(names - numeric))
 
 
 def _stored_parts(source: Source) -> tuple[_Stored, _Stored | None]:
@@ -189,33 +195,45 @@ def _read_rows(source: Source, part: Any) -> _Stored:
         raise ValueError(
             f"{source}: the columns of this stream are unknown; set data.streaming=false"
         )
-    image = _column(source, part.features, "image_field", source.image_field, _is_image)
-    label = _column(source, part.features, "label_field", source.label_field, _is_label)
-    part = part.select_columns([image, label])
+    columns = {
+        "image_field": _column(source, part.features, "image_field", source.image_field, _is_image),
+        "label_field": _column(source, part.features, "label_field", source.label_field, _is_label),
+    }
+    if source.column:
+        columns["partition"] = _column(source, part.features, "partition", source.column, _is_label)
+    part = part.select_columns(list(dict.fromkeys(columns.values())))
+    image, label = columns["image_field"], part.features[columns["label_field"]]
     if isinstance(part.features[image], Image):
         part = part.cast_column(image, Image(decode=False))
+    missing = MissingValues(source, columns)
+    found: dict[str, list[Any]] = {setting: [] for setting in columns}
     try:
         with quiet():
-            rows = [(row[image], row[label]) for row in part]
+            for row in part:
+                values = {
+                    setting: _value(part.features[column], row[column])
+                    for setting, column in columns.items()
+                }
+                if not missing.found(**values):
+                    for setting, value in values.items():
+                        found[setting].append(value)
     except Exception as error:
         wrong = ValueError(f"{source}: cannot be read ({one_line(error)})")
         raise cache_error(error, wrong) from error
-    feature = part.features[label]
-    numbered = isinstance(feature, ClassLabel)
-    missing = MissingValues(source, {"image_field": image, "label_field": label})
-    complete = [
-        (each, value)
-        for each, value in rows
-        # Below zero a class label stands for none.
-        if not missing.found(
-            image_field=each, label_field=None if numbered and (value or 0) < 0 else value
-        )
-    ]
     missing.refuse()
-    images, labels = [each for each, _ in complete], [value for _, value in complete]
-    if not numbered:
-        return _Stored(images, [name_of(value) for value in labels])
-    return _Stored(images, [feature.names[number] for number in labels], tuple(feature.names))
+    labels, column = (
+        [name_of(value) for value in found.get(setting, [])]
+        for setting in ("label_field", "partition")
+    )
+    names = tuple(label.names) if isinstance(label, ClassLabel) else ()
+    return _Stored(found["image_field"], labels, column, names)
+
+
+def _value(feature: object, value: Any) -> Any:
+    """Return a value as it is stored, of a class label its name."""
+    if not isinstance(feature, ClassLabel):
+        return value
+    return None if value is None or value < 0 else feature.names[value]  # below zero: none
 
 
 def _column(
@@ -229,7 +247,8 @@ def _column(
     if named:
         if named not in features:
             raise ValueError(
-                f"data.{setting}={named}: {source} has no such column; it has {', '.join(features)}"
+                f"{stated(setting, named)}: {source} has no such column; it has "
+                f"{', '.join(features)}"
             )
         return named
     found = [str(name) for name, feature in features.items() if fits(feature)]
