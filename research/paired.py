@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from scipy import stats
 
 from flower_desloc.app.runs.figures import style
+from flower_desloc.app.runs.paired import Estimate as Estimate
+from flower_desloc.app.runs.paired import differences as differences
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from common import about as about
@@ -31,50 +32,6 @@ SPARE = 100
 """Seeds from here on tune learning rates; they are not in any comparison."""
 
 Run = dict[str, Any]
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds and the reach of its 95 % t-interval, which is infinite for one seed."""
-
-    mean: float
-    reach: float = math.nan
-    seeds: int = 0
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Estimate":
-        values = list(values)
-        n, reach = len(values), math.inf
-        if n > 1:
-            reach = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-        return cls(statistics.fmean(values) if values else math.nan, reach, n)
-
-    @classmethod
-    def above(cls, ours: Mapping[int, float], theirs: Mapping[int, float]) -> "Estimate":
-        """Compare values by seed with those of the same seeds, in per cent."""
-        return cls.of(differences(ours, theirs).values())
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.reach
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.reach
-
-    @property
-    def interval(self) -> str:
-        """The mean, and its interval in brackets."""
-        reach = f" ({self.low:+.2f} to {self.high:+.2f})" if math.isfinite(self.reach) else ""
-        return f"{self.mean:+.2f}{reach}"
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.reach:.2f}"
-
-
-def differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
-    """Return by how many per cent values exceed those of the same seeds."""
-    both = sorted(ours.keys() & theirs.keys())
-    return {seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in both}
 
 
 def spread(values: Sequence[float]) -> str:

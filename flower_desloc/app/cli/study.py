@@ -18,7 +18,7 @@ from flower_desloc.app.study.grid import Study
 from flower_desloc.app.study.results import table, write
 from flower_desloc.app.study.run_study import StudyProgress, run_study
 from flower_desloc.app.study.store import Store
-from flower_desloc.app.study.study_file import read_study
+from flower_desloc.app.study.study_file import read_study, with_view
 from flower_desloc.app.study.workers import WorkerPool, default_jobs
 
 
@@ -32,6 +32,18 @@ def study(
             min=1,
             help="Runs at the same time. By default as many as there are CPU cores and memory for.",
         ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="The metric of tables and figures, such as `accuracy`."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Show the bytes and seconds to a value, such as `accuracy=0.7`."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The axis value with which the others are compared."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs, and which are done; stop.")
@@ -53,7 +65,7 @@ def study(
         if not path.is_file():
             known = listing(STUDIES)
             fail(USAGE, f"{file}: no such study; give the path of a .yaml file, or one of\n{known}")
-        grid = read_study(path, overrides or [])
+        grid = with_view(read_study(path, overrides or []), metric, target, baseline)
         store = Store(output_dir, grid.name)
         if dry_run:
             _print_states(study_state(grid, store), store)

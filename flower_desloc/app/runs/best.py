@@ -1,23 +1,21 @@
 """The best model of a run in ``best/``, and the end of a run that gets no better."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging import INFO
 from math import isfinite
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.runs.folder import RunFolder, read_lines, read_summary, replaced
-from flower_desloc.app.runs.metric import DIRECTIONS, Direction, chooser
+from flower_desloc.app.runs.metric import Named, chooser
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.rounds import RoundHook
 
-_FORM = re.compile(r"(?:(min|max):)?(?:(central|federated)/)?(.+)")
 _ABOUT = "best.json"
 
 
@@ -35,13 +33,11 @@ class Criterion:
     def of(cls, config: Config) -> Self:
         """Return the criterion of a configuration; raises ``ConfigError`` if there is none."""
         stated, evaluation = config.run.keep_best, config.evaluation
-        form = _FORM.fullmatch(stated)
-        assert form, "load refuses an empty text, and any other is a metric's name"
-        direction, where, metric = form.groups()
+        direction, where, metric = Named.of(stated)
         where = where or ("central" if evaluation.central else "federated")
         if not getattr(evaluation, where):
             raise ConfigError(f"run.keep_best={stated}: needs evaluation.{where}=true")
-        better = chooser(cast(Direction | None, direction) or DIRECTIONS.get(metric))
+        better = chooser(direction)
         if better is None:
             raise ConfigError(
                 f"run.keep_best={stated}: whether more or less of {metric} is better is not known; "

@@ -1,11 +1,13 @@
 """Held-out metrics: their order, their text, and which of two values is better."""
 
+import re
 from collections.abc import Callable, Iterable
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, Self, cast
 
 from flower_desloc.app.config import units
 
 Direction = Literal["min", "max"]
+_FORM: Final = re.compile(r"(?:(min|max):)?(?:(central|federated)/)?(.+)")
 
 DIRECTIONS: Final[dict[str, Direction]] = {
     "loss": "min",
@@ -18,6 +20,23 @@ DIRECTIONS: Final[dict[str, Direction]] = {
 OF_LOSS: Final = ("perplexity", "bits_per_byte", "nats_per_byte")
 """Metrics that rank runs as the loss does."""
 _DIAGNOSTICS: Final = ("activation_norm",)
+
+
+class Named(NamedTuple):
+    """A metric as users name it: ``loss``, ``federated/accuracy``, ``max:central/NAME``."""
+
+    direction: Direction | None
+    """Which value is better; None if it is not known."""
+    where: str | None
+    metric: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read a name, which is not empty."""
+        form = _FORM.fullmatch(text)
+        assert form, "any text that is not empty has this form"
+        direction, where, metric = form.groups()
+        return cls(cast(Direction | None, direction) or DIRECTIONS.get(metric), where, metric)
 
 
 def ordered(names: Iterable[str]) -> list[str]:

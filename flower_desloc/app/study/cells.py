@@ -71,8 +71,13 @@ class CellState:
     @property
     def scores(self) -> list[float]:
         """Scores of the seeds that did not diverge."""
-        every = (run.score(self.study.score) for run in self.runs)
-        return [score for score in every if math.isfinite(score)]
+        return [*self.by_seed.values()]
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Scores of the seeds that did not diverge, by seed."""
+        every = {run.seed: run.score(self.study.shown) for run in self.runs}
+        return {seed: score for seed, score in every.items() if math.isfinite(score)}
 
     @property
     def diverged(self) -> int:

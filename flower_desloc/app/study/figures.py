@@ -47,10 +47,10 @@ class _Grid:
 
     def __init__(self, cells: Sequence[CellState]) -> None:
         study, axes = cells[0].study, cells[0].study.axes
-        longest = max(axes, key=lambda axis: len(axes[axis]), default=None)
+        longest = study.compared
         self.cells = cells
         self.name = study.name
-        self.score = study.score
+        self.score = study.shown
         self.seeds = len(study.seeds)
         # Dashed if there are more lines than colours.
         names, colours = axes[longest] if longest else (study.name,), cycle(style.PARTS)
@@ -106,12 +106,13 @@ def _scores(grid: _Grid) -> Figure:
 
 def _sweep(grid: _Grid) -> Figure:
     """Draw the score by tuned value."""
-    what = f"{grid.score.text} over the values tried; filled: the best; crosses on top: diverged"
+    score = grid.cells[0].study.score
+    what = f"{score.text} over the values tried; filled: the best; crosses on top: diverged"
     made, panels = grid.figure(what, 3.3)
     handles = {}
     values = sorted({value for cell in grid.cells for value in cell.tried})
     for panel, cells in panels:
-        low, high = _range([list(cell.tried.values()) for cell in cells.values()], grid.score)
+        low, high = _range([list(cell.tried.values()) for cell in cells.values()], score)
         panel.set_ylim(low, high)
         style.log_axis(panel.xaxis, values[0], values[-1])
         if len(values) <= _MOST_TICKS:
@@ -130,7 +131,7 @@ def _sweep(grid: _Grid) -> Figure:
                 panel.plot(cell.tuned, tried[cell.tuned], "o", color=look["color"], ms=6.5)
         keys = dict.fromkeys(cell.key for cell in cells.values() if cell.key)
         panel.set_xlabel(" / ".join(keys))
-        panel.set_ylabel(grid.score.text)
+        panel.set_ylabel(score.text)
     columns = min(len(handles), max(1, 110 // (max(map(len, handles)) + 7)))
     made.legend(handles=[*handles.values()], loc="outside lower center", ncols=columns,
                 fontsize=style.TEXT_SIZE, labelcolor=style.INK, frameon=False)  # fmt: skip
@@ -178,7 +179,7 @@ def _losses(grid: _Grid, against: str) -> Figure:
 def _band(cell: CellState, against: str) -> tuple[Array, Array, Array] | None:
     """Return x, mean and standard deviation over the seeds that did not diverge."""
     runs = [load(done.folder.path) for done in cell.runs if not done.diverged]
-    table = aligned((_loss(run, cell.study.score) for run in runs), interpolate=True)
+    table = aligned((_loss(run, cell.study.shown) for run in runs), interpolate=True)
     if table.empty:
         return None
     x = table.index.to_numpy()

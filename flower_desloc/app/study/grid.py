@@ -42,6 +42,10 @@ class ScoreSpec:
         """The factor that makes a smaller score the better one."""
         return 1 if self.direction == "min" else -1
 
+    def worst(self, values: Iterable[float]) -> float:
+        """Return the worst of some values."""
+        return max(values, key=lambda value: self.sign * value)
+
     @property
     def text(self) -> str:
         """The score in words."""
@@ -57,6 +61,24 @@ class ScoreSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target:
+    """A value of a metric that a run is to reach."""
+
+    score: ScoreSpec
+    value: float
+
+    @property
+    def text(self) -> str:
+        """The target in words."""
+        return f"{self.score.metric} {self.value:g}"
+
+    def is_met(self, value: float | None) -> bool:
+        """Return whether a value is as good as the target."""
+        sign = self.score.sign
+        return value is not None and sign * value <= sign * self.value
+
+
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """A grid of runs."""
 
@@ -66,6 +88,22 @@ class Study:
     cells: tuple["Cell", ...]
     seeds: tuple[int, ...]
     score: ScoreSpec
+    """What a search compares."""
+    shown: ScoreSpec
+    """What tables and figures compare: the score, or another metric."""
+    baseline: str = ""
+    """The label of an axis that the others are compared with; empty without an axis."""
+    target: Target | None = None
+
+    @property
+    def compared(self) -> str | None:
+        """The axis whose values are compared: the longest, of several the last."""
+        return max(reversed(self.axes), key=lambda axis: len(self.axes[axis]), default=None)
+
+    def baseline_of(self, cell: "Cell") -> Mapping[str, str]:
+        """Return the labels of the cell that ``cell`` is compared with."""
+        axis = next((axis for axis in self.axes if self.baseline in self.axes[axis]), None)
+        return {**cell.labels, axis: self.baseline} if axis else {}
 
 
 @dataclass(frozen=True, kw_only=True)

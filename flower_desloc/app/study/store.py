@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypedDict
 from flower_desloc.app.config import ConfigError, parse
 from flower_desloc.app.runs.folder import RunFolder, evaluations, locked, read_lines
 from flower_desloc.app.runs.metric import ordered
-from flower_desloc.app.study.grid import ScoreSpec, StudyRun, with_run
+from flower_desloc.app.study.grid import ScoreSpec, StudyRun, Target, with_run
 
 OUTCOME: Final = "outcome.json"
 """File in a run's folder: how the run ended, and its configuration."""
@@ -45,6 +45,32 @@ class FinishedRun:
     def diverged(self) -> bool:
         """True if training diverged."""
         return self.outcome["status"] == "diverged"
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.summary["config"]["seed"])
+
+    def of_clients(self, metric: str) -> list[float]:
+        """Return the last value of a metric on each client's own data, where it is finite."""
+        seen = evaluations(read_lines(self.folder.metrics), "federated")
+        parts = seen[-1][1]["parts"].values() if seen else ()
+        return [each[metric] for each in parts if each.get(metric) is not None]
+
+    def until(self, target: Target) -> tuple[float, float] | None:
+        """Return the bytes that a client sent, and the seconds, until the target was reached.
+
+        Seconds are without evaluations. None if it never was.
+        """
+        sent = seconds = 0.0
+        for line in read_lines(self.folder.metrics):
+            sent += sum(line["bytes_up"].values())
+            split = line["seconds_split"]
+            seconds += split["total"] - split["evaluation"]
+            evaluation = line["evaluation"].get(target.score.where, {}).get("overall", {})
+            if target.is_met(evaluation.get(target.score.metric)):
+                return sent / max(1, self.summary["clients"]), seconds
+        return None
 
     def score(self, spec: ScoreSpec) -> float:
         """Return the run's score; infinite, for the worst, if it diverged or is not finite.

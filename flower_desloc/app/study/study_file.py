@@ -14,9 +14,9 @@ from flower_desloc.app.config.errors import one_line, suggestion
 from flower_desloc.app.config.overrides import override, split
 from flower_desloc.app.config.paths import absolute_paths
 from flower_desloc.app.runs.groups import flat
-from flower_desloc.app.runs.metric import DIRECTIONS
+from flower_desloc.app.runs.metric import DIRECTIONS, Named
 from flower_desloc.app.setup.build import check_streams
-from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, load_once
+from flower_desloc.app.study.grid import Cell, ScoreSpec, Study, Target, load_once
 from flower_desloc.app.study.search import Search
 
 _STUDY: Final = ("name", "base", "axes", "seeds", "sweep", "score")
@@ -45,6 +45,47 @@ def read_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
         return _study(path, overrides)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def with_view(
+    study: Study, metric: str | None = None, target: str | None = None, baseline: str | None = None
+) -> Study:
+    """Return the study with another metric, target or baseline in its tables; nothing is rerun.
+
+    ``metric`` is a metric's name as in ``run.keep_best``, ``target`` such a name and ``=VALUE``,
+    ``baseline`` a label of an axis. Raises ``ConfigError`` for one that cannot be.
+    """
+    if metric is not None:
+        study = replace(study, shown=_named_score(study, "--metric", metric))
+    if target is not None:
+        name, equals, value = target.rpartition("=")
+        try:
+            goal = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise ConfigError(f"--target {target}: a metric and its value, as in accuracy=0.7")
+        score = _named_score(study, "--target", name)
+        study = replace(study, target=Target(score=score, value=goal))
+    if baseline is not None:
+        labels = [label for labels in study.axes.values() for label in labels]
+        if baseline not in labels:
+            raise ConfigError(f"--baseline {baseline}: must be one of {', '.join(labels)}")
+        study = replace(study, baseline=baseline)
+    return study
+
+
+def _named_score(study: Study, option: str, text: str) -> ScoreSpec:
+    if not text:
+        raise ConfigError(f"{option}: name a metric, such as accuracy")
+    direction, where, metric = Named.of(text)
+    if direction is None:
+        raise ConfigError(
+            f"{option} {text}: a metric of your own; name it max:{metric} or min:{metric}, by "
+            "which value is better"
+        )
+    where = where or (study.score.where if study.score.where != "train" else "central")
+    return replace(study.score, metric=metric, direction=direction, where=where)
 
 
 def _study(path: Path, overrides: Sequence[str]) -> Study:
@@ -76,13 +117,15 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
         evaluation = load_once(cell.config, cell.overrides).evaluation
         if score.where != "train" and not getattr(evaluation, score.where):
             raise ConfigError(f"score.where={score.where}: but evaluation.{score.where}=false")
-    return Study(
+    study = Study(
         name=name,
         axes={axis: tuple(labels) for axis, labels in axes.items()},
         cells=tuple(_with_common_anchors(cells)),
         seeds=seeds,
         score=score,
+        shown=score,
     )
+    return replace(study, baseline=study.axes[study.compared][0] if study.compared else "")
 
 
 def _read(path: Path) -> Any:

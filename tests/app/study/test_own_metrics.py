@@ -22,6 +22,7 @@ from flower_desloc.app.runs.report.tables import comparison, tiles
 from flower_desloc.app.runs.time_model import DEFAULT_LINK
 from flower_desloc.app.study.figures import _Grid
 from flower_desloc.app.study.results import table, write
+from flower_desloc.app.study.study_file import with_view
 from flower_desloc.app.study.workers import run_to_end
 from flower_desloc.flower.arrays import plain_numbers
 from flower_desloc.flower.failures import FederationError
@@ -174,6 +175,18 @@ def test_a_study_scores_by_any_metric(tmp_path, mine):
     written = json.loads((store.path / "results.json").read_text())["cells"]
     assert [cell["worst_client"] for cell in written] == worst
     assert {*_Grid(rows).panels} == {"alpha 1"}
+
+    # Another metric, of the clients: the same runs.
+    seen = results(with_view(made, "min:federated/error_rate", "accuracy=0"), store)
+    headings, cells = table(seen)
+    assert headings[2] == "smallest held-out error_rate on the clients"
+    for row, line in zip(seen, cells, strict=True):
+        lines = map(json.loads, row.runs[0].folder.metrics.read_text().splitlines())
+        [*every] = (line["evaluation"]["federated"] for line in lines)
+        assert row.scores == [min(each["overall"]["error_rate"] for each in every)]
+        clients = [client["error_rate"] for client in every[-1]["parts"].values()]
+        assert line[headings.index("spread of clients")] == f"{np.std(clients):.4f}"
+        assert line[headings.index("bytes to accuracy 0")] == "0 B"
 
 
 def test_a_metric_whose_direction_is_not_known_needs_one(tmp_path, mine):

@@ -1,5 +1,6 @@
 """Studies: the grid, the search, the results, and that finished runs are not repeated."""
 
+import csv
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from scripts import ROOT
 from tiny import TINY
 
 from flower_desloc.app.config import ConfigError, dump, load
+from flower_desloc.app.config.units import bytes_text
 from flower_desloc.app.runs import RunFolder
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.runs.recorder import to_line
@@ -32,11 +34,11 @@ from flower_desloc.app.runs.summary import build
 from flower_desloc.app.study.cells import counts, study_state
 from flower_desloc.app.study.figures import draw
 from flower_desloc.app.study.grid import code_once, config_digest, files_once, with_run
-from flower_desloc.app.study.results import markdown, table, write
+from flower_desloc.app.study.results import _objects, latex, markdown, table, write
 from flower_desloc.app.study.run_study import run_study
 from flower_desloc.app.study.search import best, is_bracketed, untried
 from flower_desloc.app.study.store import OUTCOME, Store
-from flower_desloc.app.study.study_file import read_study
+from flower_desloc.app.study.study_file import read_study, with_view
 from flower_desloc.app.study.workers import WorkerPool, run_to_end
 from flower_desloc.flower.fingerprint import fingerprint
 from flower_desloc.flower.observer import EvaluationRecord
@@ -278,19 +280,31 @@ sweep: {key: optimizer.lr, max_runs: 5}
         assert row.spread.std == pytest.approx(np.std(scores, ddof=1), rel=1e-12)
     headings, lines = table(rows)
     assert headings == [
-        "method", "data", "tuned", "final held-out loss", "seeds", "sent by a client",
-        "Local Adam sends", "DDP sends", "time",
+        "method", "data", "tuned", "final held-out loss", "difference to DES-LOC", "seeds",
+        "sent by a client", "Local Adam sends", "DDP sends", "time",
     ]  # fmt: skip
+    columns = [dict(zip(headings, line, strict=True)) for line in lines]
     # Of 48 steps: params 12 times, exp_avg 4, exp_avg_sq 2, of 275.2 kB each.
     assert lines[0] == [
         "DES-LOC", "IID", "lr 0.00297",
-        f"{rows[0].spread.mean:.4f} ± {rows[0].spread.std:.4f}", "3", "5.0 MB",
+        f"{rows[0].spread.mean:.4f} ± {rows[0].spread.std:.4f}", "-", "3", "5.0 MB",
         "2.00 times", "2.67 times", "0:52",
     ]  # fmt: skip
-    assert lines[2][5:7] == ["9.9 MB", "1.00 times"]
-    assert lines[4][2:] == ["lr: all diverged", "-", "0", "-", "-", "-", "-"]
+    assert (columns[2]["sent by a client"], columns[2]["Local Adam sends"]) == (
+        "9.9 MB",
+        "1.00 times",
+    )
+    gaps = np.array(rows[2].scores) - np.array(rows[0].scores)
+    reach = 4.302652729911275 * np.std(gaps, ddof=1) / 3**0.5  # Student's t with two degrees
+    low, high = (f"{np.mean(gaps) + sign * reach:+.4f}" for sign in (-1, 1))
+    assert columns[2]["difference to DES-LOC"] == f"{np.mean(gaps):+.4f} ({low} to {high})"
+    assert lines[4][2:] == ["lr: all diverged", "-", "-", "0", "-", "-", "-", "-"]
     assert markdown(rows).count("\n") == 1 + len(rows)
     write(rows, store.path)
+    assert (store.path / "table.md").read_text() == markdown(rows) + "\n"
+    with (store.path / "table.csv").open(newline="") as file:
+        found = [*csv.DictReader(file)]
+    assert float(found[2]["difference_low"]) == pytest.approx(np.mean(gaps) - reach)
     cells = json.loads((store.path / "results.json").read_text())["cells"]
     assert [cell["std"] for cell in cells] == [row.spread.std for row in rows]
     tried = [f"{made.cells[4].search.value(position):g}" for position in range(-3, 2)]
@@ -298,6 +312,60 @@ sweep: {key: optimizer.lr, max_runs: 5}
     assert {path.stem for path in draw(rows, store.path)} == {
         "scores", "sweep", "loss_by_step", "loss_by_bytes"
     }  # fmt: skip
+
+
+def test_tables_show_what_a_target_took_and_the_difference_to_any_baseline(tmp_path):
+    text = """
+base: [run.steps=8, "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2"]
+axes:
+  method: {A_1: [], B & C: ["sync.exp_avg=4", "sync.exp_avg_sq=4"]}
+  data: {IID: [data.partition=iid], by domain: [data.partition=by_domain]}
+seeds: [0, 1]
+"""
+    made, store = study(tmp_path, text)
+    for cell in made.cells:
+        for seed in made.seeds:
+            leave(store, cell.run(seed), 1.0 + seed)  # plus the steps that are left
+    assert (made.compared, made.baseline) == ("data", "IID")
+    rows = results(with_view(made, target="loss=3.5", baseline="B & C"), store)
+    headings, lines = table(rows)
+    columns = [dict(zip(headings, line, strict=True)) for line in lines]
+    assert [each["difference to B & C"] for each in columns] == [
+        "+0.0000 (+0.0000 to +0.0000)", "+0.0000 (+0.0000 to +0.0000)", "-", "-"
+    ]  # fmt: skip
+    windows = [*read_lines(rows[0].runs[0].folder.metrics)]
+    # Seed 0 is at 3 after step 6, seed 1 at 2 after step 8.
+    until = [[line for line in windows if line["step"] <= step] for step in (6, 8)]
+    sent = [sum(sum(line["bytes_up"].values()) for line in part) / 2 for part in until]
+    took = [
+        sum(s["total"] - s["evaluation"] for line in part if (s := line["seconds_split"]))
+        for part in until
+    ]
+    written = json.loads(json.dumps(_objects(rows)))[0]
+    assert written["bytes_to_target"] == pytest.approx(np.mean(sent))
+    assert written["seconds_to_target"] == pytest.approx(np.mean(took))
+    assert columns[0]["bytes to loss 3.5"] == bytes_text(np.mean(sent))
+    one = results(with_view(made, target="loss=1.5"), store)
+    assert table(one)[1][0][-2].endswith(" (1 of 2)")
+    assert table(results(with_view(made, target="loss=0.5"), store))[1][0][-2] == "-"
+    assert r"B \& C" in latex(rows)
+    assert r"A\_1" in latex(rows)
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        ({"metric": "f1"}, "--metric f1: .* name it max:f1 or min:f1"),
+        ({"target": "accuracy"}, "--target accuracy: a metric and its value"),
+        ({"target": "accuracy=high"}, "--target accuracy=high: a metric and its value"),
+        ({"target": "=1"}, "--target =1: a metric and its value"),
+        ({"metric": ""}, "--metric: name a metric"),
+        ({"baseline": "Local"}, "--baseline Local: must be one of DES-LOC, Local Adam"),
+    ],
+)
+def test_a_view_that_cannot_be_is_refused(view, message):
+    with pytest.raises(ConfigError, match=message):
+        with_view(read_study(MINIATURE), **view)
 
 
 def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
@@ -572,6 +640,10 @@ def test_a_complete_study_is_only_redrawn(tmp_path, monkeypatch):
     assert [cell["local_adam_ratio"] for cell in cells] == [2.0, 1.0]
     (folder / "scores.png").unlink()
     output, same_files = made()
+    # The page has this table.
+    shown = (ROOT / "docs" / "how-to" / "compare.md").read_text()
+    for line in output.splitlines()[-5:-1]:
+        assert re.sub(r"\d:\d\d$", "", line) in shown
     assert same_files == files
     assert (folder / "scores.png").exists()
     assert "1/2" not in output
