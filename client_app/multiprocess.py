@@ -74,6 +74,8 @@ def _check(config: Config, parallelism: Parallelism) -> None:
     data = config.data
     if config.strategy != "desloc":
         raise ValueError(f"strategy={config.strategy} is for clients of one process")
+    if any(named.endswith(":Scaffold") for named in config.optimizer.names):
+        raise ValueError(f"optimizer.name={config.optimizer.name} is for clients of one process")
     if data.batch_size < parallelism.processes:
         raise ValueError(
             f"data.batch_size={data.batch_size} is too small for "

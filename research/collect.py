@@ -38,7 +38,13 @@ PERIOD = 16
 """K_x of that Local run."""
 LADDER = "ladder_"
 """How the names of the ladder's studies start."""
-FLOWERS = {"fedavg": "FedAvg (Flower)", "fedadam": "FedAdam (Flower)"}
+FLOWERS = {
+    strategy: f"{name} (Flower)"
+    for strategy, name in {
+        "fedavg": "FedAvg", "fedavgm": "FedAvgM", "fedprox": "FedProx", "fedadam": "FedAdam",
+        "fedyogi": "FedYogi",
+    }.items()
+}  # fmt: skip
 FORMATS = {
     ("int8", "int4", "int8"): "lean",
     ("int8", "int8", "int8"): "8 bits",
@@ -97,7 +103,7 @@ def read_run(folder: Path) -> Run | None:
         "period": PERIOD if at_other_periods else config["sync"].get("params", PERIOD),
         "sync": config["sync"],
         "sync_once_at": config["sync_once_at"],
-        "rate": config["fedadam" if config["strategy"] == "fedadam" else "optimizer"]["lr"],
+        "rate": (config.get("strategy_options") or {}).get("eta") or config["optimizer"]["lr"],
         "status": outcome["status"],
         "seconds": round(outcome["seconds"], 1),
         "date": date.fromtimestamp((folder / "outcome.json").stat().st_mtime).isoformat(),

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
 from flower_desloc.app.config import Config, ConfigError, dump, load_run_config
@@ -23,6 +21,7 @@ from flower_desloc.app.runs.resume import to_resume
 from flower_desloc.app.runs.roster import Governed, Roster
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.build import (
+    build_flower_strategy,
     build_optimizer,
     build_outer,
     build_schedule,
@@ -198,13 +197,8 @@ def _strategy(
             options |= {"outer": outer, "formats": config.wire, "kinds": stream_kinds(config)}
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
             return DesLoc(schedule, steps, **options, **saved)
-        case "fedavg":  # Flower's own strategies cannot resume
-            return FlowerStrategy(FedAvg, schedule, steps, **options)
-        case "fedadam":
-            f = config.fedadam
-            make = partial(FedAdam, eta=f.lr, tau=f.tau)
-            return FlowerStrategy(make, schedule, steps, **options)
-    raise AssertionError(config.strategy)
+    # Flower's own strategies cannot resume.
+    return FlowerStrategy(build_flower_strategy(config), schedule, steps, **options)
 
 
 def _with_local_buffers(config: Config, streams: Container[str]) -> Config:

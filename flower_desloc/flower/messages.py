@@ -30,6 +30,8 @@ TENSOR_NAMES = ("trained", "buffers", "untrained", "other-tensors")
 """Lists of tensors' names in the reply to the greeting (``model_names``)."""
 STATE_NEW = "state-new"
 TOTALS = "totals/"  # prefix of totals among the metrics of an evaluation
+PROXIMAL_MU = "proximal-mu"
+"""FedProx's mu, under Flower's name, in the config of a request."""
 HELLO = "query.hello"
 ARE_YOU_THERE = "query.there"
 GOODBYE = "query.goodbye"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flower_desloc.core.averaging import distance
+from flower_desloc.core.proximal import proximal
 from flower_desloc.core.schedule import BUFFERS, GRADIENTS, PARAMS
 from flower_desloc.core.states import seed_states
 from flower_desloc.core.streams import check_finite
@@ -27,6 +28,7 @@ from flower_desloc.flower.ahead import FirstSteps, StepsAhead
 from flower_desloc.flower.client_state import ClientState, StateFiles
 from flower_desloc.flower.coding import encoded
 from flower_desloc.flower.messages import (
+    PROXIMAL_MU,
     STATE_LOST,
     STATE_NEW,
     TOTALS,
@@ -168,6 +170,10 @@ def open_window(
         window.step, window.measured = merge_at, done.steps
         window.events = [(step, act) for step, act in window.events if step >= merge_at]
 
+    if worker.loss_at is not own_loop and (mu := request.config.get(PROXIMAL_MU)):
+        # A loop of the user's own adds the term itself, as Flower's FedProx asks.
+        window.worker = proximal(worker, float(mu))
+
     # The local steps.
     try:
         yield window
@@ -195,7 +201,7 @@ def open_window(
 
     def again(step: int) -> StepMetrics:
         worker.put(start.streams)
-        return worker.steps(step, step + 1, window.origin)
+        return window.worker.steps(step, step + 1, window.origin)
 
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
     retry = None if worker.loss_at is own_loop else again

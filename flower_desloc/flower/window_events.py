@@ -1,7 +1,7 @@
 """What happens to a client's streams between its local steps: a list of steps and actions.
 
 A window has no event unless a client joins at a later step, a moment was averaged and is bounded,
-or an average comes late.
+an average comes late, or the optimizer has a method ``begin_window``.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -42,6 +42,8 @@ def window_events(
         yield begin, partial(_join, worker, request, start, seed)
     elif request.bound and any(map(starts_at_zero, start.averaged)):
         yield begin, partial(_bound, worker, start.streams, start.averaged)
+    if begin_window := getattr(worker.optimizer, "begin_window", None):  # SCAFFOLD
+        yield begin, partial(begin_window, begin)
     if start.late_averages:
         yield begin + request.before_merge, partial(_merge, worker, request, start)
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,23 @@ from federation import (
     trained,
 )
 from flower_path import Run
-from flwr.serverapp.strategy import FedAdam, FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 from reference import E, Tree, each
 from tiny import TINY, summary, train
 from torch import nn
 
 from flower_desloc import DataParallel, OuterOptimizer, SyncSchedule
-from flower_desloc.app.config import ConfigError, load
+from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.runs.folder import read_lines
-from flower_desloc.app.setup.build import check_streams
+from flower_desloc.app.setup.build import build_flower_strategy, check_streams
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.flower.baselines.flower_strategies import FlowerStrategy
+from flower_desloc.flower.baselines.flower_strategies import STRATEGIES, FlowerStrategy
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.policy import Policy
+from flower_desloc.optim import SGDM
 
 ADAM = OPTIMIZERS["adam"]
+SGD = replace(OPTIMIZERS["sgdm"], make=lambda p: SGDM(p, lr=OPTIMIZERS["sgdm"].lr, momentum=0.0))
 WINDOWS = [range(0, 4), range(4, 8), range(8, 12), range(12, 14)]
 
 
@@ -104,6 +106,53 @@ def test_fedadam_is_adam_on_the_server_along_the_clients_mean_movement(tmp_path)
         x = {key: x[key] + lr * u[key] / (v[key].sqrt() + 1e-2) for key in x}
     make = partial(FedAdam, eta=0.05, beta_1=0.8, beta_2=0.9, tau=1e-2)
     assert_close(flower(federated(tmp_path), make), x)
+
+
+def test_fedyogi_is_yogi_on_the_server_along_the_clients_mean_movement(tmp_path):
+    x = initial(Quadratic())
+    u = v = each(torch.zeros_like, x)
+    for window in WINDOWS:
+        moved = each(torch.sub, E(after_a_window(x, window)), x)
+        u = each(lambda u, d: 0.8 * u + 0.2 * d, u, moved)
+        v = each(lambda v, d: v - 0.1 * d**2 * (v - d**2).sign(), v, moved)
+        x = {key: x[key] + 0.05 * u[key] / (v[key].sqrt() + 1e-2) for key in x}
+    make = partial(FedYogi, eta=0.05, beta_1=0.8, beta_2=0.9, tau=1e-2)
+    assert_close(flower(federated(tmp_path), make), x)
+
+
+def test_fedavgm_is_heavy_ball_on_the_server_along_the_clients_mean_movement(tmp_path):
+    x = initial(Quadratic())
+    velocity = each(torch.zeros_like, x)
+    for window in WINDOWS:
+        moved = each(torch.sub, E(after_a_window(x, window)), x)
+        velocity = each(lambda v, d: 0.7 * v + d, velocity, moved)
+        x = {key: x[key] + 0.5 * velocity[key] for key in x}
+    make = partial(FedAvgM, server_learning_rate=0.5, server_momentum=0.7)
+    assert_close(flower(federated(tmp_path), make), x)
+
+
+def test_fedprox_holds_clients_near_the_parameters_that_they_start_a_window_from(tmp_path):
+    """Its gradient is that of the client's loss plus mu (x - x_0)."""
+    mu, problem, x = 0.7, Quadratic(), initial(Quadratic())
+    for window in WINDOWS:
+        clients = []
+        for m in range(3):
+            module = problem.module()
+            with torch.no_grad():
+                for key, p in module.named_parameters():
+                    p.copy_(x[key])
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+            for t in window:
+                optimizer.zero_grad()
+                problem.loss(module, m, t).backward()
+                optimizer.param_groups[0]["lr"] = SGD.lr * falling(t)
+                for key, p in module.named_parameters():
+                    p.grad += mu * (p.detach() - x[key])
+                optimizer.step()
+            clients.append({key: p.detach().clone() for key, p in module.named_parameters()})
+        x = E(clients)
+    run = federated(tmp_path, SGD)
+    assert_close(flower(run, partial(FedProx, proximal_mu=mu)), x)
 
 
 def test_neither_the_order_of_the_nodes_nor_flowers_sampling_changes_a_bit(tmp_path):
@@ -191,10 +240,13 @@ def test_a_run_sends_the_parameters_in_every_round_and_records_it_as_desloc_does
 # ---------------------------------------------------------------------------------------- Settings
 
 
-def test_the_defaults_of_fedadam_are_flowers():
-    own, flowers = load("fedadam").fedadam, FedAdam()
-    assert type(own)().lr == flowers.eta
-    assert type(own)().tau == flowers.tau
+def test_every_strategy_of_flowers_is_a_word_of_the_configuration():
+    [field] = (field for field in fields(Config) if field.name == "strategy")
+    assert field.metadata["words"] == ("desloc", *STRATEGIES)
+    for name in STRATEGIES:
+        config = load(name)
+        assert config.strategy == name
+        assert type(build_flower_strategy(config)()) is STRATEGIES[name]
 
 
 @pytest.mark.parametrize("preset", ["fedavg", "fedadam"])
@@ -212,16 +264,18 @@ def test_the_presets_take_any_optimizer(preset, optimizer):
         ("fedavg", "sync_once_at=[4]", ["sync_once_at=[4]", "strategy=desloc"]),
         ("fedavg", "sync_phase.exp_avg=1", ["only strategy=desloc", "set sync_phase={}"]),
         ("fedavg", "outer.name=sgd", ["outer.name=sgd", "outer.name=none"]),
-        ("fedavg", "strategy=fedprox", ["strategy=fedprox", "desloc, fedavg, fedadam"]),
-        ("fedadam", "fedadam.lr=-1", ["fedadam.lr=-1.0", "at least 0"]),
-        ("fedadam", "fedadam.tau=0", ["fedadam.tau=0.0", "at least"]),
-        ("fedadam", "fedadam.betas=[0.9,1]", ["fedadam.betas", "lr, tau"]),
-        ("fedadam", "fedadam.eta=1", ["fedadam.eta", "lr, tau"]),
+        ("fedavg", "strategy=fednova", ["strategy=fednova", "desloc, fedavg, fedavgm"]),
+        ("quickstart", "strategy_options.eta=1", ["Flower's own", "set strategy_options={}"]),
+        ("fedavg", "strategy_options.eta=1", ["options.eta: FedAvg has", "it has none"]),
+        ("fedadam", "strategy_options.eta=-1", ["strategy_options.eta=-1", "at least 0"]),
+        ("fedadam", "strategy_options.tau=small", ["strategy_options.tau=small", "a number"]),
+        ("fedadam", "strategy_options.lr=1", ["FedAdam has no", "beta_1, beta_2, eta, tau"]),
+        ("fedprox", "strategy_options.mu=1", ["FedProx has no", "it has proximal_mu"]),
     ],
 )
 def test_settings_that_flowers_strategies_lack_are_refused_in_one_line(preset, override, parts):
     with pytest.raises(ConfigError) as error:
-        load(preset, override)
+        check_streams(load(preset, override))
     message = str(error.value)
     assert "\n" not in message
     assert not [part for part in parts if part not in message], message

@@ -366,6 +366,11 @@ def _wire(config: Config) -> Iterator[str]:
 def _strategy(config: Config) -> Iterator[str]:
     """Yield what Flower's own strategies cannot do."""
     if config.strategy == "desloc":
+        if config.strategy_options:
+            yield (
+                f"strategy_options={config.strategy_options}: they are for Flower's own "
+                "strategies; set strategy_options={}"
+            )
         return
     if GRADIENTS in config.sync:
         yield f"sync.gradients=1: strategy={config.strategy} cannot do it; set strategy=desloc"

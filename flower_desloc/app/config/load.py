@@ -21,6 +21,7 @@ _EXTENDS = "extends"
 _SYNC = "sync"
 _AVERAGES = (
     "sync", "sync_mode", "sync_phase", "sync_once_at", "sync_delay", "sync_bound", "wire", "outer",
+    "strategy_options",
 )  # fmt: skip
 """Sections and settings of averages that data parallelism does not make."""
 

@@ -234,16 +234,6 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdam:
-    """The server's step under `strategy: fedadam`; the defaults are Flower's."""
-
-    lr: float = bounded(0.1, 0)
-    """Learning rate, Flower's eta."""
-    tau: float = bounded(1e-3, 1e-12)
-    """Stability term."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """The learning rate as a function of the global step."""
 
@@ -307,9 +297,12 @@ class Config:
     `module:Class`."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Settings of a task of your own, under any names."""
-    strategy: str = one_of("desloc", "fedavg", "fedadam")
-    """`desloc`, or Flower's own `fedavg` or `fedadam`: every sync.params local steps parameters are
-    averaged and clients start new optimizers; sync then holds params only."""
+    strategy: str = one_of("desloc", "fedavg", "fedavgm", "fedprox", "fedadam", "fedyogi")
+    """`desloc`, or Flower's own `fedavg`, `fedavgm`, `fedprox`, `fedadam`, `fedyogi`: every
+    sync.params local steps parameters are averaged and clients start new optimizers; sync then
+    holds params only."""
+    strategy_options: dict[str, Any] = field(default_factory=dict)
+    """Settings of Flower's strategy, under Flower's names and with its defaults."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -336,7 +329,6 @@ class Config:
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8`, `int4`, `int2` in
     blocks with a scale each."""
     outer: Outer = field(default_factory=Outer)
-    fedadam: FedAdam = field(default_factory=FedAdam)
     federation: Policy = field(default_factory=Policy)
     privacy: Privacy = field(default_factory=Privacy)
     simulation: Simulation = field(default_factory=Simulation)

@@ -1,8 +1,9 @@
 """Build the algorithm's objects from the configuration."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -197,6 +198,8 @@ def check_streams(config: Config) -> None:
     Also if an import path in the configuration cannot be imported. No model is built; if the
     states of an optimizer depend on the shape of a tensor, some streams are known in the run only.
     """
+    if config.strategy != "desloc":
+        build_flower_strategy(config)
     if is_path(config.task):  # the project's own take seconds to import
         find_task(config)
     always, sometimes = _known_streams(config)
@@ -224,6 +227,27 @@ def require_periods(config: Config, streams: list[str]) -> None:
         build_schedule(config, streams).require(streams, config.optimizer.title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def build_flower_strategy(config: Config) -> Callable[..., Any]:
+    """Return what makes the strategy of Flower's that the configuration names.
+
+    Raises ``ConfigError`` for a setting that it does not have.
+    """
+    # Imported here: it takes a second.
+    from flower_desloc.flower.baselines.flower_strategies import STRATEGIES, options_of
+
+    make, options = STRATEGIES[config.strategy], config.strategy_options
+    for key, value in options.items():
+        stated, known = f"strategy_options.{key}", options_of(make)
+        if key not in known:
+            raise ConfigError(
+                f"{stated}: {make.__name__} has no such setting{suggestion(key, known)}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{stated}={value}: must be a number, at least 0 and finite")
+    return partial(make, **options)
 
 
 @contextmanager

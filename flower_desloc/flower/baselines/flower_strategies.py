@@ -6,13 +6,14 @@ after each average of the parameters: an optimizer that is new in every round.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
@@ -24,11 +25,27 @@ from flower_desloc.flower.failures import DivergedError
 from flower_desloc.flower.messages import CONFIG
 from flower_desloc.flower.strategy import DesLoc
 
+STRATEGIES: Final[Mapping[str, type[FedAvg]]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedprox": FedProx,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+}
+"""Flower's strategies, by the name that a configuration gives them."""
 _WEIGHT = "weight"
+
+
+def options_of(strategy: type[FedAvg]) -> list[str]:
+    """Return the names of a strategy's own settings, which are numbers."""
+    known = signature(strategy).parameters.keys() - signature(FedAvg).parameters.keys()
+    return sorted(known - {"eta_l"})  # the clients' rate, which Flower does not use
 
 
 class FlowerStrategy(DesLoc):
     """Run one of Flower's strategies, such as FedAvg or FedAdam.
+
+    FedProx's term is in the clients' loss (``core.proximal``).
 
     Parameters
     ----------
@@ -60,7 +77,7 @@ class FlowerStrategy(DesLoc):
         if BUFFERS in {*schedule.periods, *(states or {})}:
             raise ValueError(
                 "the model has buffers (such as BatchNorm's statistics), which the rounds of "
-                "strategy=fedavg and fedadam do not carry; set strategy=desloc"
+                "Flower's own strategies do not carry; set strategy=desloc"
             )
         super().__init__(schedule, num_steps, states=states, **options)
         if self.policy.average != "mean":
@@ -99,8 +116,8 @@ class FlowerStrategy(DesLoc):
         for key, tensor in self.state.templates[PARAMS].items():
             if tensor.dtype == torch.bfloat16:
                 raise ValueError(
-                    f"{key!r} is of type {tensor.dtype}, which NumPy does not have, and strategy="
-                    "fedavg and fedadam average NumPy arrays; set strategy=desloc, or a model in "
+                    f"{key!r} is of type {tensor.dtype}, which NumPy does not have, and Flower's "
+                    "own strategies average NumPy arrays; set strategy=desloc, or a model in "
                     "float32"
                 )
 

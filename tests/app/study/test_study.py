@@ -510,7 +510,7 @@ axes:
     DDP: {config: ddp}
     DiLoCo: {config: diloco, overrides: [outer.lr=1e30, sync.params=2]}
     FedAvg: {config: fedavg}
-    FedAdam: {config: fedadam, overrides: [optimizer.lr=0.01, fedadam.lr=1e39]}
+    FedAdam: {config: fedadam, overrides: [optimizer.lr=0.01, strategy_options.eta=1e39]}
     going on: {overrides: [federation.on_failure=continue, federation.repeats=0]}
 """
     made, store = study(tmp_path, text, SHORT)
