@@ -20,6 +20,7 @@ import leanest
 import paper
 import theorem
 import unequal_speeds
+import unlike
 from paired import RESEARCH, ROOT, TABLES, Draw, write_between
 
 sys.path.append(str(RESEARCH / "thin_links"))
@@ -32,6 +33,7 @@ CSV: dict[str, Draw] = {
     **{study.__name__: study.table for study in (*SMALL, unequal_speeds)},
     "unequal_speeds_sooner": unequal_speeds.sooner,
     **theorem.TABLES,
+    **unlike.TABLES,
     **report.TABLES,
 }
 """The tables of research/tables."""
@@ -49,6 +51,7 @@ FIGURES: dict[str, Callable[[], None]] = {
     "thin_links": partial(report.picture, "cells"),
     **{m.__name__: m.picture for m in (doubling, late_averages, leanest)},
     "unequal_speeds": unequal_speeds.picture,
+    **unlike.FIGURES,
 }
 
 

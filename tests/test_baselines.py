@@ -202,7 +202,7 @@ def scaffold(problem: Quadratic, lr: float, k: int, steps: int, clients: int) ->
     return x
 
 
-SCAFFOLD = {PARAMS: 4, "control": 4, "own_control": NEVER, "correction": NEVER}
+SCAFFOLD: dict[str, Period] = {PARAMS: 4, "control": 4, "own_control": NEVER, "correction": NEVER}
 
 
 def test_scaffold_equals_its_paper_and_sends_the_parameters_and_the_control_variate(tmp_path):
@@ -218,7 +218,12 @@ def test_scaffold_has_no_drift_where_fedavg_has(tmp_path):
     problem, lr, k, clients = Bowls(), 0.1, 4, 3
     case = replace(OPTIMIZERS["sgdm"], make=lambda p: Scaffold(p, lr=lr), lr=lr)
     steps: dict[str, Any] = {"problem": problem, "num_steps": 12 * k, "num_clients": clients}
-    periods = {PARAMS: k, "control": k, "own_control": NEVER, "correction": NEVER}
+    periods: dict[str, Period] = {
+        PARAMS: k,
+        "control": k,
+        "own_control": NEVER,
+        "correction": NEVER,
+    }
     ours = Run(case, SyncSchedule(periods), tmp_path / "scaffold", **steps).final()
     plain = replace(case, make=lambda p: SGDM(p, lr=lr, momentum=0.0))
     theirs = Run(plain, (k, NEVER), tmp_path / "fedavg", **steps).final()

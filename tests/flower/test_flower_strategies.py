@@ -147,6 +147,7 @@ def test_fedprox_holds_clients_near_the_parameters_that_they_start_a_window_from
                 problem.loss(module, m, t).backward()
                 optimizer.param_groups[0]["lr"] = SGD.lr * falling(t)
                 for key, p in module.named_parameters():
+                    assert p.grad is not None
                     p.grad += mu * (p.detach() - x[key])
                 optimizer.step()
             clients.append({key: p.detach().clone() for key, p in module.named_parameters()})

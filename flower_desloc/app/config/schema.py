@@ -127,10 +127,10 @@ class Data:
     """`iid`: documents shuffled by the seed; `by_domain`: each client one domain, the first client
     the mixture of all; `dirichlet`: each domain's documents in proportions drawn from
     Dirichlet(alpha); `quantity`: amounts drawn from Dirichlet(alpha); `column:NAME`: a client for
-    each value of a column, or equally many. For images labels replace
-    domains, and `pathological`, classes_per_client labels each, replaces `by_domain`."""
+    each value of a column, or equally many. For images labels replace domains, and `pathological`,
+    classes_per_client labels each, replaces `by_domain`."""
     seed: int | None = bounded(None, 0, 2**32 - 1)
-    """Seed of the partition and of the order in which clients read; null: run.seed."""
+    """Seed of partition and order; null: run.seed."""
     alpha: float = bounded(0.5, 1e-6)
     """Concentration of the Dirichlet and quantity partitions; smaller is more unequal."""
     classes_per_client: int = bounded(2, 1)
@@ -302,7 +302,7 @@ class Config:
     sync.params local steps parameters are averaged and clients start new optimizers; sync then
     holds params only."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
-    """Settings of Flower's strategy, under Flower's names and with its defaults."""
+    """Settings of Flower's strategy, under Flower's names."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -98,7 +98,7 @@ class Study:
     @property
     def compared(self) -> str | None:
         """The axis whose values are compared: the longest, of several the last."""
-        return max(reversed(self.axes), key=lambda axis: len(self.axes[axis]), default=None)
+        return max(reversed([*self.axes]), key=lambda axis: len(self.axes[axis]), default=None)
 
     def baseline_of(self, cell: "Cell") -> Mapping[str, str]:
         """Return the labels of the cell that ``cell`` is compared with."""

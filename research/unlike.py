@@ -1,0 +1,192 @@
+"""Methods by how unlike the clients are: the studies unlike_digits and unlike_fashion.
+
+    python research/unlike.py runs/unlike_digits runs/unlike_fashion
+
+copies the runs at the best rates into research/results; `research/draw.py unlike` draws them.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import typer
+from paired import (
+    RESEARCH,
+    RESULTS,
+    Draw,
+    Estimate,
+    Line,
+    Run,
+    Table,
+    about,
+    draw_lines,
+    published,
+    spread,
+)
+
+from flower_desloc.app.runs.figures import style
+from flower_desloc.app.runs.folder import evaluations, read_lines
+from flower_desloc.app.study.cells import study_state
+from flower_desloc.app.study.store import FinishedRun, Store
+from flower_desloc.app.study.study_file import read_study
+
+TARGETS = {"unlike_digits": 0.9, "unlike_fashion": 0.75}
+"""Study -> the accuracy whose bytes are counted."""
+COLOURS = {
+    "Local Adam": "#000000",
+    "lean": "#117733",
+    "DES-LOC": "#0072B2",
+    "FAVG+OPT": "#D55E00",
+    "FedAvg": "#999933",
+    "FedProx": "#CC79A7",
+    "FedAvgM": "#882255",
+    "FedAdam": "#999999",
+    "SCAFFOLD": "#E69F00",
+}
+"""The methods, in the order of the tables; the first is the baseline."""
+BASELINE = "Local Adam"
+Seeds = dict[int, Run]
+
+
+def main(folders: list[Path]) -> None:
+    """Copy the finished runs of studies into research/results."""
+    for folder in folders:
+        study = read_study(RESEARCH / "studies" / f"{folder.name}.yaml", _data(folder))
+        runs = []
+        for state in study_state(study, Store(folder.parent, folder.name)).values():
+            cell: Run = {**state.cell.labels, "key": state.key, "tuned": state.tuned}
+            tried = {f"{value:g}": loss for value, loss in state.tried.items() if isfinite(loss)}
+            cell |= {"bracketed": state.bracketed, "tried": tried}
+            runs += [cell | record(run) for run in state.runs]
+        lines = ",\n".join(f"    {json.dumps(run)}" for run in runs)
+        where = RESULTS / f"{folder.name}.json"
+        code = json.dumps(about())
+        where.write_text(f'{{\n  "code": {code},\n  "runs": [\n{lines}\n  ]\n}}\n')
+        print(f"{where}: {len(runs)} runs")
+
+
+def _data(folder: Path) -> list[str]:
+    """Return the override of the data that the runs of a study were given."""
+    import yaml
+
+    for outcome in folder.glob("*/*/outcome.json"):
+        source = yaml.safe_load(json.loads(outcome.read_text())["config"])["data"]["source"]
+        return [] if source == "builtin" else [f"data.source={source}"]
+    return []
+
+
+def record(run: FinishedRun) -> Run:
+    """Return what is kept of a run; of one that diverged only its seed."""
+    if run.diverged:
+        return {"seed": run.seed, "diverged": True}
+    lines, clients = [*read_lines(run.folder.metrics)], run.summary["clients"]
+    sent, up = {}, 0.0
+    for line in lines:
+        up += sum(line["bytes_up"].values()) / clients
+        sent[line["step"]] = round(up)
+    central = evaluations(lines, "central")
+    last = central[-1][1]["overall"]
+    return {
+        "seed": run.seed,
+        "loss": last["loss"],
+        "accuracy": last["accuracy"],
+        "clients": sorted(run.of_clients("accuracy")),
+        "bytes": sent[lines[-1]["step"]],
+        "course": [(sent[step], each["overall"]["accuracy"]) for step, each in central],
+        "seconds": round(run.outcome["seconds"], 1),
+    }
+
+
+def cells(study: str) -> Mapping[tuple[str, str], Seeds]:
+    """Return the runs that did not diverge, by alpha and method, and by seed."""
+    found: dict[tuple[str, str], Seeds] = defaultdict(dict)
+    for run in json.loads((RESULTS / f"{study}.json").read_text())["runs"]:
+        if not run.get("diverged"):
+            found[run["alpha"], run["method"]][run["seed"]] = run
+    return found
+
+
+def until(run: Run, accuracy: float) -> float | None:
+    """Return the megabytes that a client sent until an accuracy; None if it never came."""
+    return next((sent / 1e6 for sent, reached in run["course"] if reached >= accuracy), None)
+
+
+def values(runs: Seeds, measure: Callable[[Run], float]) -> dict[int, float]:
+    return {seed: measure(run) for seed, run in runs.items()}
+
+
+MEASURES: Mapping[str, Callable[[Run], float]] = {
+    "held-out loss": lambda run: run["loss"],
+    "accuracy, %": lambda run: 100 * run["accuracy"],
+    "accuracy of the worst client, %": lambda run: 100 * run["clients"][0],
+}
+
+
+def table(study: str) -> Table:
+    target = TARGETS[study]
+    heads = ["alpha", "method", "rate", "seeds", *MEASURES, "loss above Local Adam, %"]
+    heads += ["MB of a client", f"MB to {target:.0%}"]
+    found, rows = cells(study), []
+    for alpha, method in found:
+        runs = found[alpha, method]
+        loss, theirs = (
+            values(found[alpha, m], lambda run: run["loss"]) for m in (method, BASELINE)
+        )
+        above = "" if method == BASELINE else Estimate.above(loss, theirs).interval
+        took = [until(run, target) for run in runs.values()]
+        reached = [each for each in took if each is not None]
+        counted = f" ({len(reached)} of {len(took)})" if len(reached) < len(took) else ""
+        some = next(iter(runs.values()))
+        rate = f"{some['tuned']:g}" + ("" if some["bracketed"] else ", at the edge")
+        row = [spread([*values(runs, measure).values()]) for measure in MEASURES.values()]
+        sent = f"{fmean(run['bytes'] for run in runs.values()) / 1e6:.3g}"
+        to_target = f"{fmean(reached):.2g}{counted}" if reached else "-"
+        rows.append([alpha, method, rate, len(runs), *row, above, sent, to_target])
+    return Table(heads, rows)
+
+
+def _lines(
+    found: Mapping[tuple[str, str], Seeds], of: Callable[[Seeds], Estimate]
+) -> Iterator[Line]:
+    for method, colour in COLOURS.items():
+        points = [(float(alpha), of(runs)) for (alpha, m), runs in found.items() if m == method]
+        if points := [(at, one) for at, one in points if one.seeds]:
+            yield method, colour, "o-", points
+
+
+def picture(study: str) -> None:
+    found, target = cells(study), TARGETS[study]
+
+    def of(measure: Callable[[Run], float]) -> Callable[[Seeds], Estimate]:
+        return lambda runs: Estimate.of(values(runs, measure).values())
+
+    def megabytes(runs: Seeds) -> Estimate:
+        took = [until(run, target) for run in runs.values()]
+        return Estimate.of(each for each in took if each is not None)
+
+    drawn = {name: of(measure) for name, measure in MEASURES.items()}
+    drawn[f"MB that a client sends to {target:.0%}"] = megabytes
+    ticks = sorted({float(alpha) for alpha, _ in found})
+    made, panels = style.figure(2, 2, 7.4)
+    for panel, (name, estimate) in zip(panels, drawn.items(), strict=True):
+        lines = [*_lines(found, estimate)]
+        draw_lines(panel, lines, name, "alpha: to the right clients are more alike", ticks=ticks)
+        if panel is not panels[0] and (legend := panel.get_legend()):
+            legend.remove()
+    for panel in (panels[0], panels[3]):
+        panel.set_yscale("log")
+    made.savefig(published(f"{study}.png"), dpi=100)
+
+
+STUDIES = [study for study in TARGETS if (RESULTS / f"{study}.json").exists()]
+TABLES: dict[str, Draw] = {study: partial(table, study) for study in STUDIES}
+FIGURES: dict[str, Callable[[], Any]] = {study: partial(picture, study) for study in STUDIES}
+
+
+if __name__ == "__main__":
+    typer.run(main)
