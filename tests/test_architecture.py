@@ -29,6 +29,7 @@ LAYERS = (
     ("flower_desloc.core",),
     ("flower_desloc.optim",),
     ("flower_desloc.privacy",),
+    ("flower_desloc.secure",),
     ("flower_desloc.flower", "flower_desloc"),  # the package itself exports names of these three
     ("flower_desloc.adapters",),
     ("flower_desloc.trackers",),
@@ -198,6 +199,7 @@ def test_every_library_that_the_wheel_imports_is_declared():
     assert imported_distributions(inner) == library | flight
     assert flight <= app
     assert imported_distributions(["flower_desloc/privacy"]) <= library | privacy
+    assert imported_distributions(["flower_desloc/secure"]) <= library | app  # which Flower needs
     trackers = imported_distributions(["flower_desloc/trackers"])  # those that are installed
     assert trackers <= {normalised(re.split(r"[\[<>=]", extras[t][0])[0]) for t in TRACKERS}
     everything = ["flower_desloc", "client_app", "server_app", "examples/toy"]

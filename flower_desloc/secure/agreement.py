@@ -1,0 +1,148 @@
+"""What the sites of one sum agree on: what is added, and with which keys."""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+KEY: Final = 32
+"""Bytes of a public or private key, of a seed, of a commitment and of a share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a sum is of. The server states it, and every signature and key is bound to it."""
+
+    run: str
+    attempt: str
+    """Random: names this try to add up the window."""
+    start: int
+    stop: int
+    """The window's local steps."""
+    threshold: int
+    """The fewest sites that a sum may have, and that can remove a mask."""
+    shapes: Mapping[str, str]
+    """By due stream the digest of its tensors' names and shapes (``shapes_digest``)."""
+    scales: Mapping[str, int]
+    """By due stream the binary digits after the point of its codes (``codes``)."""
+    widths: Mapping[str, int]
+    """By due stream the bytes of each code."""
+    most: int
+    """The sites whose sum the codes have room for."""
+    averages: Mapping[str, str]
+    """By stream that has an average its version and digest (``stated``), which all sites begin
+    from: with another model the others' parts could be made known, and one site's with them
+    (Pasquini et al. 2022, arXiv:2111.07380)."""
+
+    def to_json(self) -> str:
+        """Return what ``of_json`` reads, the same text for the same content."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def of_json(cls, text: str) -> "About":
+        """Read what the server sent; raises ``ValueError`` for anything else."""
+        try:
+            about = cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not what a sum is about: {error}") from error
+        streams = set(about.shapes)
+        if about.to_json() != text or not streams == {*about.scales} == {*about.widths} != set():
+            raise ValueError("not what a sum is about")
+        return about
+
+    @property
+    def digest(self) -> bytes:
+        """Its 32 bytes, for signatures."""
+        return hashed("about", self.to_json().encode())
+
+    @property
+    def window(self) -> str:
+        """The window in words."""
+        return f"steps {self.start + 1} to {self.stop}"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A site's keys for one sum, which nobody uses again."""
+
+    mask: bytes
+    """The public key from which its masks with the other sites follow."""
+    channel: bytes
+    """The public key under which the others encrypt shares for it."""
+    commitment: bytes
+    """The hash of the seed of its own mask: what shares are joined to must have it."""
+    signature: bytes
+    """By the site's long-lived key, over ``signed``."""
+
+    def to_bytes(self) -> bytes:
+        """Return 160 bytes."""
+        return self.mask + self.channel + self.commitment + self.signature
+
+    @classmethod
+    def of(cls, data: bytes) -> "Keys":
+        """Read ``to_bytes``; raises ``ValueError`` for another length."""
+        if len(data) != 5 * KEY:
+            raise ValueError(f"the keys of a site have {5 * KEY} bytes, not {len(data)}")
+        mask, channel, commitment = (data[at : at + KEY] for at in range(0, 3 * KEY, KEY))
+        return cls(mask, channel, commitment, data[3 * KEY :])
+
+    def signed(self, about: About, name: str) -> bytes:
+        """Return what the signature is of."""
+        parts = about.digest, name.encode(), self.mask, self.channel, self.commitment
+        return hashed("keys", *parts)
+
+
+def session_of(about: About, keys: Mapping[str, Keys]) -> bytes:
+    """Return what names a sum: a digest of all its sites' keys, of which each site's are new."""
+    parts = [part for name in sorted(keys) for part in (name.encode(), keys[name].to_bytes())]
+    return hashed("session", about.digest, *parts)
+
+
+def to_confirm(session: bytes, sharing: Collection[str], survivors: Collection[str]) -> bytes:
+    """Return what every site of the sum signs before a mask is removed: who is in it."""
+    lists = [
+        hashed("list", *(name.encode() for name in sorted(names))) for names in (sharing, survivors)
+    ]
+    return hashed("confirm", session, *lists)
+
+
+def least_threshold(number: int) -> int:
+    """Return the least threshold for so many sites: more than two thirds.
+
+    So no two lists of survivors have enough signatures, and no site's two masks are both removed,
+    unless a third of the sites side with the server (Bonawitz et al., section 6.2).
+
+    >>> [least_threshold(number) for number in (3, 4, 7, 10, 20)]
+    [3, 3, 5, 7, 14]
+    """
+    return 2 * number // 3 + 1
+
+
+def shapes_digest(shapes: Mapping[str, Iterable[int]]) -> str:
+    """Return a digest of tensors' names and shapes."""
+    text = json.dumps({name: list(shape) for name, shape in shapes.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def stated(version: int, digest: str) -> str:
+    """Return how an average is named.
+
+    >>> stated(16, "0f")
+    '16 0f'
+    """
+    return f"{version} {digest}"
+
+
+def bits_of(number: int) -> int:
+    """Return how many binary digits a sum of so many numbers has more than one of them."""
+    return math.ceil(math.log2(number))
+
+
+def hashed(what: str, *parts: bytes) -> bytes:
+    """Return 32 bytes that no other parts have; ``what`` keeps uses apart."""
+    digest = hashlib.sha256(b"flower-desloc secure sum\0" + what.encode() + b"\0")
+    for part in parts:
+        digest.update(len(part).to_bytes(8) + part)
+    return digest.digest()

@@ -1,0 +1,129 @@
+"""The server's end of a sum: it passes messages on, adds, and removes what is left of the masks."""
+
+from collections.abc import Iterable, Mapping, Sized
+
+from flower_desloc.secure import masks, shares
+from flower_desloc.secure.agreement import KEY, About, Keys, hashed, session_of
+from flower_desloc.secure.codes import Codes
+from flower_desloc.secure.site import OF_KEY, OF_SEED
+
+
+class HiddenSumError(ValueError):
+    """The sum stays hidden: fewer sites than the threshold are left, or a share is false."""
+
+
+class ServerSum:
+    """The sum of one window: add what the sites answer, phase by phase.
+
+    A site that does not answer in a phase has dropped out. Each phase is closed by reading what the
+    next one sends, which raises ``HiddenSumError`` below the threshold. What a site sends is a
+    ``ValueError`` if it cannot be used.
+    """
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self._keys: dict[str, Keys] = {}
+        self._sealed: dict[str, Mapping[str, bytes]] = {}
+        self._sum: list[Codes] = []
+        self._in_sum: list[str] = []
+        self._signatures: dict[str, bytes] = {}
+        self._shares: dict[str, dict[int, bytes]] = {}
+        self._unmasking: set[str] = set()
+
+    def add_keys(self, name: str, data: bytes) -> None:
+        """Add a site's ``SiteSum.keys``."""
+        self._keys[name] = Keys.of(data)
+
+    @property
+    def keys(self) -> dict[str, bytes]:
+        """The keys of all sites, for ``SiteSum.shares``."""
+        self._require(self._keys, "have sent keys")
+        return {name: keys.to_bytes() for name, keys in sorted(self._keys.items())}
+
+    def add_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
+        """Add a site's ``SiteSum.shares``."""
+        if sealed.keys() != self._keys.keys() - {name}:
+            raise ValueError(f"it sent shares for {sorted(sealed)}, expected all other sites")
+        self._sealed[name] = dict(sealed)
+
+    @property
+    def sharing(self) -> list[str]:
+        """The sites that have sent shares; the others take no part."""
+        self._require(self._sealed, "have sent shares")
+        return sorted(self._sealed)
+
+    def sealed_for(self, name: str) -> dict[str, bytes]:
+        """Return the shares for a site, for its ``SiteSum.receive``."""
+        return {other: self._sealed[other][name] for other in self.sharing if other != name}
+
+    def add_masked(self, name: str, arrays: Iterable[Codes]) -> None:
+        """Add a site's masked codes: arrays of the same lengths and order as others'."""
+        if not self._in_sum:
+            self._sum = [codes.copy() for codes in arrays]
+        else:
+            for total, codes in zip(self._sum, arrays, strict=True):
+                total += codes  # wraps around, modulo 2^64
+        self._in_sum.append(name)
+
+    @property
+    def survivors(self) -> list[str]:
+        """The sites in the sum, for ``SiteSum.confirm``."""
+        self._require(self._in_sum, "are in the sum")
+        return sorted(self._in_sum)
+
+    def add_signature(self, name: str, signature: bytes) -> None:
+        """Add a site's ``SiteSum.confirm``."""
+        self._signatures[name] = signature
+
+    @property
+    def signatures(self) -> dict[str, bytes]:
+        """The signatures of the list of survivors, for ``SiteSum.unmask``."""
+        self._require(self._signatures, "have confirmed who is in the sum")
+        return dict(sorted(self._signatures.items()))
+
+    def add_unmasking(self, name: str, given: Mapping[str, bytes]) -> None:
+        """Add a site's ``SiteSum.unmask``."""
+        kinds = {other: OF_SEED if other in self._in_sum else OF_KEY for other in self._sealed}
+        if given.keys() != kinds.keys() or any(
+            len(given[other]) != 1 + KEY or given[other][:1] != kind
+            for other, kind in kinds.items()
+        ):
+            raise ValueError("it sent other shares than those that were asked for")
+        place = sorted(self._keys).index(name)
+        for other, share in given.items():
+            self._shares.setdefault(other, {})[place] = share[1:]
+        self._unmasking.add(name)
+
+    def total(self) -> list[Codes]:
+        """Return the sum of the survivors' codes, in the order of their arrays."""
+        self._require(self._unmasking, "have given shares")
+        session = session_of(self.about, self._keys)
+        used: list[tuple[bytes, int]] = []
+        for name in self.sharing:
+            secret = shares.join(self._shares[name], self.about.threshold)
+            keys = self._keys[name]
+            is_in = name in self._in_sum
+            if keys.commitment != hashed("seed", secret) if is_in else not _is_key(secret, keys):
+                raise HiddenSumError(
+                    f"the shares do not give the secret of {name!r}: a site has sent a false one"
+                )
+            if is_in:
+                used.append((masks.seed_key(secret, session), -1))
+                continue
+            for other in self._in_sum:  # what it shares with those in the sum has not cancelled
+                key = masks.pair_key(secret, self._keys[other].mask, session, name, other)
+                used.append((key, -masks.sign(other, name)))
+        masks.add_masks(self._sum, used)
+        return self._sum
+
+    def _require(self, names: Sized, what: str) -> None:
+        number = len(names)
+        if number < self.about.threshold:
+            raise HiddenSumError(
+                f"only {number} sites {what}, and the sum of {self.about.window} needs "
+                f"{self.about.threshold}"
+            )
+
+
+def _is_key(secret: bytes, keys: Keys) -> bool:
+    return masks.public_of(secret) == keys.mask

@@ -1,0 +1,320 @@
+"""Laws of secure sums: exact, hidden below the threshold, and refused to a server that lies."""
+
+import json
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sums import Sites, about, codes, in_order, plain, same
+
+from flower_desloc.secure import masks, shares
+from flower_desloc.secure.__main__ import main
+from flower_desloc.secure.agreement import About, Keys, stated
+from flower_desloc.secure.codes import (
+    NARROW,
+    WIDE,
+    encode,
+    mean_of,
+    packed,
+    scale_for,
+    signed,
+    unpacked,
+)
+from flower_desloc.secure.identity import Identity, create, introduce
+from flower_desloc.secure.server import HiddenSumError, ServerSum
+
+
+@pytest.mark.parametrize("phase", range(4))
+@pytest.mark.parametrize(("number", "tolerated"), [(3, 0), (4, 0), (4, 1), (7, 2)])
+def test_the_masked_sum_is_the_plain_sum_with_sites_gone_in_any_phase(
+    tmp_path, number, tolerated, phase
+):
+    sites, server = Sites(tmp_path, number), ServerSum(about(number))
+    gone = sites.names[1 : 1 + tolerated]
+    sites.until_masked(server, dict.fromkeys(gone, phase))
+    sites.unmask(server, gone)
+    has_sent = [m for m in range(number) if phase == 3 or sites.names[m] not in gone]
+    assert same(server.total(), plain(has_sent))
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_below_the_threshold_nothing_is_revealed(tmp_path, phase):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    gone = sites.names[:2]
+    with pytest.raises(HiddenSumError, match=r"only 2 sites .* steps 1 to 16 needs 3"):  # noqa: PT012
+        sites.until_masked(server, dict.fromkeys(gone, phase))
+        sites.unmask(server, gone)
+        server.total()
+    if phase == 2:  # what the server has are masks
+        assert not same(server._sum, plain([2, 3]))
+        for name in sites.names[2:]:
+            with pytest.raises(ValueError, match="only 2 sites are in the sum"):
+                sites.restarted(name).confirm(sites.names[2:])
+
+
+def test_what_a_site_sends_differs_in_every_value_and_at_every_try(tmp_path):
+    sent = []
+    for _ in range(2):
+        sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+        sites.until_masked(server, {})
+        arrays = codes(0)
+        sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+        for name, site in sites.sites.items():
+            server.add_keys(name, site.keys(server.about))
+        for name, site in sites.sites.items():
+            server.add_shares(name, site.shares(server.keys))
+        first = sites.sites["site-a"]
+        first.receive(server.sealed_for("site-a"), server.about.averages)
+        first.mask(in_order(arrays))
+        sent.append(np.concatenate(in_order(arrays)))
+    assert not np.any(sent[0] == np.concatenate(in_order(codes(0))))
+    assert not np.any(sent[0] == sent[1])
+
+
+def test_a_mask_is_the_same_for_any_split_into_arrays():
+    key, whole = bytes(range(32)), np.zeros(300_001, np.int64)
+    parts = [np.zeros(size, np.int64) for size in (0, 1, 170_000, 130_000)]
+    masks.add_masks([whole], [(key, 1)])
+    masks.add_masks(parts, [(key, 1)])
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert len(np.unique(whole)) == len(whole)
+    masks.add_masks([whole], [(key, -1)])
+    assert not whole.any()
+
+
+def test_too_few_shares_give_another_secret():
+    secret = bytes(range(32))
+    parts = dict(enumerate(shares.split(secret, 3, 5)))
+    assert shares.join(parts, 3) == secret
+    assert shares.join({place: parts[place] for place in (1, 3, 4)}, 3) == secret
+    assert shares.join({place: parts[place] for place in (1, 3)}, 2) != secret
+
+
+# A server that lies
+
+
+def swapped(keys, name, other):
+    return {**keys, name: replace(Keys.of(keys[name]), mask=Keys.of(keys[other]).mask).to_bytes()}
+
+
+def begun(sites, server):
+    for name, site in sites.sites.items():
+        server.add_keys(name, site.keys(server.about))
+    return server.keys
+
+
+def test_a_key_that_the_server_swaps_is_refused(tmp_path):
+    sites = Sites(tmp_path, 3)
+    keys = begun(sites, ServerSum(about(3)))
+    first = sites.sites["site-a"]
+    with pytest.raises(ValueError, match="signed by 'site-b' is not"):
+        first.shares(swapped(keys, "site-b", "site-c"))
+    with pytest.raises(ValueError, match="'site-a' are not its own"):
+        first.shares(swapped(keys, "site-a", "site-c"))
+    with pytest.raises(ValueError, match="'site-x' is not among the peers of 'site-a'"):
+        first.shares({"site-a": keys["site-a"], "site-b": keys["site-b"], "site-x": keys["site-c"]})
+
+
+def test_keys_and_shares_of_another_sum_are_refused(tmp_path):
+    sites = Sites(tmp_path, 3)
+    old = begun(sites, earlier := ServerSum(about(3)))
+    for name, site in sites.sites.items():
+        earlier.add_shares(name, site.shares(old))
+    for changed in ({"start": 16, "stop": 32}, {"run": "other"}, {"attempt": "two"}, {"most": 4}):
+        new = begun(sites, ServerSum(about(3, **changed)))
+        with pytest.raises(ValueError, match=r"signed by 'site-b' is not: .* another window"):
+            sites.sites["site-a"].shares({**new, "site-b": old["site-b"]})
+    # Of the same sum, asked for twice: the signature holds, and the shares do not.
+    again = begun(sites, ServerSum(about(3)))
+    first = sites.sites["site-a"]
+    first.shares({**again, "site-b": old["site-b"]})
+    sealed = {name: earlier._sealed[name]["site-a"] for name in ("site-b", "site-c")}
+    with pytest.raises(ValueError, match=r"shares of 'site-b' .* belong to another sum"):
+        first.receive(sealed, about(3).averages)
+
+
+def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    keys = begun(sites, server)
+    for name, site in sites.sites.items():
+        server.add_shares(name, site.shares(keys))
+    first, sealed = sites.sites["site-a"], server.sealed_for("site-a")
+    agreed, other = server.about.averages, "does not begin from the average of 'params' that all"
+    for sent in ({}, {"params": stated(0, "1f")}, {"params": stated(1, "0f")}):
+        with pytest.raises(ValueError, match=other):
+            first.receive(sealed, sent)
+    with pytest.raises(ValueError, match=r"'exp_avg'\], which the sites did not agree on"):
+        first.receive(sealed, {**agreed, "exp_avg": stated(0, "0f")})
+    first.receive(sealed, agreed)
+    first.receive(sealed, {})  # it has it already
+    with pytest.raises(ValueError, match=other):
+        first.receive(sealed, {"params": stated(0, "1f")})
+
+
+def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
+    sites = Sites(tmp_path / "a", 4)
+    keys = begun(sites, ServerSum(about(4)))
+    with pytest.raises(ValueError, match="threshold of 3 for 2 sites: it must be at least 2"):
+        sites.sites["site-a"].shares({name: keys[name] for name in ("site-a", "site-b")})
+    with pytest.raises(ValueError, match=r"secure-min=3 .* federation.min_clients=3"):
+        sites.sites["site-a"].keys(about(4, threshold=2))
+    sites = Sites(tmp_path / "b", 6)
+    keys = begun(sites, ServerSum(about(6, threshold=4)))
+    with pytest.raises(ValueError, match="threshold of 4 for 6 sites: it must be at least 5"):
+        sites.sites["site-a"].shares(keys)
+
+
+def test_no_site_gives_both_shares_of_another(tmp_path):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites.until_masked(server, {})
+    everybody, without = sites.names, sites.names[:3]
+    first = sites.restarted("site-a")
+    first.confirm(everybody)
+    first = sites.restarted("site-a")  # it remembers
+    with pytest.raises(ValueError, match="two lists could give away a single site"):
+        first.confirm(without)
+    with pytest.raises(ValueError, match="'site-d' is not in the sum, which has sent its part"):
+        sites.restarted("site-d").confirm(without)
+    sites.unmask(server)
+    with pytest.raises(ValueError, match="has given up its shares already"):
+        sites.restarted("site-a").confirm(without)
+    with pytest.raises(ValueError, match="has given up its shares already"):
+        sites.restarted("site-a").unmask(server.signatures)
+
+
+def test_a_site_gives_no_share_while_others_have_confirmed_another_list(tmp_path):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites.until_masked(server, {"site-d": 2})
+    signed = {
+        name: sites.restarted(name).confirm(server.survivors) for name in ("site-a", "site-b")
+    }
+    third = sites.restarted("site-c")
+    third.confirm(server.survivors)
+    with pytest.raises(ValueError, match="only 2 sites have confirmed"):
+        third.unmask(signed)
+    other = Identity.read(tmp_path, "site-d").sign(b"another list")
+    with pytest.raises(ValueError, match="signed by 'site-d' is not"):
+        third.unmask({**signed, "site-d": other})
+    with pytest.raises(ValueError, match="'site-x' is not among the peers"):
+        third.unmask({**signed, "site-x": signed["site-a"]})
+
+
+def test_a_window_is_given_away_over_one_list_of_sites(tmp_path):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    again = ServerSum(about(4, attempt="two"))
+    sites.until_masked(again, {"site-d": 2})
+    with pytest.raises(ValueError, match=r"given away already: .* repeat it with the same sites"):
+        sites.unmask(again)
+    third = ServerSum(about(4, attempt="three"))
+    sites.until_masked(third, {})
+    sites.unmask(third)
+    assert same(third.total(), plain(range(4)))
+
+
+def test_one_mask_hides_one_value(tmp_path):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites.until_masked(server, {})
+    with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
+        sites.restarted("site-a").mask(in_order(codes(1)))
+    with pytest.raises(ValueError, match="out of turn"):
+        sites.restarted("site-a").unmask({})
+
+
+def test_a_false_share_is_named_and_not_believed(tmp_path):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    place, share = next(iter(server._shares["site-b"].items()))
+    server._shares["site-b"][place] = bytes(reversed(share))
+    with pytest.raises(HiddenSumError, match="secret of 'site-b': a site has sent a false one"):
+        server.total()
+
+
+def test_a_site_that_sends_what_was_not_asked_for_is_left_out(tmp_path):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    keys = begun(sites, server)
+    with pytest.raises(ValueError, match="160 bytes, not 1"):
+        server.add_keys("site-a", b"x")
+    sealed = sites.sites["site-a"].shares(keys)
+    with pytest.raises(ValueError, match="expected all other sites"):
+        server.add_shares("site-a", {"site-b": sealed["site-b"]})
+    text = about(3).to_json()
+    assert About.of_json(text) == about(3)
+    for wrong in ("{}", "[]", text.replace("16", "17 "), text.replace('"params": 6', '"other": 6')):
+        with pytest.raises(ValueError, match="not what a sum is about"):
+            About.of_json(wrong)
+
+
+# Keys and codes
+
+
+def test_a_site_has_one_key_that_only_it_can_read_and_peers_by_name(tmp_path, capsys):
+    assert main([str(tmp_path), "site-a"]) == 0
+    line = capsys.readouterr().out.strip()
+    assert line == create(tmp_path, "site-a")
+    assert stat.S_IMODE((tmp_path / "site-a.key").stat().st_mode) == 0o600
+    (tmp_path / "peers").write_text(f"# ours\n{line}\n")
+    assert set(Identity.read(tmp_path, "site-a").peers) == {"site-a"}
+    (tmp_path / "peers").write_text(f"{line}\n{line.replace('site-a', 'site-b')}\n")
+    with pytest.raises(ValueError, match="or its key twice"):
+        Identity.read(tmp_path, "site-a")
+    with pytest.raises(ValueError, match=r"python -m flower_desloc.secure .* site-c"):
+        Identity.read(tmp_path, "site-c")
+    introduce(tmp_path / "b", ["site-a"])
+    (tmp_path / "peers").write_text((tmp_path / "b" / "peers").read_text())
+    with pytest.raises(ValueError, match="'site-a' is not the one that the peers' file names"):
+        Identity.read(tmp_path, "site-a")
+
+
+def test_the_file_of_a_sum_is_the_sites_own_and_forgets_what_it_gave(tmp_path):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(3))
+    sites.until_masked(server, {})
+    path = tmp_path / "site-a.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    sites.unmask(server)
+    assert json.loads(path.read_text())["now"] is None
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mean_from_codes_is_the_mean_within_its_rounding(dtype, width):
+    noise = torch.Generator().manual_seed(0)
+    each = [torch.randn(3, 50, dtype=dtype, generator=noise) for _ in range(5)]
+    mean, largest = torch.stack(each).double().mean(0), float(torch.stack(each).abs().max())
+    scale = scale_for(largest, 5, width)
+    total = np.sum([encode(tensor, scale, 5, width) for tensor in each], axis=0)
+    found = mean_of(total, scale, 5, each[0])
+    assert found.dtype == dtype
+    tolerance = 2.0**-scale + torch.finfo(dtype).eps * largest
+    torch.testing.assert_close(found.double(), mean, rtol=0, atol=tolerance)
+
+
+def test_second_moments_are_never_rounded_down_and_their_roots_hardly_up():
+    v = torch.logspace(-45, 0, 200, dtype=torch.float64)
+    scale = scale_for(1.0, 20, WIDE)
+    found = mean_of(encode(v, scale, 20, WIDE, up=True), scale, 1, v)
+    assert bool((found >= v).all())
+    assert float((found.sqrt() - v.sqrt()).max()) < 2**-22
+    assert float(encode(torch.zeros(1), scale, 20, WIDE, up=True)[0]) == 0
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_codes_come_back_from_their_lowest_bytes(width):
+    most = 2 ** (8 * width - 1)
+    codes = np.array([0, 1, -1, most - 1, -most], np.int64)
+    data = packed(codes, width)
+    assert data.dtype == np.uint8
+    assert data.shape == (len(codes) * width,)
+    assert np.array_equal(signed(unpacked(data, width), width), codes)
+
+
+@pytest.mark.parametrize("value", [1025.0, -1025.0, float("nan"), float("inf")])
+def test_a_value_beyond_the_room_of_its_code_is_refused(value):
+    scale = scale_for(0.99, 4, NARROW)
+    assert encode(torch.tensor([1023.0]), scale, 4, NARROW)[0] == 1023 * 2**scale
+    with pytest.raises(ValueError, match=r"values beyond 1.02e\+03"):
+        encode(torch.tensor([value]), scale, 4, NARROW)
