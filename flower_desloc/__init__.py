@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from flower_desloc.flower.observer import Observer, RunInfo, WindowRecord
     from flower_desloc.flower.policy import Policy
     from flower_desloc.flower.rounds import RoundHook
+    from flower_desloc.flower.secure.at_server import SecureDesLoc
     from flower_desloc.flower.strategy import DesLoc
     from flower_desloc.optim import ADOPT, SGDM, MultiOptimizer, PaperAdam
 
@@ -73,6 +74,7 @@ __all__ = [
     "Policy",
     "RoundHook",
     "RunInfo",
+    "SecureDesLoc",
     "State",
     "StepMetrics",
     "SyncSchedule",
@@ -115,6 +117,7 @@ _HOMES = {
     "flower.policy": ["Policy"],
     "flower.arrays": ["from_record", "to_record"],
     "flower.rounds": ["RoundHook"],
+    "flower.secure.at_server": ["SecureDesLoc"],
     "flower.strategy": ["DesLoc"],
     "optim": ["ADOPT", "SGDM", "MultiOptimizer", "PaperAdam"],
 }

@@ -107,6 +107,7 @@ class Run:
         clipping: Clipping | None = None,
         present: Callable[[int, int], bool] = lambda m, t: True,
         outer: OuterOptimizer | None = None,
+        strategy: type[DesLoc] = DesLoc,
         **options: Any,
     ) -> None:
         case = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -153,7 +154,7 @@ class Run:
             self.strategy = DataParallel(num_steps, outer, **options)
         else:
             options = {"sync_bound": False, **options}
-            self.strategy = DesLoc(schedule, num_steps, outer=outer, **options)
+            self.strategy = strategy(schedule, num_steps, outer=outer, **options)
         self.states: list[State] = []
 
     def start(self) -> list[State]:

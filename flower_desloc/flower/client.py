@@ -26,6 +26,8 @@ from flower_desloc.flower.messages import (
     WindowRequest,
 )
 from flower_desloc.flower.model_names import ModelNames
+from flower_desloc.flower.secure.mod import no_keys, secure_sums
+from flower_desloc.flower.secure.record import ASK
 from flower_desloc.flower.window import (
     ClientWindow,
     evaluate_average,
@@ -67,7 +69,8 @@ class DesLocClient(ClientApp):
     """
 
     def __init__(self, build: Build, mods: Sequence[Mod] = ()) -> None:
-        super().__init__(mods=[divergence_as_error, _exits_are_errors, arrays_by_flight, *mods])
+        around = (divergence_as_error, _exits_are_errors, arrays_by_flight, *mods)
+        super().__init__(mods=[*around, secure_sums])
         self._build = build
         self._ahead = StepsAhead()
         self.evaluate()(self._evaluate)
@@ -75,6 +78,7 @@ class DesLocClient(ClientApp):
             (HELLO, self._hello),
             (ARE_YOU_THERE, self._is_there),
             (GOODBYE, self._goodbye),
+            (ASK, no_keys),
         ):
             self.query(name.partition(".")[2])(answer)
 

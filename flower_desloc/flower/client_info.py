@@ -52,6 +52,14 @@ def from_config(hello: ConfigRecord) -> ClientInfo:
     )
 
 
+def without_data(hello: ConfigRecord) -> ConfigRecord:
+    """Return a reply to a greeting that says nothing of the client's data."""
+    of_data = ("num-examples", "data-version")
+    return ConfigRecord(
+        {k: v for k, v in hello.items() if k not in of_data and not k.startswith(_DATA)}
+    )
+
+
 def _described(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the largest ``sizes``, and the sum of the others."""
     largest = {*sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MAX_DESCRIBED]}

@@ -106,7 +106,7 @@ def open_run(
             num_steps=run.windows[-1].stop,
             num_windows=len(run.windows) - 1,
             stream_bytes=stream_bytes(state.templates),
-            wire_bytes=wire_bytes(state.templates, state.formats, state.kinds),
+            wire_bytes=wire_bytes(state.reply_templates, state.formats, state.kinds),
             clients={member.name: member.info for member in members},
         )
     )

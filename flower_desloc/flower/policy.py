@@ -39,7 +39,7 @@ class Policy:
     limit."""
     average: str = one_of(*AVERAGES)
     """`mean`, or a robust average against malicious clients: `median` or `trimmed_mean` of each
-    coordinate. These hold all replies of a window in memory, the mean one."""
+    coordinate."""
     trim: int = bounded(1, 0)
     """How many replies trimmed_mean leaves out on each side; min_clients must be more than twice
     that."""

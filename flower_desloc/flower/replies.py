@@ -143,7 +143,7 @@ class Contribution:
         metrics, steps = reply.metrics, window.stop - window.start
         if STATE_LOST in metrics:
             raise ValueError("it has lost its state, also after it was sent everything")
-        _check_window(metrics, window)
+        check_window(metrics, window)
         for name in ("num-examples", "train-loss"):
             if not isinstance(metrics.get(name), (int, float)):
                 raise ValueError(f"its metrics have no number {name!r}")
@@ -192,7 +192,7 @@ class Evaluation:
         """
         if STATE_LOST in reply.metrics:
             raise ValueError("it has lost its state, also after it was sent everything")
-        _check_window(reply.metrics, Window(step, step, frozenset()))
+        check_window(reply.metrics, Window(step, step, frozenset()))
         if reply.streams:
             raise ValueError(f"its reply has the streams {sorted(reply.streams)}, expected []")
         return cls.measured(reply.metrics, metrics)
@@ -426,7 +426,8 @@ def _check_types(key: str, array: Array) -> None:
         raise ValueError(f"{key!r} has a type or a shape of more than {DIMENSIONS} characters")
 
 
-def _check_window(metrics: Metrics, window: Window) -> None:
+def check_window(metrics: Metrics, window: Window) -> None:
+    """Raise ``ValueError`` unless a reply is for this window."""
     steps = (window.start, window.stop)
     answered = (metrics.get("start-step"), metrics.get("stop-step"))
     if answered != steps:

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
+import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
@@ -58,6 +59,8 @@ class ServerState:
     """The server's own optimizer."""
     averages_gradients: bool = False
     """Whether the clients send gradients, and the outer optimizer takes every step."""
+    sends_codes: bool = False
+    """Whether the clients send masked codes (``flower_desloc.secure.codes``)."""
 
     @classmethod
     def of(
@@ -87,6 +90,22 @@ class ServerState:
             if not starts_at_zero(name):
                 state.averages[name] = to_record(stream)
         return state
+
+    @property
+    def reply_templates(self) -> dict[str, Stream]:
+        """Meta tensors like those that a client sends."""
+        if not self.sends_codes:
+            return self.templates
+        from flower_desloc.secure.codes import width_of  # few runs need it
+
+        bytes_: Any = {"dtype": torch.uint8, "device": "meta"}
+        return {
+            name: {
+                key: torch.empty(width_of(self.kind(name)) * tensor.numel(), **bytes_)
+                for key, tensor in stream.items()
+            }
+            for name, stream in self.templates.items()
+        }
 
     @property
     def lacks_buffers(self) -> bool:

@@ -266,7 +266,7 @@ def carrier(run: Carries, grid: Grid) -> Iterator[Carrier | None]:
             server,
             address,
             folder,
-            lambda due: body.expected_rows(due, state.templates, state.formats, state.kinds),
+            lambda due: body.expected_rows(due, state.reply_templates, state.formats, state.kinds),
         )
     finally:
         server.close()

@@ -1,0 +1,202 @@
+"""A site with keys: what it answers, and what it hides."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from flower_desloc.core.kinds import Kinds, kind_of
+from flower_desloc.core.streams import digest
+from flower_desloc.core.types import Streams
+from flower_desloc.flower.arrays import records_of, streams_of, to_record
+from flower_desloc.flower.bundles import bundled
+from flower_desloc.flower.client_info import without_data
+from flower_desloc.flower.client_state import client_name, state_files
+from flower_desloc.flower.messages import (
+    ABOUT,
+    ARE_YOU_THERE,
+    CONFIG,
+    GOODBYE,
+    HELLO,
+    METRICS,
+    RUN_KEY,
+    STATE_LOST,
+    STATE_NEW,
+    WindowRequest,
+)
+from flower_desloc.flower.secure.record import (
+    ASK,
+    CONFIRM,
+    KEYS,
+    SECURE,
+    SHARES,
+    UNMASK,
+    by_name,
+    read_by_name,
+    record_of,
+)
+from flower_desloc.secure.agreement import About, shapes_digest, stated
+from flower_desloc.secure.codes import Codes, encode, packed
+from flower_desloc.secure.identity import LEAST, Identity
+from flower_desloc.secure.site import SiteSum
+
+MASKED_LOSS = "masked-loss"
+"""The metric that has two codes: of the window's mean loss, and 1 if there is one."""
+LOSS_SCALE = 32
+
+_SHOWN = ("start-step", "stop-step", "steps", "learning-rates", "seconds", STATE_NEW)
+"""The metrics of a window that are sent; they say nothing of the data but its size, by the time."""
+
+Call = Callable[[Message, Context], Message]
+
+
+def answer(message: Message, context: Context, call: Call, folder: Path) -> Message:
+    """Answer a message at a site whose keys are in ``folder``.
+
+    Raises ``ValueError`` for what the site refuses.
+    """
+    kind = message.metadata.message_type
+    if kind == ARE_YOU_THERE:
+        return call(message, context)
+    site = _site(context, message, folder)  # in a greeting, to find keys that cannot be used
+    if kind == HELLO:
+        return _without_data(call(message, context))
+    if kind == ASK:
+        return _answer_question(message, site)
+    if kind == GOODBYE:
+        site.forget()
+        return call(message, context)
+    if kind == "train":
+        return _train(message, context, call, site)
+    if kind.startswith("evaluate"):
+        raise ValueError(
+            "the metrics of a site's own records would be its own: a site with secure-keys in its "
+            "node config has no evaluation; set evaluation.federated=false"
+        )
+    # Also "train.default", which is the function for "train".
+    raise ValueError(f"a site with secure-keys in its node config answers no {kind!r}")
+
+
+def _site(context: Context, message: Message, folder: Path) -> SiteSum:
+    least = context.node_config.get("secure-min", LEAST)
+    if not isinstance(least, int):
+        raise ValueError(f"secure-min={least!r} in the node config: must be a number of sites")
+    identity = Identity.read(folder, client_name(context), least)
+    config = records_of(ConfigRecord, message.content).get(CONFIG, ConfigRecord())
+    run_key = str(config.get(RUN_KEY, ""))
+    return SiteSum(identity, state_files(context, run_key).folder / "secure.json")
+
+
+def _answer_question(message: Message, site: SiteSum) -> Message:
+    record = record_of(message)
+    phase = record.get("phase")
+    if phase == KEYS:
+        found = {site.name: site.keys(About.of_json(str(record.get("about"))))}
+    elif phase == SHARES:
+        found = site.shares(read_by_name(record))
+    elif phase == CONFIRM:
+        found = {site.name: site.confirm(list(read_by_name(record)))}
+    elif phase == UNMASK:
+        found = site.unmask(read_by_name(record))
+    else:
+        raise ValueError(f"{phase!r} is no question of a secure sum")
+    return Message(RecordDict({SECURE: ConfigRecord(by_name(found))}), reply_to=message)
+
+
+def _train(message: Message, context: Context, call: Call, site: SiteSum) -> Message:
+    """Take the steps of a window, and mask what is due."""
+    request = WindowRequest.from_content(message.content)
+    about = _agreed(message, site, request)
+    kinds, bundles = request.kinds, request.bundles
+    del request  # its tensors are freed by whoever uses them
+    reply = call(message, context)
+    metrics = records_of(MetricRecord, reply.content)[METRICS]
+    if STATE_LOST in metrics:
+        return reply
+    content = RecordDict({METRICS: _shown(metrics)})
+    loss = _loss_codes(metrics.get("train-loss"))
+    masked = _masked(streams_of(reply.content), about, kinds, site, loss)
+    content[METRICS][MASKED_LOSS] = loss.tolist()
+    for name in list(masked):
+        record = to_record(masked.pop(name))
+        content[name] = bundled(record) if bundles else record
+    reply.content = content
+    return reply
+
+
+def _shown(metrics: MetricRecord) -> MetricRecord:
+    """Return what is sent of the metrics of a window."""
+    shown = MetricRecord({name: metrics[name] for name in _SHOWN if name in metrics})
+    shown["num-examples"] = 1
+    for hidden in ("train-loss", "update-norm", "param-norm"):
+        shown[hidden] = math.nan
+    return shown
+
+
+def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
+    """Take the others' shares; return what the sum is of, which must be what is asked for."""
+    if SECURE not in message.content:
+        raise ValueError(
+            "this site adds to secure sums only, by secure-keys in its node config, and the server "
+            f"asks for {', '.join(sorted(request.due)) or 'nothing'} as they are; set "
+            "privacy.secure_aggregation=true"
+        )
+    sent = {n: stated(request.versions[n], digest(s)) for n, s in request.streams.items()}
+    about = site.receive(read_by_name(record_of(message)), sent)
+    del message.content[SECURE]
+    asked = request.run_key, request.start, request.stop, set(request.due)
+    versions = {name: int(average.split()[0]) for name, average in about.averages.items()}
+    if asked != (about.run, about.start, about.stop, set(about.shapes)) or any(
+        request.versions.get(name) != version for name, version in versions.items()
+    ):
+        raise ValueError(f"the sites agreed on a sum of {about.window}, not on what is asked for")
+    return about
+
+
+def _masked(
+    streams: Streams, about: About, kinds: Kinds, site: SiteSum, loss: Codes
+) -> dict[str, dict[str, Tensor]]:
+    """Return the masked bytes of streams, by tensor, and mask the ``loss`` in place."""
+    shapes = {n: shapes_digest({k: t.shape for k, t in s.items()}) for n, s in streams.items()}
+    if shapes != about.shapes:
+        raise ValueError("the server's model has other tensors than this site's")
+    masked: dict[str, dict[str, Tensor]] = {name: {} for name in streams}
+
+    def coded() -> Iterator[Codes]:
+        yield loss
+        for name, key in order_of(streams):
+            codes = _encoded(name, key, streams[name][key], about, kinds)
+            yield codes  # it has its masks when the next one is asked for
+            masked[name][key] = torch.from_numpy(packed(codes, about.widths[name]))
+
+    site.mask(coded())
+    return masked
+
+
+def order_of(streams: Streams) -> list[tuple[str, str]]:
+    """Return the order in which the tensors of streams are masked, after the loss."""
+    return [(name, key) for name in sorted(streams) for key in sorted(streams[name])]
+
+
+def _encoded(name: str, key: str, tensor: Tensor, about: About, kinds: Kinds) -> Codes:
+    up, width = not kind_of(name, kinds).is_signed, about.widths[name]
+    try:
+        return encode(tensor, about.scales[name], about.most, width, up=up)
+    except ValueError as error:
+        raise ValueError(f"{key!r} of stream {name!r} {error}") from error
+
+
+def _loss_codes(loss: object) -> Codes:
+    if not isinstance(loss, float) or not abs(loss) < 2.0**20:  # it is in nobody's mean
+        return np.zeros(2, np.int64)
+    return np.array([round(loss * 2.0**LOSS_SCALE), 1], np.int64)
+
+
+def _without_data(reply: Message) -> Message:
+    if reply.has_content() and ABOUT in reply.content:
+        reply.content[ABOUT] = without_data(records_of(ConfigRecord, reply.content)[ABOUT])
+    return reply

@@ -1,0 +1,329 @@
+"""Secure sums over the whole federated path: the weights of a plain run, and nothing of a site."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from flower_path import RUN, Run
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from safetensors.torch import load_file
+from tiny import TINY, train
+
+from flower_desloc import Checkpoint, Checkpoints, Policy, last_checkpoint
+from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
+from flower_desloc.flower.failures import ClientError, FederationError
+from flower_desloc.flower.flight import body
+from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.secure.at_server import SecureDesLoc
+from flower_desloc.flower.secure.mod import SECURE_KEYS
+from flower_desloc.flower.secure.record import ASK, SECURE
+from flower_desloc.secure.identity import introduce
+
+PERIODS = (2, 3, 6)
+
+
+@pytest.fixture(autouse=True)
+def _keys(tmp_path, monkeypatch):
+    introduce(tmp_path / "keys", [f"client-{m}" for m in range(5)])
+    monkeypatch.setenv(SECURE_KEYS, str(tmp_path / "keys"))
+
+
+STEPS = 6
+ONE = {"periods": (2, 2, 2), "num_steps": 2}
+"""A run of one window."""
+TWO = {**ONE, "num_steps": 4}
+
+
+def secure(tmp_path, *, clients=4, periods=PERIODS, policy=None, **options):
+    options = {"num_steps": STEPS, **options}
+    policy = policy or Policy(min_clients=3, on_failure="continue", repeats=1)
+    return Run(
+        "adam", periods, tmp_path / "secure", num_clients=clients, strategy=SecureDesLoc,
+        policy=policy, **options,
+    )  # fmt: skip
+
+
+def plain(tmp_path, monkeypatch, *, periods=PERIODS, **options):
+    options = {"num_clients": 4, "num_steps": STEPS, **options}
+    run = Run("adam", periods, tmp_path / "plain", **options)
+    with monkeypatch.context() as patch:
+        patch.delenv(SECURE_KEYS)
+        run.start()
+    return run
+
+
+def at_phase(phase, nodes, *, window=1, kind=ASK):
+    """Return what answers a question of a phase of one window by an error, at some nodes."""
+
+    def instead(asked: Message) -> Message | None:
+        config = records_of(ConfigRecord, asked.content)
+        is_asked = asked.metadata.message_type == kind and asked.metadata.dst_node_id in nodes
+        if not is_asked or asked.metadata.group_id != str(window):
+            return None
+        if kind == ASK and config[SECURE]["phase"] != phase:
+            return None
+        return Message(Error(7, "the site is gone"), reply_to=asked)
+
+    return instead
+
+
+def close(one: Mapping[str, Any], other: Mapping[str, Any], *, atol: float = 1e-9) -> None:
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=0, atol=atol)
+
+
+def test_a_run_by_secure_sums_ends_with_the_weights_of_the_plain_run(tmp_path, monkeypatch):
+    run = secure(tmp_path)
+    ours, theirs = run.start(), plain(tmp_path, monkeypatch)
+    for mine, other in zip(ours, theirs.states, strict=True):
+        for name in mine:
+            close(mine[name], other[name])
+    for record, other in zip(run.watch.records[1:], theirs.watch.records[1:], strict=True):
+        assert record.streams == other.streams
+        assert record.train_loss == pytest.approx(other.train_loss, abs=1e-8)
+        for name, drift in record.drift.items():
+            assert drift.moved == pytest.approx(other.drift[name].moved)
+    assert all(len(record.clients) == 4 for record in run.watch.records[1:])
+    assert not any(record.events for record in run.watch.records)
+
+
+def test_the_server_is_sent_masks_and_nothing_else_of_a_site(tmp_path):
+    run, sent = secure(tmp_path), []
+    run.grid.on_training(lambda reply: sent.append(reply.content))
+    run.start()
+    like = run.strategy.state.reply_templates
+    for content in sent:
+        records = records_of(ArrayRecord, content)
+        rows = body.expected_rows(records, like, {}, {})
+        assert rows
+        assert body.views(rows, records)  # as Arrow Flight carries them
+        for name, record in records_of(ArrayRecord, content).items():
+            data = torch.cat(list(from_record(record).values()))
+            assert data.dtype == torch.uint8
+            assert len(data) == (8 if name == "exp_avg_sq" else 6) * 23
+            assert 100 < data.double().mean() < 155, name
+        metrics = records_of(MetricRecord, content)["metrics"]
+        assert metrics["num-examples"] == 1
+        for hidden in ("losses", "grad-norms"):
+            assert hidden not in metrics
+        for hidden in ("train-loss", "update-norm", "param-norm"):
+            assert metrics[hidden] != metrics[hidden]
+    assert len({str(content["metrics"]["masked-loss"]) for content in sent}) == len(sent)
+    about = run.watch.run.clients["client-0"]
+    assert about.num_examples is None
+    assert about.data_version is None
+
+
+@pytest.mark.parametrize("phase", ["keys", "train", "confirm"])
+def test_a_site_that_is_gone_in_one_phase_is_left_out_or_in_the_sum(tmp_path, phase):
+    run = secure(tmp_path, **TWO)
+    run.grid.instead = at_phase(phase, {2}, kind=phase if phase == "train" else ASK)
+    run.start()
+    first, second = run.watch.records[1:3]
+    is_in = phase in ("confirm", "unmask")
+    assert ("client-1" in first.clients) == is_in
+    assert first.left_out == ({} if is_in else {"client-1": "the site is gone"})
+    assert [event.what for event in first.events] == ["the site is gone"]
+    assert len(second.clients) == 4
+
+
+@pytest.mark.parametrize("phase", ["shares", "train", "unmask"])
+def test_below_the_threshold_nothing_is_averaged_and_the_window_is_repeated(
+    tmp_path, monkeypatch, phase
+):
+    run = secure(tmp_path, **ONE)
+    kind = phase if phase == "train" else ASK
+    gone, asked = at_phase(phase, {2, 3}, kind=kind), list[Message]()
+
+    def once(message):
+        reply = gone(message)
+        if reply is None or len(asked) == 2:
+            return None
+        asked.append(message)
+        return reply
+
+    run.grid.instead = once
+    close(run.final(), from_record(plain(tmp_path, monkeypatch, **ONE).result.arrays))
+    kinds = [event.kind for event in run.watch.records[1].events]
+    assert kinds == ["failed", "failed", "failed", "repeated"]
+    assert "only 2 sites" in run.watch.records[1].events[2].what
+    assert len(run.watch.records[1].clients) == 4
+
+
+def test_a_window_that_stays_below_the_threshold_ends_the_run_with_the_reasons(tmp_path):
+    run = secure(tmp_path, **ONE)
+    run.grid.instead = at_phase("unmask", {2, 3})
+    match = r"below federation.min_clients=3 through .* left out: {'client-1': 'the site is gone'"
+    with pytest.raises(FederationError, match=match):
+        run.start()
+    assert run.strategy.state.versions["params"] == 0
+
+
+def test_with_stop_the_first_site_that_is_gone_ends_the_run(tmp_path):
+    run = secure(tmp_path, policy=Policy(min_clients=3))
+    run.grid.instead = at_phase("keys", {2})
+    with pytest.raises(ClientError, match=r"client-1 is left out .* the site is gone"):
+        run.start()
+
+
+def test_a_server_that_asks_for_a_plain_stream_or_an_evaluation_is_refused(tmp_path):
+    run = Run("adam", PERIODS, tmp_path / "plain")
+    with pytest.raises(
+        ClientError, match=r"secure sums only, by secure-keys .* privacy.secure_agg"
+    ):
+        run.start()
+    asked = WindowRequest(run_key=RUN, stop=2, due=frozenset({"params"}))
+    for kind in ("train.default", "evaluate.default"):
+        with pytest.raises(ValueError, match="secure-keys in its node config"):
+            run.app(Message(asked.to_content(0), 1, kind), run.grid.contexts[1])
+    run = Run("adam", PERIODS, tmp_path / "evaluated", evaluate_clients=True)
+    with pytest.raises(ClientError, match=r"own records .* set evaluation.federated=false"):
+        run.start()
+
+
+def test_a_site_without_keys_or_peers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv(SECURE_KEYS)
+    with pytest.raises(ClientError, match=r"has no keys for it; .* secure-keys in the node config"):
+        secure(tmp_path, policy=Policy(min_clients=3)).start()
+    monkeypatch.setenv(SECURE_KEYS, str(tmp_path / "none"))
+    with pytest.raises(ClientError, match=r"python -m flower_desloc\.secure"):
+        secure(tmp_path, policy=Policy(min_clients=3)).start()
+
+
+def test_a_reply_that_is_no_masked_one_is_left_out(tmp_path):
+    run = secure(tmp_path, **ONE)
+
+    def change(reply):
+        reply.content["metrics"]["masked-loss"] = [2**63, 1]
+
+    run.grid.on_training(change, node=2)
+    run.start()
+    assert "no masked loss" in run.watch.records[1].left_out["client-1"]
+    assert len(run.watch.records[1].clients) == 3
+
+
+def test_the_sum_of_a_site_that_sends_nonsense_is_not_used(tmp_path):
+    run = secure(tmp_path, **ONE)
+
+    def change(reply):
+        record = reply.content["exp_avg_sq"]
+        for key, size in (("matrix", 15), ("vector", 7)):  # by chance all is positive: 2^-22
+            record[key] = to_array(torch.full((8 * size,), 255, dtype=torch.uint8))
+
+    run.grid.on_training(change, node=2)
+    with pytest.raises(FederationError, match=r"below federation.min_clients"):
+        run.start()
+    assert run.strategy.state.versions["params"] == 0
+
+
+def test_a_server_that_sends_one_site_another_model_is_refused_there(tmp_path):
+    run = secure(tmp_path, **TWO)
+
+    def other(asked: Message) -> None:
+        about = asked.metadata
+        if (about.message_type, about.dst_node_id, about.group_id) == ("train", 2, "1"):
+            params = from_record(records_of(ArrayRecord, asked.content)["params"])
+            asked.content["params"] = to_record({key: 0 * p for key, p in params.items()})
+
+    run.grid.instead = other
+    run.start()
+    why = run.watch.records[1].left_out["client-1"]
+    assert "does not begin from the average of 'params' that all sites" in why
+
+
+def test_a_server_that_swaps_a_key_gets_no_sum(tmp_path):
+    run = secure(tmp_path)
+
+    def swapped(asked: Message) -> None:
+        record: Any = asked.content.get(SECURE)
+        if record is not None and record.get("phase") == "shares":
+            first, second, *rest = record["data"]
+            record["data"] = [first, first[:32] + second[32:], *rest]
+
+    run.grid.instead = swapped
+    with pytest.raises(FederationError, match="signed by 'client-1' is not: it was changed"):
+        run.start()
+
+
+def test_a_client_that_joins_or_leaves_and_one_that_has_lost_its_state(tmp_path, monkeypatch):
+    def present(m, step):
+        return m < 3 or step >= 2
+
+    final = secure(tmp_path, present=present, **TWO).final()
+    close(final, from_record(plain(tmp_path, monkeypatch, present=present, **TWO).result.arrays))
+
+    run, lost = secure(tmp_path / "lost", **TWO), list[None]()
+
+    def forget(record):
+        if record.step == 2 and not lost:
+            lost.append(run.files(1).delete())
+
+    run.watch.after.append(forget)
+    run.start()
+    assert [len(record.clients) for record in run.watch.records[1:]] == [4] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"policy": Policy(average="median")}, "federation.average=median"),
+        ({"policy": Policy(weighting="examples")}, "federation.weighting=examples"),
+        ({"policy": Policy(min_steps=0.5)}, "federation.min_steps=0.5"),
+        ({"sync_delay": 1}, "sync_delay=1"),
+        ({"formats": {"params": "int8"}}, "wire.params"),
+    ],
+)
+def test_what_needs_a_single_clients_update_is_refused(tmp_path, options, why):
+    with pytest.raises(ValueError, match=f"{why}: secure sums cannot have it"):
+        secure(tmp_path, **options)
+
+
+def test_nothing_is_left_of_a_run_that_completed(tmp_path):
+    run = secure(tmp_path, **{**ONE, "num_steps": 3})  # the last window is shorter
+    run.start()
+    assert [record.step for record in run.watch.records[1:]] == [2, 3]
+    assert not (run.folder / RUN).exists()
+
+
+class Killed(KeyboardInterrupt):
+    """The server is killed."""
+
+
+def test_a_run_that_is_killed_and_resumed_ends_alike_and_sums_a_window_once(tmp_path):
+    expected = secure(tmp_path / "whole", **TWO).final()
+    options: dict[str, Any] = {
+        **TWO,
+        "checkpoints": Checkpoints(tmp_path / "checkpoints", 1),
+        "run_key": RUN,
+    }
+    run = secure(tmp_path, **options)
+
+    def kill(record):
+        if record.step == 4:  # it is summed, and the checkpoint not written yet
+            raise Killed
+
+    run.watch.after.append(kill)
+    with pytest.raises(Killed):
+        run.start()
+    options["resume"] = Checkpoint.read(last_checkpoint(tmp_path / "checkpoints"))
+    without = secure(tmp_path, present=lambda m, step: m < 3, **options)
+    without.leave(3)
+    with pytest.raises(FederationError, match=r"steps 3 to 4 .* given away already"):
+        without.strategy.start(without.grid, without.initial)
+    again = secure(tmp_path, **options)
+    again.strategy.start(again.grid, again.initial, observer=again.watch)
+    close(from_record(again.strategy.state.averages["params"]), expected, atol=0)
+
+
+def test_a_run_of_the_app_by_secure_sums_is_the_plain_run(tmp_path):
+    words = [*TINY, "run.steps=2", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2"]
+    words += ["run.eval_every=0", "evaluation.central=false"]
+    ours = train(tmp_path / "a", *words, "privacy.secure_aggregation=true", clients=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SECURE_KEYS)
+        theirs = train(tmp_path / "b", *words, "evaluation.federated=false", clients=3)
+    one, other = (load_file(run / "final" / "model.safetensors") for run in (ours, theirs))
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=1e-9)
+    assert not (tmp_path / "a" / ".clients").exists()
