@@ -196,6 +196,11 @@ def _strategy(
         case "desloc":
             options |= {"outer": outer, "formats": config.wire, "kinds": stream_kinds(config)}
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
+            if config.privacy.secure_aggregation:
+                # Few runs need its cryptography.
+                from flower_desloc.flower.secure.at_server import SecureDesLoc
+
+                return SecureDesLoc(schedule, steps, **options, **saved)
             return DesLoc(schedule, steps, **options, **saved)
     # Flower's own strategies cannot resume.
     return FlowerStrategy(build_flower_strategy(config), schedule, steps, **options)

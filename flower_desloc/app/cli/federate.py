@@ -22,7 +22,7 @@ from flower_desloc.app.config import ConfigError
 from flower_desloc.app.config.app_folder import APP_FOLDER
 from flower_desloc.app.engines.deployment import NodeConfig, deploy
 from flower_desloc.app.engines.simulation import flwr_run
-from flower_desloc.app.runs.client_files import client_files, clients_folder
+from flower_desloc.app.runs.client_files import client_files, client_keys, clients_folder
 from flower_desloc.app.runs.resume import begun_in, file_to_resume
 from flower_desloc.app.setup.machine import default_device
 from flower_desloc.app.setup.preflight import Needs, federation_on_this_machine
@@ -82,8 +82,11 @@ def federate(
     with (
         resume_hint(again, config, output_dir),
         exit_on_signals(),
-        client_files(output_dir),
+        client_files(output_dir) as folder,
+        client_keys(config, nodes, folder) as keys,
     ):
+        if keys:
+            sites = [{**site, "secure-keys": str(keys)} for site in sites]
         with failing(FAILED, ProcessError):
             status = deploy(command, sites, config.simulation.client_cpus, verbose=verbose)
         if not status.completed:

@@ -32,7 +32,7 @@ from flower_desloc.app.engines.simulation import (
     simulate,
 )
 from flower_desloc.app.plan.dry_run import full_report, memory_line
-from flower_desloc.app.runs.client_files import client_files
+from flower_desloc.app.runs.client_files import client_files, client_keys
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.machine import cores
@@ -45,6 +45,7 @@ from flower_desloc.app.setup.preflight import (
 )
 from flower_desloc.app.sites.supervisor import ProcessError
 from flower_desloc.flower.client_state import STATE_DIR
+from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.system import described
 
 
@@ -137,7 +138,7 @@ def run(
     again += ["--ray-address", ray_address] if ray_address else []
     with resume_hint(again, config, output_dir), exit_on_signals():
         if engine is Engine.SIMULATION:
-            _run_simulation(command, output_dir, ray_address, verbose=verbose)
+            _run_simulation(command, config, output_dir, ray_address, verbose=verbose)
         else:
             _run_in_process(config, run_config, verbose=verbose)
 
@@ -195,15 +196,20 @@ def resume_hint(command: Sequence[str], config: Config, output_dir: Path) -> Ite
 
 
 def _run_simulation(
-    command: Sequence[str], output_dir: Path, ray_address: str, *, verbose: bool
+    command: Sequence[str], config: Config, output_dir: Path, ray_address: str, *, verbose: bool
 ) -> None:
     typer.echo(shlex.join(command))
-    with client_files(output_dir) as folder, failing(FAILED, ProcessError):
-        os.environ[STATE_DIR] = str(folder)  # for all processes that run clients
+    with (
+        client_files(output_dir) as folder,
+        client_keys(config, config.simulation.num_clients, folder) as keys,
+        failing(FAILED, ProcessError),
+    ):
+        clients = {STATE_DIR: str(folder)} | ({SECURE_KEYS: str(keys)} if keys else {})
+        os.environ.update(clients)  # for all processes that run clients
         environment = {}
         if ray_address:
             folder.mkdir(exist_ok=True)
-            environment = on_cluster(ray_address, folder)
+            environment = on_cluster(ray_address, clients)
         status = simulate(command, verbose=verbose, environment=environment)
     if not status.completed:
         fail(FAILED, status.error)

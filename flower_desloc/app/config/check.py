@@ -68,6 +68,20 @@ _EXCLUSIONS: Final = (
         "in full precision, and uncompiled",
     ),
     Exclusion(
+        where=lambda config: config.privacy.secure_aggregation,
+        keys=(
+            *("federation.average", "federation.weighting", "federation.norm_bound"),
+            *("federation.min_steps", "sync_delay", "wire"),
+        ),
+        why="with privacy.secure_aggregation=true the server learns sums over all clients, and "
+        "nothing of one",
+    ),
+    Exclusion(
+        where=lambda config: config.strategy != "desloc" or GRADIENTS in config.sync,
+        keys=("privacy.secure_aggregation",),
+        why="it is for averages of params and of states by strategy=desloc",
+    ),
+    Exclusion(
         where=lambda config: config.sync_mode == "probabilistic",
         keys=("sync_phase",),
         why="coins (sync_mode=probabilistic) have no phase",

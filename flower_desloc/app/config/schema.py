@@ -277,10 +277,12 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """[Differential privacy](../explanation/privacy.md)."""
+    """[Privacy](../explanation/privacy.md)."""
 
+    secure_aggregation: bool = False
+    """Let the server learn sums only."""
     epsilon: float | None = bounded(None, above=0)
-    """Budget of each client; null: only a site's own."""
+    """Budget of each client; null: a site's own."""
     delta: float = bounded(1e-5, above=0, below=1)
     """Well below 1 / examples."""
     max_grad_norm: float = bounded(1.0, above=0)

@@ -16,7 +16,7 @@ from flower_desloc.app.engines.superlink import (
     private_superlink,
 )
 from flower_desloc.app.sites.deployment.environment import as_argument
-from flower_desloc.flower.client_state import STATE_DIR, STATE_SHARED
+from flower_desloc.flower.client_state import STATE_SHARED
 
 
 def federation_config(
@@ -63,12 +63,13 @@ def flwr_run(
     ]
 
 
-def on_cluster(address: str, state_dir: Path) -> dict[str, str]:
+def on_cluster(address: str, clients: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a simulation whose clients run on a Ray cluster.
 
-    The clients inherit nothing from this process: Ray hands its driver's runtime environment on.
+    The clients inherit nothing from this process: Ray hands its driver's runtime environment on,
+    and with it what is in ``clients``.
     """
-    clients = {STATE_DIR: str(state_dir), STATE_SHARED: "1"}
+    clients = {**clients, STATE_SHARED: "1"}
     return {
         "RAY_ADDRESS": address,
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": clients}}),

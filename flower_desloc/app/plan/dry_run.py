@@ -105,15 +105,15 @@ def _bytes(needs: Needs) -> Iterator[str]:
     config = needs.config
     schedule, steps = needs.schedule, config.run.steps
     events = schedule.num_events(steps)
-    uploads = traffic.uploads(schedule, needs.sizes, steps, needs.wire)
+    uploads = traffic.uploads(schedule, needs.sizes, steps, needs.sent_up)
     sent = uploads.desloc
     yield f"each client will send, in {steps} steps:"
     for stream, count in sent.items():
-        times = f"{count_text(events[stream], 'time')} {bytes_text(needs.wire[stream])}"
+        times = f"{count_text(events[stream], 'time')} {bytes_text(needs.sent_up[stream])}"
         yield f"  {stream:<16} {times:>24} {bytes_text(count):>10}"
     total = sum(sent.values())
     yield f"  {'total':<16} {'':>24} {bytes_text(total):>10}"
-    windows = traffic.window_bytes(schedule, needs.wire, steps)
+    windows = traffic.window_bytes(schedule, needs.sent_up, steps)
     yield (
         f"in {len(windows)} windows, each from {bytes_text(min(windows))} to "
         f"{bytes_text(max(windows))}"
@@ -185,7 +185,7 @@ def _time(needs: Needs, hardware: Hardware, seconds: float) -> Iterator[str]:
     yield f"{clients} clients, {hardware.at_once} at a time, compute {seconds_text(compute)}"
     schedule = needs.schedule
     windows = list(schedule.windows(steps))
-    sent = sum(traffic.uploads(schedule, needs.wire, steps).desloc.values())
+    sent = sum(traffic.uploads(schedule, needs.sent_up, steps).desloc.values())
     waiting = star_seconds(sent, clients, replace(_LINK, latency=len(windows) * _LINK.latency))
     yield f"between sites, links of 1 Gbit/s would add {seconds_text(waiting)} (see `desloc plan`)"
     longest = turns * seconds * max(w.stop - w.start for w in windows)

@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from flower_desloc.app.config import ConfigError
+from flower_desloc.app.config import Config, ConfigError
 from flower_desloc.app.runs.folder import RunFolder
 from flower_desloc.app.runs.resume import completed
 from flower_desloc.flower import tensor_file
@@ -35,6 +36,23 @@ def client_files(output_dir: Path) -> Iterator[Path]:
         _delete_unused(folder)
         with suppress(OSError):  # there is none, or it is not empty
             folder.rmdir()
+
+
+@contextmanager
+def client_keys(config: Config, number: int, folder: Path) -> Iterator[Path | None]:
+    """Yield a folder in ``folder`` with new keys of clients on this machine, for secure sums.
+
+    None if ``config`` has no secure aggregation. It is deleted after the block.
+    """
+    if not config.privacy.secure_aggregation:
+        yield None
+        return
+    from flower_desloc.secure.identity import introduce  # few runs need it
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="keys-", dir=folder) as keys:
+        introduce(Path(keys), [f"client-{index}" for index in range(number)])
+        yield Path(keys)
 
 
 def _delete_unused(folder: Path) -> None:

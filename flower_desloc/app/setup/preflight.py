@@ -26,6 +26,7 @@ from flower_desloc.app.setup.build import (
 from flower_desloc.app.setup.machine import clients_at_once, device_memory, gpu_share, memory
 from flower_desloc.app.setup.meta_model import meta_model, on_meta, task_errors
 from flower_desloc.core.client_info import ClientInfo
+from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, buffers, parts
 from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
@@ -101,6 +102,19 @@ class Needs:
         return wire_bytes(self._streams, self.config.wire, stream_kinds(self.config))
 
     @cached_property
+    def sent_up(self) -> dict[str, int]:
+        """Bytes of every stream in a client's reply."""
+        if not self.config.privacy.secure_aggregation:
+            return self.wire
+        from flower_desloc.secure.codes import width_of  # few runs need it
+
+        kinds = stream_kinds(self.config)
+        return {
+            name: width_of(kind_of(name, kinds)) * sum(t.numel() for t in stream.values())
+            for name, stream in self._streams.items()
+        }
+
+    @cached_property
     def _streams(self) -> dict[str, Stream]:
         trained = {key: on_meta(p) for key, p in self._by_stream[PARAMS].items()}
         saved = {key: on_meta(b) for key, b in buffers(self.model).items()}
@@ -141,7 +155,7 @@ class Needs:
         return {
             "Python": _CLIENT,
             # The request is freed before the reply is made.
-            "streams received or sent": max(self._kept, self._due(self.wire)),
+            "streams received or sent": max(self._kept, self._due(self.sent_up)),
         }
 
     def server(self) -> Parts:
@@ -167,7 +181,7 @@ class Needs:
         Flower's link holds the replies that the server has not pulled yet.
         """
         client = self.client(device) if device.type == "cpu" else self.host_memory()
-        waiting = self.config.simulation.num_clients * self._due(self.wire)
+        waiting = self.config.simulation.num_clients * self._due(self.sent_up)
         return sum(self.server().values()) + waiting + at_once * sum(client.values()) + _SIMULATION
 
     def federation(self, devices: Sequence[torch.device]) -> int:

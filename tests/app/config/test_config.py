@@ -486,6 +486,14 @@ ADVISED = [
         ("quickstart", f"privacy.epsilon=1 {w}")
         for w in ("federation.weighting=examples", "model.compile=true", "model.precision=bf16")
     ),
+    *(
+        ("quickstart", f"privacy.secure_aggregation=true {w}")
+        for w in (
+            *("federation.average=median", "federation.weighting=examples", "sync_delay=1"),
+            *("federation.norm_bound=5", "federation.min_steps=0.5", "wire.params=int8"),
+        )
+    ),
+    *((preset, "privacy.secure_aggregation=true") for preset in ("fedavg", "ddp")),
     ("quickstart", "wire.momentum_buffer=int8"),
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
     *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),
