@@ -1,0 +1,137 @@
+"""CPU time and bytes of a secure sum of one stream, at a site and at the server, without Flower.
+
+    python benchmarks/secure_sums.py [--parameters 1000000] [--sites 3,10,20] [--json FILE]
+
+The two ends of the protocol, one site after the other in one process and thread: keys, shares,
+codes, masks and packing at a site, adding and unmasking at the server, without sites that drop out
+and with as many as are tolerated. Beyond two million parameters only the first site computes its
+masks, the server adds its codes in the place of the others', and the sum is not checked. Bytes are
+what a site sends up, compared with the stream in float32; those of a DES-LOC run follow from its
+periods.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time
+
+import numpy as np
+import torch
+import typer
+from common import report
+from numpy.typing import NDArray
+
+from flower_desloc.core.kinds import Kind
+from flower_desloc.secure.agreement import About, least_threshold
+from flower_desloc.secure.codes import Codes, encode, packed, scale_for, signed, unpacked, width_of
+from flower_desloc.secure.identity import Identity, introduce
+from flower_desloc.secure.server import ServerSum
+from flower_desloc.secure.site import SiteSum
+
+TENSOR = 4_000_000
+"""Values of the largest tensor."""
+CHECKED = 2_000_000
+"""Parameters up to which every site computes its masks, and the sum is checked."""
+KINDS = {"exp_avg": Kind.FIRST_MOMENT, "exp_avg_sq": Kind.SECOND_MOMENT}
+
+
+class Clock:
+    """Adds up the CPU seconds of what is done, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = process_time()
+
+    def note(self, what: str) -> None:
+        """Count the time since the last note as that of ``what``."""
+        now = process_time()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now - self._last
+        self._last = now
+
+
+def tensors(parameters: int, m: int) -> list[torch.Tensor]:
+    """Return the values of site m, not negative, as second moments are."""
+    noise = torch.Generator().manual_seed(m)
+    sizes = [min(TENSOR, parameters - start) for start in range(0, parameters, TENSOR)]
+    return [torch.rand(size, generator=noise) for size in sizes]
+
+
+def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, float]:
+    """Return CPU seconds and bytes of one sum; ``gone`` sites send shares and no codes."""
+    width, is_checked = width_of(kind), parameters <= CHECKED
+    scale, up = scale_for(1.0, number, width), not kind.is_signed
+    about = About(
+        run="run", attempt="one", start=0, stop=16, threshold=least_threshold(number),
+        shapes={"stream": ""}, scales={"stream": scale}, widths={"stream": width},
+        most=number, averages={},
+    )  # fmt: skip
+    names = [f"site-{m:02}" for m in range(number)]
+    values = {names[m]: tensors(parameters, m) for m in range(number if is_checked else 1)}
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        introduce(folder, names)
+        sites = {n: SiteSum(Identity.read(folder, n), folder / f"{n}.json") for n in names}
+        server, clock, sent = ServerSum(about), Clock(), dict[str, list[NDArray[np.uint8]]]()
+        for name, site in sites.items():
+            server.add_keys(name, site.keys(about))
+        keys = server.keys
+        for name, site in sites.items():
+            server.add_shares(name, site.shares(keys))
+        for name, site in sites.items():
+            site.receive(server.sealed_for(name), {})
+        clock.note("agree")
+
+        def coded(name: str) -> Iterator[Codes]:
+            for tensor in values.get(name, []):
+                codes = encode(tensor, scale, number, width, up=up)
+                yield codes
+                sent[name].append(packed(codes, width))
+
+        present = names[: number - gone]
+        for name in present:
+            sent[name] = []
+            clock.note("")
+            sites[name].mask(coded(name))
+            clock.note("mask" if name == names[0] else "")
+        for name in present:
+            arrays = sent[name] or sent[names[0]]
+            server.add_masked(name, (unpacked(each, width) for each in arrays))
+        clock.note("add")
+        for name in present:
+            server.add_signature(name, sites[name].confirm(server.survivors))
+        for name in present:
+            server.add_unmasking(name, sites[name].unmask(server.signatures))
+        clock.note("agree")
+        total = server.total()
+        clock.note("unmask")
+    if is_checked:
+        plain = [
+            sum(encode(each, scale, number, width, up=up) for each in of_all)
+            for of_all in zip(*(values[name] for name in present), strict=True)
+        ]
+        for codes, expected in zip(total, plain, strict=True):
+            assert np.array_equal(signed(codes, width), expected), "the sum is wrong"
+    return {
+        "sent_up_megabytes": sum(each.nbytes for each in sent[names[0]]) / 1e6,
+        "in_float32_megabytes": 4 * parameters / 1e6,
+        "site_cpu_seconds": clock.seconds["mask"] + clock.seconds["agree"] / number,
+        "server_cpu_seconds_adding": clock.seconds["add"],
+        "server_cpu_seconds_unmasking": clock.seconds["unmask"],
+    }
+
+
+def main(parameters: int = 1_000_000, sites: str = "3,10,20", json: Path | None = None) -> None:
+    """CPU time and bytes of a secure sum, at a site and at the server."""
+    torch.set_num_threads(1)
+    result: dict[str, object] = {"parameters": parameters}
+    for name, kind in KINDS.items():
+        for number in map(int, sites.split(",")):
+            tolerated = number - least_threshold(number)
+            for gone in sorted({0, tolerated}):
+                key = f"{name} of {number} sites, {gone} gone"
+                result[key] = measured(kind, parameters, number, gone)
+    report(result, json)
+
+
+if __name__ == "__main__":
+    typer.run(main)
