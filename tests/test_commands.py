@@ -45,6 +45,7 @@ NOT_HERE = {
     "needs runs: test_report.py": ("desloc report",),
     "needs an extra: test_tracking.py": ("WANDB_MODE=offline", "ls"),
     "needs a ledger: test_account.py": ("python -m flower_desloc.privacy",),
+    "makes a key: test_sums.py": ("python -m flower_desloc.secure",),
     "needs a run: test_export.py": ("desloc export",),
     "needs a run: test_final.py": ("lm_eval",),
     "needs a run and transformers[serving]": ("transformers serve", "transformers chat"),
