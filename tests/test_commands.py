@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from shutil import which
 
@@ -101,7 +102,8 @@ def test_a_command_of_the_documentation_is_accepted(command, tmp_path, monkeypat
         pytest.skip("needs the result of another command, or a file of the reader's own")
     if what == "study":  # test_study.py reads them all, which takes long
         assert (ROOT / rest[0]).exists() or (ROOT / "studies" / f"{rest[0]}.yaml").exists()
-        load("quickstart", [word for word in rest[1:] if "=" in word])
+        words = [w for before, w in pairwise(rest) if "=" in w and not before.startswith("--")]
+        load("quickstart", words)
         return
     if not rest:
         assert "quickstart" in refused(what)  # it lists the presets
