@@ -26,7 +26,7 @@ from flwr.app import Message
 from paired import RESEARCH, Estimate, Table, about
 from sklearn.metrics import roc_auc_score
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import nn
+from torch import Tensor, nn
 
 from flower_desloc.app.config import load
 from flower_desloc.app.engines import in_process
@@ -35,7 +35,9 @@ from flower_desloc.app.tasks.causal_lm.batches import TextBatch, TextShard
 from flower_desloc.app.tasks.causal_lm.builtin import BUILTIN
 from flower_desloc.app.tasks.image_classification.batches import ImageBatch, ImageShard
 from flower_desloc.flower.arrays import streams_of
+from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 from flower_desloc.flower.inprocess import InProcessGrid
+from flower_desloc.secure.codes import NARROW, signed, unpacked
 
 RESULTS = RESEARCH / "results" / "attacks.json"
 SEEDS = (0, 1, 2)
@@ -47,6 +49,8 @@ PROTECTION = {
     "epsilon 3": "privacy.epsilon=3",
     "epsilon 1": "privacy.epsilon=1",
 }
+HIDDEN = "secure aggregation"
+"""Protects what a site sends, and not the model: no cell of membership."""
 TOKENS = (
     "model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=2 "
     "model.tie_word_embeddings=false data.max_bytes=400000 data.seq_len=64 data.batch_size=4 "
@@ -124,13 +128,19 @@ def tokens_of_a_window(work: Path, protection: str, steps: int, seed: int) -> Ce
         used: ClassVar[set[int]] = set()
 
     periods = f"sync.params={steps} sync.exp_avg={steps} sync.exp_avg_sq={steps}"
-    words = [TOKENS, periods, PROTECTION[protection], f"run.steps={steps} run.seed={seed}"]
+    protect = PROTECTION.get(protection, "privacy.secure_aggregation=true")
+    words = [TOKENS, periods, protect, f"run.steps={steps} run.seed={seed}"]
     words.append(f"data.tokenizer={tokenizer(work)} run.name=tokens lr_schedule.warmup_steps=1")
     with patch.object(in_process, "InProcessGrid", Grid):
-        run("quickstart", " ".join(words), work, 4)
+        folder = run("quickstart", " ".join(words), work, 4)
+    before = Grid.sent["params"][EMBEDDING]
+    replied = {n: _values(Grid.reply[n][EMBEDDING], before.shape) for n in ("params", "exp_avg")}
+    average = Checkpoint.read(last_checkpoint(folder)).averages["params"][EMBEDDING]
     scores = {
-        "params": Grid.reply["params"][EMBEDDING] - Grid.sent["params"][EMBEDDING],
-        "exp_avg": Grid.reply["exp_avg"][EMBEDDING],
+        # Of masked codes the difference to what was sent says no more than they do.
+        "params": replied["params"] if protection == HIDDEN else replied["params"] - before,
+        "exp_avg": replied["exp_avg"],
+        "average": average - before,
     }
     truth = np.zeros(VOCABULARY, bool)
     truth[sorted(Grid.used)] = True
@@ -141,6 +151,14 @@ def tokens_of_a_window(work: Path, protection: str, steps: int, seed: int) -> Ce
         cell[f"auc_{stream}"] = float(roc_auc_score(truth, norms))
         cell[f"exact_{stream}"] = bool((named == truth).all())
     return cell
+
+
+def _values(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return what a site sent as numbers: of bytes, the masked codes."""
+    if tensor.dtype != torch.uint8:
+        return tensor
+    codes = signed(unpacked(tensor.numpy().copy(), NARROW), NARROW)
+    return torch.from_numpy(codes).view(shape).double()
 
 
 # -------------------------------------------------------------------------------- Membership
@@ -185,7 +203,7 @@ def run(config: str, words: str, work: Path, clients: int) -> Path:
 
 
 def cells() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for seed, protection, steps in product(SEEDS, PROTECTION, (1, 16)):
+    for seed, protection, steps in product(SEEDS, (*PROTECTION, HIDDEN), (1, 16)):
         yield f"tokens/{protection}/{steps}/{seed}", (tokens_of_a_window, protection, steps, seed)
     for seed, protection in product(SEEDS, PROTECTION):
         yield f"membership/{protection}/{seed}", (membership, protection, seed)
@@ -205,18 +223,21 @@ def table() -> Table:
     done = json.loads(RESULTS.read_text())["cells"]
 
     def auc(begin: str, key: str) -> str:
-        values = [done[n][key] for n in (f"{begin}/{seed}" for seed in SEEDS) if n in done]
+        values = [
+            done[n][key] for n in (f"{begin}/{seed}" for seed in SEEDS) if key in done.get(n, ())
+        ]
         found = Estimate.of(values)
         return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})" if values else ""
 
     rows = []
-    for protection in PROTECTION:
-        streams = ("params", "exp_avg")
+    for protection in (*PROTECTION, HIDDEN):
+        streams = ("params", "exp_avg", "average")
         tokens = [
             auc(f"tokens/{protection}/{steps}", f"auc_{s}") for steps in (1, 16) for s in streams
         ]
         rows.append([protection, *tokens, auc(f"membership/{protection}", "auc")])
-    heads = [f"tokens of {k}, by {s}" for k in ("1 step", "16 steps") for s in ("x", "u")]
+    seen = ("its x", "its u", "the average")
+    heads = [f"tokens of {k}, by {s}" for k in ("1 step", "16 steps") for s in seen]
     return Table(["protection", *heads, "membership"], rows)
 
 
