@@ -61,7 +61,7 @@ class RunRecorder(Observer):
         for name in dict.fromkeys(config.run.trackers):
             self._views.append(TrackerView(name, folder, with_model=config.run.track_model))
         if url := config.run.copy_to:  # the last: it copies what the others write
-            self._views.append(CopyView(folder, url, resumed=resumed is not None))
+            self._views.append(CopyView(folder, url))
 
     def started(self, run: RunInfo) -> None:
         """Keep what is known of the run."""

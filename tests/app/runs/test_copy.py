@@ -10,11 +10,13 @@ from tiny import TINY, failing_at, summary, train
 
 from flower_desloc.app.config import ConfigError
 from flower_desloc.app.engines import in_process
-from flower_desloc.app.runs import copy
+from flower_desloc.app.runs import RunFolder, copy
 
 URL = "memory://bucket/models"
 SHORT = (*TINY, "run.steps=6", "run.eval_every=6", "sync.params=2", "run.name=a")
 COPIED = (f"run.copy_to={URL}",)
+AT_THE_START = ("config.yaml", "copy.json")
+"""What is copied before a run begins, or it does not."""
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_what_cannot_be_copied_now_is_copied_later(store, tmp_path, monkeypatch,
     put, failures = copy.Remote.put, iter(range(3))
 
     def fails_thrice(self: copy.Remote, local: Path, name: str) -> None:
-        if name != "config.yaml" and next(failures, None) is not None:
+        if name not in AT_THE_START and next(failures, None) is not None:
             raise OSError("no route to host")
         put(self, local, name)
 
@@ -75,9 +77,12 @@ def test_what_cannot_be_copied_now_is_copied_later(store, tmp_path, monkeypatch,
 
 
 def test_a_run_ends_as_ever_where_nothing_can_be_copied(store, tmp_path, monkeypatch, caplog):
+    put = copy.Remote.put
+
     def fails(self: copy.Remote, local: Path, name: str) -> None:
-        if name != "config.yaml":
+        if name not in AT_THE_START:
             raise OSError("no route to host")
+        put(self, local, name)
 
     monkeypatch.setattr(copy.Remote, "put", fails)
     assert summary(train(tmp_path, *SHORT, *COPIED))["status"] == "completed"
@@ -97,6 +102,7 @@ def test_another_run_is_not_written_over(store, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
+        (("run.copy_to=ftp://me:secret@host/runs",), "run.copy_to: no password in the URL"),
         (("run.copy_to=nowhere://models",), "run.copy_to=nowhere://models/a: Protocol not known"),
         ((f"run.resume={URL}/b",), f"run.resume={URL}/b: no run is there"),
     ],
@@ -106,6 +112,85 @@ def test_a_url_that_does_not_serve_is_refused_before_anything_is_trained(
 ):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path, *SHORT, *setting)
+
+
+def test_a_run_that_is_resumed_does_not_write_over_another(store, tmp_path):
+    train(tmp_path / "one", *SHORT, *COPIED)
+    before = copied(store)
+    with failing_at(3):
+        train(tmp_path / "two", *SHORT)
+    with pytest.raises(ConfigError, match="another run is there"):
+        train(tmp_path / "two", *SHORT, *COPIED, "run.resume=auto")
+    assert copied(store) == before
+
+
+def test_a_folder_that_is_older_than_the_copy_is_not_resumed(store, tmp_path):
+    with failing_at(2):
+        train(tmp_path / "one", *SHORT, *COPIED)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")  # another machine, which fetched it
+    with failing_at(3):
+        train(tmp_path / "one", *SHORT, *COPIED, "run.resume=auto")
+    before = copied(store)
+    with pytest.raises(ConfigError, match=r"has got further than .*two/a; delete that folder"):
+        train(tmp_path / "two", *SHORT, *COPIED, f"run.resume={URL}/a")
+    with pytest.raises(ConfigError, match="the copy has got further than"):
+        train(tmp_path / "two", *SHORT, *COPIED, "run.resume=auto")
+    assert copied(store) == before
+
+
+def test_a_server_whose_run_another_has_resumed_copies_no_more(store, tmp_path, caplog):
+    window = copy.CopyView.window
+
+    def resumed_elsewhere(self: copy.CopyView, line: dict[str, object]) -> None:
+        if line["step"] == 2:
+            store.pipe_file("/bucket/models/a/copy.json", b'{"run": "r", "attempt": "other"}')
+        window(self, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy.CopyView, "window", resumed_elsewhere)
+        train(tmp_path, *SHORT, *COPIED)
+    assert "another server writes it now" in caplog.text
+    assert "summary.json" not in copied(store)
+
+
+def test_checkpoints_that_go_while_others_are_copied_cost_no_checkpoint(store, tmp_path):
+    folder = train(tmp_path, *SHORT)
+    view = copy.CopyView(RunFolder(folder), URL)
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    view._copy()
+    there = [name for name in copied(store) if name.startswith("checkpoints/")]
+    assert len(there) == 2
+    put = view._remote.put
+
+    def late(local: Path, name: str) -> None:
+        if name == "metrics.jsonl":  # two windows end meanwhile
+            for number, path in enumerate(checkpoints):
+                path.rename(path.with_name(f"step-0000000{8 + number}.safetensors"))
+        put(local, name)
+
+    view._remote.put = late  # type: ignore[method-assign]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("")
+    (folder / "metrics.jsonl").touch()
+    view._copy()
+    assert [name for name in copied(store) if name.startswith("checkpoints/")]
+    view._copy()
+    there = sorted(name for name in copied(store) if name.startswith("checkpoints/"))
+    assert [name[-13] for name in there] == ["8", "9"]
+    view.finish(None)  # type: ignore[arg-type]
+
+
+def test_what_is_fetched_stays_in_its_folder(store, tmp_path, monkeypatch):
+    train(tmp_path / "one", *SHORT, *COPIED)
+    find = type(store).find
+
+    def with_a_stray(self: object, path: str, **how: object) -> list[str]:
+        return [*find(self, path, **how), f"{path}/../../../stray"]
+
+    monkeypatch.setattr(type(store), "find", with_a_stray)
+    with pytest.raises(ConfigError, match="has a file outside of it"):
+        train(tmp_path / "two", *SHORT, f"run.resume={URL}/a")
+    assert not (tmp_path / "two" / "a").exists()
 
 
 def test_it_is_the_same_in_s3(tmp_path, monkeypatch):
