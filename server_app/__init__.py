@@ -18,7 +18,7 @@ from flower_desloc.app.config.user_code import user_modules
 from flower_desloc.app.runs import RunFolder, RunRecorder
 from flower_desloc.app.runs.best import KeepBest
 from flower_desloc.app.runs.resume import to_resume
-from flower_desloc.app.runs.roster import Governed, Roster
+from flower_desloc.app.runs.roster import Governed, Roster, inherit
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.build import (
     build_flower_strategy,
@@ -145,6 +145,7 @@ def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Check
         RunFolder.create(output_dir, config.run.name),
         None,
     )
+    inherit(folder, config.run.name)
     with folder.claimed():
         if checkpoint is not None:
             folder.rewind(checkpoint.round)

@@ -73,8 +73,8 @@ class Members:
     """The clients that have answered the greeting of a run, by name.
 
     ``note`` records an event: its kind, the client, and what happened. ``data`` has the versions of
-    the clients' data before this start of the server. ``admits`` returns why a client may not take
-    part, and an empty text if it may.
+    the clients' data before this start of the server. ``admits`` and ``joined`` are those of
+    ``RoundHook``.
     """
 
     def __init__(
@@ -86,15 +86,18 @@ class Members:
         note: Callable[[EventKind, str, str], None],
         *,
         data: Mapping[str, str],
-        admits: Callable[[Member], str],
+        admits: Callable[[str | None, int], str],
+        joined: Callable[[str, int], None],
     ) -> None:
-        self._grid, self._exchange, self._admits = grid, exchange, admits
+        self._grid, self._exchange = grid, exchange
+        self._may_come, self._joined = admits, joined
         self._policy, self._seed, self._note = policy, seed, note
         self.data = dict(data)
         """Version of each client's data, as it stated it last."""
         self._known: dict[str, Member] = {}
         self._moved_from: set[int] = set()  # nodes whose client is at another node now
         self._online: set[str] = set()  # when last asked
+        self._refused: set[tuple[str, str]] = set()
 
     def wait_for_quorum(self, listen: Callable[[], None]) -> None:
         """Wait until ``min_clients`` nodes are online and their number has stopped growing.
@@ -135,9 +138,10 @@ class Members:
         return len(self._nodes()) < self._policy.min_clients
 
     def new_nodes(self) -> list[int]:
-        """Return the nodes online whose client is not known."""
+        """Return the nodes online whose client is not known, and that may come."""
         known = {member.node_id for member in self._known.values()} | self._moved_from
-        return [node_id for node_id in sorted(self._nodes()) if node_id not in known]
+        new = (node_id for node_id in sorted(self._nodes()) if node_id not in known)
+        return [node_id for node_id in new if not self._may_come(None, node_id)]
 
     def add(self, replies: Iterable[Message]) -> Iterator[Member]:
         """Add the clients that answered a greeting, and yield them.
@@ -151,6 +155,9 @@ class Members:
             node_id = reply.metadata.src_node_id
             try:
                 member = Member.from_hello(node_id, _about(reply))
+                if why := self._admits(member):
+                    self._refuse(member.name, why)
+                    continue
                 if member.name in greeted:
                     self._moved_from.add(node_id)  # or the next window would let it take the place
                     raise ValueError(
@@ -158,6 +165,9 @@ class Members:
                         "give each SuperNode its own partition-id or name in its node config"
                     )
             except ValueError as error:
+                if why := self._may_come("", node_id):
+                    self._refuse(f"node {node_id}", f"{reason_of(error)}; {why}")
+                    continue
                 self._note(event_kind(reply), f"node {node_id}", reason_of(error))
                 self._policy.fail(f"node {node_id} cannot take part", reason_of(error))
                 continue
@@ -171,7 +181,18 @@ class Members:
             self._note_data(member)
             self._online.add(member.name)
             self._known[member.name] = member
+            self._joined(member.name, node_id)
             yield member
+
+    def _admits(self, member: Member) -> str:
+        return self._may_come(member.name, member.node_id)
+
+    def _refuse(self, who: str, why: str) -> None:
+        """Note once that somebody may not take part."""
+        if (who, why) not in self._refused:
+            log(WARNING, "%s does not take part: %s", who, why)
+            self._note("refused", who, why)
+            self._refused.add((who, why))
 
     def online(self) -> list[Member]:
         """Return the clients that are online and answer, in the fixed order of summation."""

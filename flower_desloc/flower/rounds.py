@@ -85,9 +85,15 @@ class RoundHook:
     def started(self, run: RunInfo) -> None:
         """Called once, before the first evaluation."""
 
-    def admits(self, client: str, node_id: int) -> str:  # noqa: ARG002
-        """Return why a client may not take part in the next window; empty: it may."""
+    def admits(self, client: str | None, node_id: int) -> str:  # noqa: ARG002
+        """Return why a client may not take part in the next window; empty: it may.
+
+        ``client`` is its name; None before it was asked, and empty if it did not say.
+        """
         return ""
+
+    def joined(self, client: str, node_id: int) -> None:
+        """Called when a client that is admitted has joined, or has come back at another node."""
 
     def window(self, record: WindowRecord) -> None:
         """Called after every window, and once with round 0."""
@@ -158,7 +164,10 @@ class RoundLoop:
         )
         data = resume.data if resume else {}
         self.members = Members(
-            grid, self.exchange, policy, seed, self.note, data=data, admits=self._admits
+            *(grid, self.exchange, policy, seed, self.note),
+            data=data,
+            admits=self._admits,
+            joined=self._joined,
         )
         self.observer = Observer()
         self.hooks: list[RoundHook] = []
@@ -170,10 +179,14 @@ class RoundLoop:
 
     # Clients
 
-    def _admits(self, member: Member) -> str:
+    def _admits(self, client: str | None, node_id: int) -> str:
         """Return why a client may not take part in the next window; empty: it may."""
-        answers = (hook.admits(member.name, member.node_id) for hook in self.hooks)
+        answers = (hook.admits(client, node_id) for hook in self.hooks)
         return next(filter(None, answers), "")
+
+    def _joined(self, client: str, node_id: int) -> None:
+        for hook in self.hooks:
+            hook.joined(client, node_id)
 
     def open(self, step: int) -> list[Member]:
         """Wait for the quorum and greet the clients, which are to begin after ``step`` steps."""

@@ -5,13 +5,16 @@ file before each window, so that a change takes effect while it goes on.
 """
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, get_args
 
-from flower_desloc.app.runs.folder import append
+from flower_desloc.app.runs.folder import RunFolder, append
 from flower_desloc.flower.rounds import RoundHook
 
 State = Literal["invited", "active", "paused", "ejected"]
@@ -34,23 +37,28 @@ class Roster:
     """The sites of a run, by name."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._sites: dict[str, Site] = {}
+        self._nodes: dict[int, str] = {}
         self._is_closed = False
         self._read = 0  # bytes of the file
 
     @property
     def sites(self) -> Mapping[str, Site]:
         """The sites that have come or were invited; raises ``ValueError`` for a damaged file."""
-        size = self._path.stat().st_size if self._path.exists() else 0
+        size = self.path.stat().st_size if self.path.exists() else 0
         if size > self._read:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._read)
                 for text in file:
                     if text.endswith(b"\n"):
                         self._take(text)
                         self._read += len(text)
         return self._sites
+
+    def name_of(self, node: int) -> str | None:
+        """Return the name that a node has had first: it stays so under any other."""
+        return self._nodes.get(node) if self.sites else None
 
     @property
     def is_closed(self) -> bool:
@@ -67,7 +75,10 @@ class Roster:
             "node": known.node if node is None and known else node,
             "reason": reason,
         }
-        append(self._path, line)
+        if self.path.exists() and not (written := self.path.read_bytes()).endswith(b"\n"):
+            # A line that a killed process has begun never counted.
+            os.truncate(self.path, written.rfind(b"\n") + 1)
+        append(self.path, line)
 
     def _take(self, text: bytes) -> None:
         try:
@@ -76,35 +87,54 @@ class Roster:
             if site.state not in STATES:
                 raise ValueError(f"state must be one of {', '.join(STATES)}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self._path}: {text!r} is not a line of it: {error}") from error
+            raise ValueError(f"{self.path}: {text!r} is not a line of it: {error}") from error
         self._sites[name] = site
+        if site.node is not None:
+            self._nodes.setdefault(site.node, name)
         self._is_closed = self._is_closed or site.state == "invited"
 
 
 class Governed(RoundHook):
     """Round hook that lets a site take part as the roster says, and notes those that come.
 
-    A site that was ejected stays so under another name, as its SuperNode's key shows.
+    A site that was paused or ejected stays so under another name, as its SuperNode's key shows.
     """
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
 
-    def admits(self, client: str, node_id: int) -> str:
+    def admits(self, client: str | None, node_id: int) -> str:
         """Return why a site may not take part in the next window; empty: it may."""
         roster = self._roster
-        sites = roster.sites
-        for name, site in sites.items():
-            if site.state == "ejected" and (name == client or site.node == node_id):
+        for name in (client, roster.name_of(node_id)):
+            site = roster.sites.get(name) if name else None
+            if name and site and site.state in ("paused", "ejected"):
                 return _says(name, site)
-        known = sites.get(client)
-        if known is None and roster.is_closed:
+        if client is not None and client not in roster.sites and roster.is_closed:
             return "it was not invited: `desloc members RUN invite NAME`"
-        if known is not None and known.state == "paused":
-            return _says(client, known)
-        if known is None or known.state == "invited" or known.node != node_id:
-            roster.set(client, "active", node=node_id)
         return ""
+
+    def joined(self, client: str, node_id: int) -> None:
+        """Note a site that has come, and its node."""
+        known = self._roster.sites.get(client)
+        if known is None or known.state == "invited" or known.node != node_id:
+            self._roster.set(client, "active", node=node_id)
+
+
+def inherit(folder: RunFolder, name: str) -> None:
+    """Begin with the list of the last run of that name, if only invited sites may join it.
+
+    A run that is started once more gets the folder NAME-2, and the same sites.
+    """
+    number = re.fullmatch(rf"{re.escape(name)}-(\d+)", folder.path.name)
+    if number is None or folder.members.exists():
+        return
+    for before in range(int(number[1]) - 1, 0, -1):
+        other = folder.path.with_name(f"{name}-{before}" if before > 1 else name)
+        if Roster(RunFolder(other).members).is_closed:
+            shutil.copy(RunFolder(other).members, folder.members)
+        if other.exists():
+            return
 
 
 def _says(name: str, site: Site) -> str:

@@ -1,6 +1,5 @@
 """A site's own record: what it was asked and what it sent, a line of JSON for each message."""
 
-import json
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -9,11 +8,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
+from flower_desloc.app.runs.folder import append
 from flower_desloc.flower.arrays import arrays_of
 
 AUDIT_LOG = "audit-log"
 """Key of the node config: the file."""
-_SETTINGS = "settings"
 
 
 def audited(
@@ -37,7 +36,7 @@ def audited(
     }
     try:
         reply = call(message, context)
-    except Exception as error:
+    except BaseException as error:  # an exit is answered by an error too
         _append(path, line | {"error": f"{type(error).__name__}: {error}"})
         raise
     sent = _content(reply.content) if reply.has_content() else {"error": str(reply.error)}
@@ -62,14 +61,11 @@ def _plain(value: Any) -> Any:
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    text = json.dumps(line, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, text.encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
+        path.touch(mode=0o600)
+        append(path, line)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     except OSError as error:
         raise OSError(f"{AUDIT_LOG}={path}: cannot be written ({error.strerror})") from error

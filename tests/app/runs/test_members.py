@@ -82,20 +82,73 @@ def test_a_run_that_begins_with_invitations_has_only_these_sites(tmp_path):
         "client-0": "active",
         "site-b": "invited",
     }
-    assert train(tmp_path, *SHORT, *TOLERANT) == tmp_path / "a-2"
+    again = train(tmp_path, *SHORT, *TOLERANT)  # as after an early failure
+    assert again == tmp_path / "a-2"
+    assert [list(window["clients"]) for window in windows(again)] == [["client-0"]] * 5
 
 
 def test_a_key_that_was_ejected_has_no_other_name(tmp_path):
     governed = Governed(roster := Roster(tmp_path / "members.jsonl"))
-    assert governed.admits("a", 7) == ""
+    for node in (7, 8):  # it has had two keys
+        assert governed.admits("a", node) == ""
+        governed.joined("a", node)
     roster.set("a", "ejected", reason="it left the consortium")
-    for name, node in (("a", 7), ("a", 8), ("b", 7)):
+    for name, node in (("a", 7), ("a", 9), ("b", 7), ("b", 8), (None, 7), ("", 8)):
         assert governed.admits(name, node) == (
             "a was ejected by the operator: it left the consortium"
         )
-    assert governed.admits("b", 8) == ""
+    assert governed.admits("b", 9) == ""
     roster.set("a", "invited")
     assert governed.admits("a", 7) == ""
+    assert governed.admits(None, 10) == ""  # it may be one that was invited
+    assert "not invited" in governed.admits("", 10)  # it did not say
+    assert "not invited" in governed.admits("b", 9)
+
+
+def test_an_ejected_node_takes_nobodys_place(tmp_path, monkeypatch):
+    """It comes first, and says that it is client-1."""
+
+    def grid(app, nodes, **options):
+        return InProcessGrid(app, [{**nodes[0], "name": "client-1"}, nodes[1]], **options)
+
+    monkeypatch.setattr(in_process, "InProcessGrid", grid)
+    (tmp_path / "a").mkdir()
+    roster = Roster(tmp_path / "a" / "members.jsonl")
+    roster.set("client-0", "ejected", node=1)
+    folder = train(tmp_path, *SHORT, *TOLERANT)
+    assert [list(window["clients"]) for window in windows(folder)] == [["client-1"]] * 5
+    assert {line["node"] for line in map(json.loads, roster.path.read_text().splitlines())} == {
+        1,
+        2,
+    }
+
+
+def test_a_node_that_was_not_invited_and_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    def grid(app, nodes, **options):
+        return InProcessGrid(app, [nodes[0], {"name": "stranger"}], **options)
+
+    monkeypatch.setattr(in_process, "InProcessGrid", grid)
+    accepted("members", tmp_path / "a", "invite", "client-0")
+    folder = train(tmp_path, *SHORT, "federation.min_clients=1")
+    assert [list(window["clients"]) for window in windows(folder)] == [["client-0"]] * 5
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert [(event["kind"], event["client"]) for event in first["events"]] == [
+        ("refused", "node 2")
+    ]
+
+
+def test_half_a_line_never_counted(tmp_path):
+    roster = Roster(tmp_path / "members.jsonl")
+    roster.set("a", "paused")
+    with roster.path.open("a") as file:
+        file.write('{"site": "a", "sta')
+    assert roster.sites["a"].state == "paused"
+    roster.set("b", "invited")
+    again = Roster(roster.path)
+    assert {name: site.state for name, site in again.sites.items()} == {
+        "a": "paused",
+        "b": "invited",
+    }
 
 
 def test_below_the_quorum_the_run_stops_and_names_who_was_excluded(before_step, tmp_path):

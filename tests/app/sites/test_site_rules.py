@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import resource
 import stat
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from tiny import TINY, train
 
 from flower_desloc.app.engines import in_process
+from flower_desloc.app.sites.audit import audited
 from flower_desloc.app.sites.deployment.accepted import accepting
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.inprocess import InProcessGrid
@@ -75,8 +77,8 @@ class Site:
 
 def test_another_app_than_the_accepted_ones_is_answered_by_an_error():
     site, other = Site(b"an app"), hashlib.sha256(b"another").hexdigest()
-    for _ in range(2):  # also when the server asks again
-        assert site.pull(other) == 3
+    for stated in (other, "", other):  # also when the server asks again
+        assert site.pull(stated) == 3
         (reply,) = site.state.get_messages_legacy(is_reply=True)
         assert reply.has_error()
         digest = hashlib.sha256(b"an app").hexdigest()
@@ -85,7 +87,7 @@ def test_another_app_than_the_accepted_ones_is_answered_by_an_error():
     assert site.asked == 0
 
 
-@pytest.mark.parametrize("accepted", ["", "{other}, {own}", "{own}"])
+@pytest.mark.parametrize("accepted", ["{other}, {own}", "{own}"])
 def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
     site = Site(b"an app")
     digests = {"own": hashlib.sha256(b"an app").hexdigest(), "other": "0" * 64}
@@ -105,7 +107,8 @@ def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
 
 
 def test_a_run_with_other_settings_than_a_site_requires_is_refused(site, tmp_path):
-    site(require="task=causal_lm data.seq_len=32 optimizer.clip_norm=1")
+    lists = "data.domains=[] optimizer.betas=[0.95, 0.95] run.keep_best="
+    site(require=f"task=causal_lm data.seq_len=32 optimizer.clip_norm=1 {lists}")
     train(tmp_path, *SHORT)
     with pytest.raises(
         FederationError, match=r"requires data.seq_len=32, and the run has data.seq_len=16"
@@ -113,10 +116,17 @@ def test_a_run_with_other_settings_than_a_site_requires_is_refused(site, tmp_pat
         train(tmp_path, *SHORT, "data.seq_len=16")
 
 
-@pytest.mark.parametrize("stated", ["task", "no.such=1"])
-def test_a_requirement_that_is_no_setting_is_refused(site, stated, tmp_path):
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ("task", "task is not a setting with its value"),
+        ("no.such=1", "no.such=1 is not a setting"),
+        ("", "name settings, or leave it out"),
+    ],
+)
+def test_a_requirement_that_is_no_setting_is_refused(site, stated, says, tmp_path):
     site(require=stated)
-    with pytest.raises(FederationError, match=f"{stated} is not a setting with its value"):
+    with pytest.raises(FederationError, match=says):
         train(tmp_path, *SHORT)
 
 
@@ -155,3 +165,20 @@ def test_an_error_is_recorded_and_a_record_that_cannot_be_written_lets_nothing_l
     site(**{"audit-log": str(tmp_path / "file" / "site.jsonl")})
     with pytest.raises(FederationError, match=r"audit-log=.*: cannot be written"):
         train(tmp_path, *SHORT)
+
+
+def test_a_full_disk_lets_nothing_leave_and_no_half_line_stays(tmp_path):
+    log = tmp_path / "site.jsonl"
+    set_task(run_id=3, node_id=1, task_id=1)
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    context = Context(1, 7, {"audit-log": str(log)}, RecordDict(), {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    audited(message, context, lambda *_: message)
+    before = log.read_text()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"audit-log=.*: cannot be written"):
+            audited(message, context, lambda *_: message)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert log.read_text() == before

@@ -25,9 +25,9 @@ def accepting(pull: Callable[..., int | None]) -> Callable[..., int | None]:
     """
 
     def pull_if_accepted(**given: Any) -> int | None:
-        accepted = str(given["node_config"].get(ACCEPT, "")).replace(",", " ").split()
-        if not accepted:
+        if ACCEPT not in given["node_config"]:
             return pull(**given)
+        accepted = str(given["node_config"][ACCEPT]).replace(",", " ").split()
         received: list[Message] = []
 
         def receive() -> Any:
