@@ -227,7 +227,8 @@ def table() -> Table:
             done[n][key] for n in (f"{begin}/{seed}" for seed in SEEDS) if key in done.get(n, ())
         ]
         found = Estimate.of(values)
-        return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})" if values else ""
+        complete = len(values) == len(SEEDS)
+        return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})" if complete else ""
 
     rows = []
     for protection in (*PROTECTION, HIDDEN):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import attacks
 import bounded_averages
 import doubling
 import error_feedback
@@ -32,6 +33,7 @@ CSV: dict[str, Draw] = {
     **paper.TABLES,
     **{study.__name__: study.table for study in (*SMALL, unequal_speeds)},
     "unequal_speeds_sooner": unequal_speeds.sooner,
+    "attacks": attacks.table,
     **theorem.TABLES,
     **unlike.TABLES,
     **report.TABLES,
