@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,8 @@ class Study:
     """What a search compares."""
     shown: ScoreSpec
     """What tables and figures compare: the score, or another metric."""
-    baseline: str = ""
-    """The label of an axis that the others are compared with; empty without an axis."""
+    baseline: Mapping[str, str] = field(default_factory=dict)
+    """The axis whose values are compared with one of them, and that one; empty without an axis."""
     target: Target | None = None
 
     @property
@@ -102,8 +102,20 @@ class Study:
 
     def baseline_of(self, cell: "Cell") -> Mapping[str, str]:
         """Return the labels of the cell that ``cell`` is compared with."""
-        axis = next((axis for axis in self.axes if self.baseline in self.axes[axis]), None)
-        return {**cell.labels, axis: self.baseline} if axis else {}
+        return {**cell.labels, **self.baseline} if self.baseline else {}
+
+    def baselines(self, text: str) -> list[dict[str, str]]:
+        """Return the baselines that ``LABEL`` or ``AXIS=LABEL`` names."""
+        every = ((axis, label) for axis, labels in self.axes.items() for label in labels)
+        return [{axis: label} for axis, label in every if text in (label, f"{axis}={label}")]
+
+    @property
+    def baseline_text(self) -> str:
+        """The baseline's label, with its axis where another axis has that label too."""
+        return "".join(
+            label if len(self.baselines(label)) == 1 else f"{axis}={label}"
+            for axis, label in self.baseline.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

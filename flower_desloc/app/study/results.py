@@ -36,7 +36,7 @@ def table(cells: Sequence[CellState]) -> tuple[list[str], list[list[str]]]:
                 *cell.cell.labels.items(),
                 ("tuned", _tuned(cell) if any(each.key for each in cells) else ""),
                 (study.shown.text, cell.spread.text(4) or ("diverged" if cell.diverged else "-")),
-                (f"difference to {study.baseline}", gap.text(4) if len(study.seeds) > 1 else ""),
+                (f"difference to {study.baseline_text}", gap.text(4) if len(study.seeds) > 1 else ""),
                 ("seeds", str(len(cell.runs))),
                 ("diverged", str(cell.diverged) if any(each.diverged for each in cells) else ""),
                 *((metric, _final(cell, metric).text(4) or "-") for metric in others),

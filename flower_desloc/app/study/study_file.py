@@ -53,7 +53,7 @@ def with_view(
     """Return the study with another metric, target or baseline in its tables; nothing is rerun.
 
     ``metric`` is a metric's name as in ``run.keep_best``, ``target`` such a name and ``=VALUE``,
-    ``baseline`` a label of an axis. Raises ``ConfigError`` for one that cannot be.
+    ``baseline`` ``LABEL`` of an axis, or ``AXIS=LABEL``. Raises ``ConfigError`` for one that cannot be.
     """
     if metric is not None:
         study = replace(study, shown=_named_score(study, "--metric", metric))
@@ -68,10 +68,16 @@ def with_view(
         score = _named_score(study, "--target", name)
         study = replace(study, target=Target(score=score, value=goal))
     if baseline is not None:
-        labels = [label for labels in study.axes.values() for label in labels]
-        if baseline not in labels:
+        found = study.baselines(baseline)
+        if not found:
+            labels = [label for labels in study.axes.values() for label in labels]
             raise ConfigError(f"--baseline {baseline}: must be one of {', '.join(labels)}")
-        study = replace(study, baseline=baseline)
+        if len(found) > 1:
+            named = [f"{axis}={label}" for each in found for axis, label in each.items()]
+            raise ConfigError(
+                f"--baseline {baseline}: a label of several axes; write {' or '.join(named)}"
+            )
+        study = replace(study, baseline=found[0])
     return study
 
 
@@ -125,7 +131,8 @@ def _study(path: Path, overrides: Sequence[str]) -> Study:
         score=score,
         shown=score,
     )
-    return replace(study, baseline=study.axes[study.compared][0] if study.compared else "")
+    axis = study.compared
+    return replace(study, baseline={axis: study.axes[axis][0]}) if axis else study
 
 
 def _read(path: Path) -> Any:

@@ -326,7 +326,7 @@ seeds: [0, 1]
     for cell in made.cells:
         for seed in made.seeds:
             leave(store, cell.run(seed), 1.0 + seed)  # plus the steps that are left
-    assert (made.compared, made.baseline) == ("data", "IID")
+    assert (made.compared, made.baseline) == ("data", {"data": "IID"})
     rows = results(with_view(made, target="loss=3.5", baseline="B & C"), store)
     headings, lines = table(rows)
     columns = [dict(zip(headings, line, strict=True)) for line in lines]
@@ -350,6 +350,24 @@ seeds: [0, 1]
     assert table(results(with_view(made, target="loss=0.5"), store))[1][0][-2] == "-"
     assert r"B \& C" in latex(rows)
     assert r"A\_1" in latex(rows)
+
+
+def test_a_label_of_two_axes_is_a_baseline_of_the_axis_that_is_compared_or_named(tmp_path):
+    text = """
+base: [run.steps=4]
+axes:
+  model: {small: [], large: [model.hidden_size=64]}
+  data: {small: [], mid: [data.max_bytes=50000], large: [data.max_bytes=60000]}
+"""
+    made, _ = study(tmp_path, text)
+    [cell] = (c for c in made.cells if c.labels == {"model": "large", "data": "mid"})
+    assert made.baseline_of(cell) == {"model": "large", "data": "small"}
+    assert made.baseline_text == "data=small"
+    other = with_view(made, baseline="model=small")
+    assert other.baseline_of(cell) == {"model": "small", "data": "mid"}
+    assert with_view(made, baseline="mid").baseline_text == "mid"
+    with pytest.raises(ConfigError, match="--baseline large: .* model=large or data=large"):
+        with_view(made, baseline="large")
 
 
 @pytest.mark.parametrize(
