@@ -27,7 +27,7 @@ class Run:
     steps: int = bounded(192, 1)
     """Local steps of every client."""
     eval_every: int = bounded(48, 0)
-    """Evaluate at the first average of params after each multiple of this many steps; 0: only
+    """Evaluate at the first average of params from each multiple of this many steps on; 0: only
     before and after training."""
     checkpoint_every: int = bounded(1, 0)
     """Write a checkpoint every this many windows, and at the end; 0: never."""
