@@ -23,13 +23,15 @@ from flower_path import Run
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 from reference import E, Tree, each
 from tiny import TINY, summary, train
-from torch import nn
+from torch import Tensor, nn
 
 from flower_desloc import DataParallel, OuterOptimizer, SyncSchedule
 from flower_desloc.app.config import Config, ConfigError, load
 from flower_desloc.app.runs.folder import read_lines
 from flower_desloc.app.setup.build import build_flower_strategy, check_streams
+from flower_desloc.core.proximal import proximal
 from flower_desloc.core.schedule import PARAMS
+from flower_desloc.core.worker import Worker
 from flower_desloc.flower.baselines.flower_strategies import STRATEGIES, FlowerStrategy
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.policy import Policy
@@ -154,6 +156,27 @@ def test_fedprox_holds_clients_near_the_parameters_that_they_start_a_window_from
         x = E(clients)
     run = federated(tmp_path, SGD)
     assert_close(flower(run, partial(FedProx, proximal_mu=mu)), x)
+
+
+def test_the_loss_of_a_client_that_is_held_near_its_start_is_recorded_without_the_term():
+    def losses(mu: float) -> tuple[list[float], list[float]]:
+        start = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(start.weight)
+
+        def loss_at(step: int) -> Tensor:
+            loss = start.weight.square().sum()
+            found.append(loss.item())
+            return loss
+
+        found: list[float] = []
+        optimizer = torch.optim.SGD(start.parameters(), lr=0.1)
+        worker = Worker(module=start, optimizer=optimizer, loss_at=loss_at, num_examples=1)
+        return proximal(worker, mu).steps(0, 4).losses, found
+
+    near, free = losses(3.0), losses(0.0)
+    assert near[0] == near[1]
+    assert near[0][0] == free[0][0]
+    assert near[0][3] > free[0][3]  # and the term does hold it
 
 
 def test_neither_the_order_of_the_nodes_nor_flowers_sampling_changes_a_bit(tmp_path):
