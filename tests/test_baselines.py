@@ -22,7 +22,7 @@ from flower_path import Run, oracle
 from reference import Tree
 from torch import Tensor, nn
 
-from flower_desloc import Clipping, DesLoc, SyncSchedule
+from flower_desloc import Clipping, DesLoc, MultiOptimizer, SyncSchedule
 from flower_desloc.app.config import ConfigError, load
 from flower_desloc.app.setup.build import build_outer, build_schedule, check_streams
 from flower_desloc.core.outer import OuterOptimizer
@@ -211,6 +211,20 @@ def test_scaffold_equals_its_paper_and_sends_the_parameters_and_the_control_vari
     assert_close(run.final(), scaffold(Quadratic(), 0.1, 4, 14, 3))
     sent = [set(record.traffic.up) for record in run.watch.records[1:]]
     assert sent == [{PARAMS, "control"}] * 3 + [{PARAMS}]
+
+
+def test_scaffold_beside_another_optimizer_is_scaffold_for_its_parameters(tmp_path):
+    """The objective has a term for each tensor, so that the two do not meet."""
+
+    def make(params: Any) -> MultiOptimizer:
+        first, *others = params
+        return MultiOptimizer([torch.optim.Adam(others, lr=0.1), Scaffold([first], lr=0.1)])
+
+    periods: dict[str, Period] = {**SCAFFOLD, "exp_avg": 8, "exp_avg_sq": NEVER}
+    case = replace(OPTIMIZERS["sgdm"], make=make, lr=0.1)
+    run = Run(case, SyncSchedule(periods), tmp_path, num_steps=14)
+    key = next(iter(initial(Quadratic())))
+    assert_close(run.final()[key], scaffold(Quadratic(), 0.1, 4, 14, 3)[key])
 
 
 def test_scaffold_has_no_drift_where_fedavg_has(tmp_path):

@@ -1,7 +1,7 @@
 """What happens to a client's streams between its local steps: a list of steps and actions.
 
 A window has no event unless a client joins at a later step, a moment was averaged and is bounded,
-an average comes late, or the optimizer has a method ``begin_window``.
+an average comes late, or an optimizer has a method ``begin_window``.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.late import merged
+from flower_desloc.core.multi import parts_of
 from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.states import kinds_of, needs_seed, state_decays
 from flower_desloc.core.streams import group_of, starts_at_zero, zeros_like
@@ -42,8 +43,9 @@ def window_events(
         yield begin, partial(_join, worker, request, start, seed)
     elif request.bound and any(map(starts_at_zero, start.averaged)):
         yield begin, partial(_bound, worker, start.streams, start.averaged)
-    if begin_window := getattr(worker.optimizer, "begin_window", None):  # SCAFFOLD
-        yield begin, partial(begin_window, begin)
+    for part in parts_of(worker.optimizer):
+        if begin_window := getattr(part, "begin_window", None):  # SCAFFOLD
+            yield begin, partial(begin_window, begin)
     if start.late_averages:
         yield begin + request.before_merge, partial(_merge, worker, request, start)
 

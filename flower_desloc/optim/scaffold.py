@@ -38,7 +38,8 @@ class Scaffold(Optimizer):
     def begin_window(self, step: int) -> None:
         """Fix the correction of a window that begins after ``step`` completed steps."""
         self._start = step
-        for state in self.state.values():
+        params = (p for group in self.param_groups for p in group["params"])
+        for state in (self.state[p] for p in params if p in self.state):  # not of other optimizers
             torch.sub(state["control"], state["own_control"], out=state["correction"])
             state["own_control"].zero_()
 

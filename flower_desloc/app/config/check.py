@@ -27,6 +27,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 OPTIMIZER_SETTINGS: Final = frozenset[str]().union(*(d.settings for d in OPTIMIZERS.values()))
 """Settings of the section ``optimizer`` that not every optimizer has."""
 
+_SCAFFOLD: Final = "flower_desloc.optim.scaffold:Scaffold"
 _SIMULATED: Final = "simulation.num_clients"
 _PARTITIONS: Final = {
     "causal_lm": ("iid", "by_domain", "dirichlet", "quantity"),
@@ -86,6 +87,15 @@ _EXCLUSIONS: Final = (
         keys=("sync_phase",),
         why="coins (sync_mode=probabilistic) have no phase",
     ),
+    Exclusion(
+        where=lambda config: _SCAFFOLD in config.optimizer.names,
+        keys=(
+            *("strategy", "sync_mode", "sync_once_at", "sync_phase", "sync_delay"),
+            *("federation.fraction_train", "federation.min_steps"),
+        ),
+        why="SCAFFOLD averages params and control of all clients after all steps of every window, "
+        "and is plain SGD or has wrong control variates otherwise",
+    ),
 )
 """What excludes what; what a federation's policy excludes is stated with it."""
 
@@ -94,7 +104,7 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         problems, _data, _options, _unused, _groups, _model, _run, _outer, _lr_schedule, _excluded,
-        _strategy, _sync, _wire,
+        _strategy, _sync, _scaffold, _wire,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
@@ -355,6 +365,28 @@ def _sync(config: Config) -> Iterator[str]:
         yield f"sync_phase: {error}"
     if any(not 1 <= step <= run.steps for step in sync_once_at):
         yield f"{sync_once_at=}: steps are at least 1 and at most {run.steps=}"
+
+
+def _scaffold(config: Config) -> Iterator[str]:
+    """Yield periods with which SCAFFOLD would be plain SGD, in some windows or in all."""
+    sync = config.sync
+    if _SCAFFOLD not in config.optimizer.names or not {PARAMS, "control"} <= sync.keys():
+        return  # data parallelism is SCAFFOLD of one step; ``check_streams`` says what sync lacks
+    period = sync[PARAMS]
+    if sync["control"] != period:
+        yield (
+            f"sync.control={sync['control']}: SCAFFOLD averages it whenever params are; "
+            f"set sync.control={period}"
+        )
+    for name in ("own_control", "correction"):
+        if sync.get(name, NEVER) != NEVER:
+            yield f"sync.{name}={sync[name]}: each client has its own; set sync.{name}={NEVER}"
+    for name, other in sync.items():
+        if isinstance(other, int) and isinstance(period, int) and other % period:
+            yield (
+                f"sync.{name}={other}: it would end a window of SCAFFOLD without an average of "
+                f"params and control; state a multiple of sync.params={period}"
+            )
 
 
 def _wire(config: Config) -> Iterator[str]:
