@@ -43,7 +43,9 @@ def study(
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="The axis value with which the others are compared: `LABEL` or `AXIS=LABEL`."),
+        typer.Option(
+            help="The axis value with which the others are compared: `LABEL` or `AXIS=LABEL`."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs, and which are done; stop.")

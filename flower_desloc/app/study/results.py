@@ -36,16 +36,19 @@ def table(cells: Sequence[CellState]) -> tuple[list[str], list[list[str]]]:
                 *cell.cell.labels.items(),
                 ("tuned", _tuned(cell) if any(each.key for each in cells) else ""),
                 (study.shown.text, cell.spread.text(4) or ("diverged" if cell.diverged else "-")),
-                (f"difference to {study.baseline_text}", gap.text(4) if len(study.seeds) > 1 else ""),
+                (
+                    f"difference to {study.baseline_text}",
+                    gap.text(4) if len(study.seeds) > 1 else "",
+                ),
                 ("seeds", str(len(cell.runs))),
                 ("diverged", str(cell.diverged) if any(each.diverged for each in cells) else ""),
                 *((metric, _final(cell, metric).text(4) or "-") for metric in others),
-                ("worst client", _of_clients(cell, study.shown.worst).text(4)),
-                ("spread of clients", _of_clients(cell, pstdev).text(4)),
+                ("worst client", _clients_text(_of_clients(cell, study.shown.worst))),
+                ("spread of clients", _clients_text(_of_clients(cell, pstdev))),
                 ("sent by a client", _text(found["bytes_up_per_client"], bytes_text)),
                 ("Local Adam sends", _text(found["local_adam_ratio"], _times)),
                 ("DDP sends", _text(found["ddp_ratio"], _times)),
-                *(_to_target(found, target) if target else ()),
+                *(_to_target(cell, found, target) if target else ()),
                 ("time", _text(found["seconds"], duration_text)),
             ]
         )
@@ -64,13 +67,17 @@ def _times(ratio: float) -> str:
     return f"{figures(ratio)} times"
 
 
-def _to_target(found: Mapping[str, Any], target: Target) -> list[tuple[str, str]]:
+def _to_target(cell: CellState, found: Mapping[str, Any], target: Target) -> list[tuple[str, str]]:
     """Return what reaching the target took, in the mean over the seeds that reached it."""
+    headings = [f"bytes to {target.text}", f"time to {target.text}"]
+    runs = [run for run in cell.runs if not run.diverged]
+    if runs and not any(run.has(target.score) for run in runs):
+        return [(heading, "no such metric") for heading in headings]
     seeds = found["seeds"] - found["diverged"]
     partly = f" ({found['reached']} of {seeds})" if 0 < found["reached"] < seeds else ""
     return [
-        (f"bytes to {target.text}", _text(found["bytes_to_target"], bytes_text) + partly),
-        (f"time to {target.text}", _text(found["seconds_to_target"], duration_text) + partly),
+        (headings[0], _text(found["bytes_to_target"], bytes_text) + partly),
+        (headings[1], _text(found["seconds_to_target"], duration_text) + partly),
     ]
 
 
@@ -180,7 +187,13 @@ def _of_clients(cell: CellState, measure: Callable[[list[float]], float]) -> Spr
     """Return a measure of the clients' values, each on its own data, over the seeds."""
     runs = [run for run in cell.runs if not run.diverged]
     values = [run.of_clients(cell.study.shown.metric) for run in runs]
-    return Spread.of(measure(of_one) if of_one else None for of_one in values)
+    return Spread.of(
+        measure(of_one) if all(map(math.isfinite, of_one)) else None for of_one in values if of_one
+    )
+
+
+def _clients_text(spread: Spread) -> str:
+    return spread.text(4) or ("not finite" if spread.count else "")
 
 
 def _evaluation(cell: CellState, run: FinishedRun) -> Mapping[str, Any]:

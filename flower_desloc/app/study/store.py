@@ -52,10 +52,16 @@ class FinishedRun:
         return int(self.summary["config"]["seed"])
 
     def of_clients(self, metric: str) -> list[float]:
-        """Return the last value of a metric on each client's own data, where it is finite."""
+        """Return the last value of a metric on each client's own data; NaN if it is not finite."""
         seen = evaluations(read_lines(self.folder.metrics), "federated")
         parts = seen[-1][1]["parts"].values() if seen else ()
-        return [each[metric] for each in parts if each.get(metric) is not None]
+        values = (each[metric] for each in parts if metric in each)
+        return [math.nan if value is None else value for value in values]
+
+    def has(self, spec: ScoreSpec) -> bool:
+        """Return whether an evaluation of the run has the metric."""
+        seen = evaluations(read_lines(self.folder.metrics), spec.where)
+        return any(spec.metric in each["overall"] for _, each in seen)
 
     def until(self, target: Target) -> tuple[float, float] | None:
         """Return the bytes that a client sent, and the seconds, until the target was reached.

@@ -53,7 +53,8 @@ def with_view(
     """Return the study with another metric, target or baseline in its tables; nothing is rerun.
 
     ``metric`` is a metric's name as in ``run.keep_best``, ``target`` such a name and ``=VALUE``,
-    ``baseline`` ``LABEL`` of an axis, or ``AXIS=LABEL``. Raises ``ConfigError`` for one that cannot be.
+    ``baseline`` ``LABEL`` of an axis, or ``AXIS=LABEL``. Raises ``ConfigError`` for one that cannot
+    be.
     """
     if metric is not None:
         study = replace(study, shown=_named_score(study, "--metric", metric))
@@ -63,7 +64,7 @@ def with_view(
             goal = float(value)
         except ValueError:
             equals = ""
-        if not equals or not name:
+        if not equals or not name or not math.isfinite(goal):
             raise ConfigError(f"--target {target}: a metric and its value, as in accuracy=0.7")
         score = _named_score(study, "--target", name)
         study = replace(study, target=Target(score=score, value=goal))
@@ -91,6 +92,9 @@ def _named_score(study: Study, option: str, text: str) -> ScoreSpec:
             "which value is better"
         )
     where = where or (study.score.where if study.score.where != "train" else "central")
+    for cell in study.cells:
+        if not getattr(load_once(cell.config, cell.overrides).evaluation, where):
+            raise ConfigError(f"{option} {text}: needs evaluation.{where}=true")
     return replace(study.score, metric=metric, direction=direction, where=where)
 
 

@@ -521,7 +521,9 @@ def test_what_a_refusal_says_to_set_can_be_set_and_helps(preset, words):
 
 
 def test_no_other_optimizer_may_end_a_window_of_scaffold():
-    words = "sync.exp_avg=8 sync.exp_avg_sq=32 optimizer.groups=[{kinds: [head], name: adam, lr: 1}]"
+    words = (
+        "sync.exp_avg=8 sync.exp_avg_sq=32 optimizer.groups=[{kinds: [head], name: adam, lr: 1}]"
+    )
     assert_refused(["sync.exp_avg=8", "multiple of sync.params=16"], load, "scaffold", words)
     load("scaffold", f"{words} sync.exp_avg=32")
 

@@ -348,6 +348,8 @@ seeds: [0, 1]
     one = results(with_view(made, target="loss=1.5"), store)
     assert table(one)[1][0][-2].endswith(" (1 of 2)")
     assert table(results(with_view(made, target="loss=0.5"), store))[1][0][-2] == "-"
+    lacking = table(results(with_view(made, target="accuracy=0.5"), store))
+    assert lacking[1][0][lacking[0].index("bytes to accuracy 0.5")] == "no such metric"
     assert r"B \& C" in latex(rows)
     assert r"A\_1" in latex(rows)
 
@@ -366,7 +368,7 @@ axes:
     other = with_view(made, baseline="model=small")
     assert other.baseline_of(cell) == {"model": "small", "data": "mid"}
     assert with_view(made, baseline="mid").baseline_text == "mid"
-    with pytest.raises(ConfigError, match="--baseline large: .* model=large or data=large"):
+    with pytest.raises(ConfigError, match=r"--baseline large: .* model=large or data=large"):
         with_view(made, baseline="large")
 
 
@@ -376,6 +378,7 @@ axes:
         ({"metric": "f1"}, "--metric f1: .* name it max:f1 or min:f1"),
         ({"target": "accuracy"}, "--target accuracy: a metric and its value"),
         ({"target": "accuracy=high"}, "--target accuracy=high: a metric and its value"),
+        ({"target": "loss=nan"}, "--target loss=nan: a metric and its value"),
         ({"target": "=1"}, "--target =1: a metric and its value"),
         ({"metric": ""}, "--metric: name a metric"),
         ({"baseline": "Local"}, "--baseline Local: must be one of DES-LOC, Local Adam"),
@@ -384,6 +387,30 @@ axes:
 def test_a_view_that_cannot_be_is_refused(view, message):
     with pytest.raises(ConfigError, match=message):
         with_view(read_study(MINIATURE), **view)
+
+
+def test_a_view_needs_the_evaluation_that_it_is_of(tmp_path):
+    made, _ = study(tmp_path, "base: [evaluation.federated=false]")
+    with pytest.raises(ConfigError, match=r"needs evaluation\.federated=true"):
+        with_view(made, metric="federated/loss")
+
+
+def test_a_client_whose_loss_is_not_finite_is_the_worst(tmp_path):
+    made, store = study(tmp_path, "base: [run.steps=16]\nseeds: [0, 1]")
+    for seed in made.seeds:
+        run = made.cells[0].run(seed)
+        leave(store, run, 1.0)
+        path = RunFolder(store.final_path(run)).metrics
+        *lines, last = read_lines(path)
+        parts = {"client-0": {"loss": 2.0}, "client-1": {"loss": 3.0 if seed else None}}
+        last["evaluation"]["federated"] = {"overall": {"loss": 2.5}, "parts": parts}
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
+    [row] = results(made, store)
+    headings, [line] = table([row])
+    assert line[headings.index("worst client")] == "3.0000 (1 of 2)"
+    row.runs = row.runs[:1]
+    headings, [line] = table([row])
+    assert line[headings.index("worst client")] == "not finite"
 
 
 def test_a_seed_that_diverged_is_counted_and_left_out_of_the_mean(tmp_path):
