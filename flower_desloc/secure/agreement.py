@@ -35,6 +35,9 @@ class About:
     """By stream that has an average its version and digest (``stated``), which all sites begin
     from: with another model the others' parts could be made known, and one site's with them
     (Pasquini et al. 2022, arXiv:2111.07380)."""
+    request: str
+    """Digest of all other settings of the request for the window: were the others' different, their
+    parts could be made known."""
 
     def to_json(self) -> str:
         """Return what ``of_json`` reads, the same text for the same content."""

@@ -232,6 +232,31 @@ def test_a_server_that_sends_one_site_another_model_is_refused_there(tmp_path):
     assert "does not begin from the average of 'params' that all sites" in why
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("optimizer.lr", 0.0),
+        ("steps", 1),
+        ("steps-ahead", 1),
+        ("sync-bound", True),
+        ("streams-reset", ["exp_avg"]),
+        ("stream-formats", ["int8"] * 3),
+        ("a-list", [1]),
+        ("streams-due", ["gradients"]),
+    ],
+)
+def test_a_server_that_sends_one_site_other_settings_is_refused_there(tmp_path, setting, value):
+    run = secure(tmp_path, policy=Policy(min_clients=4), **ONE)
+
+    def other(asked: Message) -> None:
+        if (asked.metadata.message_type, asked.metadata.dst_node_id) == ("train", 2):
+            records_of(ConfigRecord, asked.content)["config"][setting] = value
+
+    run.grid.instead = other
+    with pytest.raises(ClientError, match=r"client-1 .* (settings of this req|sends no gradients)"):
+        run.start()
+
+
 def test_a_server_that_swaps_a_key_gets_no_sum(tmp_path):
     run = secure(tmp_path)
 

@@ -35,6 +35,7 @@ def about(number: int, **changed: Any) -> About:
         "widths": WIDTHS,
         "most": number,
         "averages": {"params": stated(0, "0f")},
+        "request": "1f",
     }
     return About(**{**values, **changed})
 

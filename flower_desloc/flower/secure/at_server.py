@@ -42,6 +42,7 @@ from flower_desloc.flower.secure.record import (
     by_name,
     read_by_name,
     record_of,
+    request_digest,
 )
 from flower_desloc.flower.strategy import DesLoc
 from flower_desloc.secure.agreement import About, least_threshold, shapes_digest, stated
@@ -114,7 +115,7 @@ class SecureDesLoc(DesLoc):
         del server_round, arrays, grid  # as in the parent
         now.asked = self.loop.members.drawn(now.window.start, now.failures)
         try:
-            total = self._agree(now.asked)
+            total = self._agree(now.asked, config)
             names = total.sharing
         except HiddenSumError as error:
             self._hidden(error)
@@ -164,10 +165,11 @@ class SecureDesLoc(DesLoc):
 
     # Before the window
 
-    def _agree(self, members: Iterable[Member]) -> ServerSum:
+    def _agree(self, members: Iterable[Member], config: ConfigRecord) -> ServerSum:
         """Exchange keys and shares; raises ``HiddenSumError`` below the threshold."""
         members = list(members)
-        total = ServerSum(self._about(len(members)))
+        alike = [request_digest(each.content) for each in self.requests.train(members[:1], config)]
+        total = ServerSum(self._about(len(members), "".join(alike)))
         about = total.about.to_json()
         for reply in self._ask(members, KEYS, {"about": about}):
             with self.loop.leaving_out(reply) as member:
@@ -180,7 +182,7 @@ class SecureDesLoc(DesLoc):
                 total.add_shares(member.name, read_by_name(record_of(reply)))
         return total
 
-    def _about(self, number: int) -> About:
+    def _about(self, number: int, request: str) -> About:
         window, templates = self.loop.round.window, self.state.templates
         for name in window.due:
             for key, tensor in templates.get(name, {}).items():
@@ -207,6 +209,7 @@ class SecureDesLoc(DesLoc):
             widths=widths,
             most=number,
             averages=self._stated_averages(),
+            request=request,
         )
 
     def _stated_averages(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from flower_desloc.core.kinds import Kinds, kind_of
+from flower_desloc.core.schedule import GRADIENTS
 from flower_desloc.core.streams import digest
 from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import records_of, streams_of, to_record
@@ -38,6 +39,7 @@ from flower_desloc.flower.secure.record import (
     by_name,
     read_by_name,
     record_of,
+    request_digest,
 )
 from flower_desloc.secure.agreement import About, shapes_digest, stated
 from flower_desloc.secure.codes import Codes, encode, packed
@@ -145,6 +147,8 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
             f"asks for {', '.join(sorted(request.due)) or 'nothing'} as they are; set "
             "privacy.secure_aggregation=true"
         )
+    if GRADIENTS in request.due:
+        raise ValueError("a site with secure-keys in its node config sends no gradients")
     sent = {n: stated(request.versions[n], digest(s)) for n, s in request.streams.items()}
     about = site.receive(read_by_name(record_of(message)), sent)
     del message.content[SECURE]
@@ -154,6 +158,10 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
         request.versions.get(name) != version for name, version in versions.items()
     ):
         raise ValueError(f"the sites agreed on a sum of {about.window}, not on what is asked for")
+    if request_digest(message.content) != about.request:
+        raise ValueError(
+            "the settings of this request are not those that all sites of the sum agreed on"
+        )
     return about
 
 

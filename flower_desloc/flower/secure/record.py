@@ -1,11 +1,14 @@
 """The ConfigRecord of secure aggregation in messages: a question of a sum, or its answer."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app import ConfigRecordValues as Values
 
 from flower_desloc.flower.arrays import records_of
+from flower_desloc.flower.messages import CONFIG
 
 SECURE = "secure"
 """Name of the ConfigRecord of secure aggregation in a message."""
@@ -38,6 +41,14 @@ def record_of(message: Message) -> ConfigRecord:
     if record is None:
         raise ValueError(f"its reply has no ConfigRecord {SECURE!r}")
     return record
+
+
+def request_digest(content: RecordDict) -> str:
+    """Return a digest of a request's config but ``bundles``, which says how a reply is packed."""
+    config = records_of(ConfigRecord, content)[CONFIG]
+    values = {key: value for key, value in config.items() if key != "bundles"}
+    text = json.dumps(values, sort_keys=True, default=lambda data: {"bytes": data.hex()})
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _are_texts(names: Iterable[object]) -> bool:
