@@ -7,13 +7,16 @@ learns no more. Every refusal is a ``ValueError`` with a sentence.
 import json
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from filelock import FileLock, Timeout
 
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import (
@@ -27,6 +30,9 @@ from flower_desloc.secure.agreement import (
 )
 from flower_desloc.secure.codes import Codes
 from flower_desloc.secure.identity import Identity
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 OF_SEED, OF_KEY = b"s", b"k"
 """What a share is of: of the seed of a site in the sum, or of the mask key of one that is not."""
@@ -54,30 +60,85 @@ class _Sum:
     survivors: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A sum that the site has helped to unmask."""
+
+    run: str
+    start: int
+    stop: int
+    averages: str
+    """Digest of those it began from, with their versions."""
+    members: list[str]
+
+    def overlaps(self, other: "_Given") -> bool:
+        """Return whether the sums of both, over other sites, tell something of single ones."""
+        in_both = self.start < other.stop and other.start < self.stop
+        return self.averages == other.averages or (self.run == other.run and in_both)
+
+
+@dataclass(kw_only=True)
+class _Stored:
+    """What is in the file of a site."""
+
+    given: list[_Given] = field(default_factory=list)
+    begun: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    """By run, stream and version, the average that the site's states of that version began from;
+    empty while that is not certain."""
+    now: dict[str, _Sum] = field(default_factory=dict)
+    """By run, the sum in progress."""
+
+    @classmethod
+    def read(cls, path: Path) -> "_Stored":
+        """Read the file, if there is one."""
+        if not path.exists():
+            return cls()
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            given=[_Given(**each) for each in stored["given"]],
+            begun=stored["begun"],
+            now={run: _Sum(**each) for run, each in stored["now"].items()},
+        )
+
+
+def _alone(
+    question: Callable[Concatenate["SiteSum", P], T],
+) -> Callable[Concatenate["SiteSum", P], T]:
+    """Let one process at a time answer, from what the last one has written."""
+
+    @wraps(question)
+    def answer(self: "SiteSum", *args: P.args, **kwargs: P.kwargs) -> T:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._path.with_suffix(".lock")):
+            self._stored = _Stored.read(self._path)
+            return question(self, *args, **kwargs)
+
+    return answer
+
+
 class SiteSum:
-    """One site's part in the sums of one run.
+    """One site's part in its sums, of all runs.
+
+    Several processes may answer for one site: each question reads the file, and writes it before
+    the answer, under one lock.
 
     Args:
         identity: The site's key and its peers'.
-        path: The file of the sum in progress and of the lists that were confirmed.
+        path: The file of what the site has promised and given, of all runs. No message deletes it.
+        run: The run's name.
 
     """
 
-    def __init__(self, identity: Identity, path: Path) -> None:
-        self._identity, self._path = identity, path
-        self._now: _Sum | None = None
-        self._given: dict[str, list[str]] = {}  # by the start of a window: who is in its sum
-        self._begun: dict[str, list[str]] = {}  # by stream, the averages that it was sent
-        if path.exists():
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            self._given, self._begun = stored["given"], stored["begun"]
-            self._now = _Sum(**stored["now"]) if stored["now"] else None
+    def __init__(self, identity: Identity, path: Path, run: str) -> None:
+        self._identity, self._path, self._run = identity, path, run
+        self._stored = _Stored()
 
     @property
     def name(self) -> str:
         """The site's name."""
         return self._identity.name
 
+    @_alone
     def keys(self, about: About) -> bytes:
         """Return new keys for a sum, signed (``Keys.to_bytes``); those of the last are dropped."""
         least = self._identity.least
@@ -102,6 +163,7 @@ class SiteSum:
         )
         return own.to_bytes()
 
+    @_alone
     def shares(self, keys: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return for each other site shares of this one's secrets, encrypted for it.
 
@@ -131,6 +193,7 @@ class SiteSum:
         self._save(now)
         return {name: self._channel(now, self.name, name)[0](part) for name, part in parts.items()}
 
+    @_alone
     def receive(self, sealed: Mapping[str, bytes], averages: Mapping[str, str]) -> About:
         """Take the other sites' shares, before the local steps; return what the sum is of.
 
@@ -155,12 +218,15 @@ class SiteSum:
         self._save(replace(now, phase="received", held=held))
         return about
 
+    @_alone
     def mask(self, arrays: Iterable[Codes]) -> None:
         """Add this site's masks to its codes, in place; once, as no mask may hide two values.
 
         The arrays and their order are the same at all sites (``masks.add_masks``).
         """
-        now, _ = self._at("received")
+        now, about = self._at("received")
+        for name, average in about.averages.items():  # its state is from these, whatever was before
+            self._stored.begun[self._run][name][average.split()[0]] = average
         self._save(replace(now, phase="masked"))
         session, keys = self._session(now)
         used = [(masks.seed_key(bytes.fromhex(now.seed), session), 1)]
@@ -170,6 +236,7 @@ class SiteSum:
             used.append((key, masks.sign(self.name, name)))
         masks.add_masks(arrays, used)
 
+    @_alone
     def confirm(self, survivors: Collection[str]) -> bytes:
         """Return a signature of who is in the sum; one list, once for each sum."""
         now, about = self._at("masked", "confirmed")
@@ -186,16 +253,11 @@ class SiteSum:
         if unknown := set(chosen) - now.held.keys():
             raise ValueError(f"{sorted(unknown)} are to be in the sum, but have sent no shares")
         self._require_enough(chosen, about, "are in the sum")
-        before = self._given.get(str(about.start), chosen)
-        if before != chosen:
-            raise ValueError(
-                f"the sum of {about.window} over {before} was given away already: one over "
-                f"{chosen} would tell the difference, which is that of single sites; repeat it "
-                "with the same sites"
-            )
+        self._require_same_members(self._giving(about, chosen))
         self._save(replace(now, phase="confirmed", survivors=chosen))
         return self._identity.sign(self._to_confirm(now, chosen))
 
+    @_alone
     def unmask(self, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return what the server may know of each site: a share of its seed, or of its mask key.
 
@@ -207,7 +269,10 @@ class SiteSum:
             self._identity.require_signed(name, signature, self._to_confirm(now, now.survivors))
         confirmed = set(signatures) & set(now.survivors)
         self._require_enough(confirmed, about, "have confirmed who is in the sum")
-        self._given[str(about.start)] = now.survivors
+        giving = self._giving(about, now.survivors)
+        self._require_same_members(giving)
+        if giving not in self._stored.given:
+            self._stored.given.append(giving)
         self._save(None)
         held = {name: bytes.fromhex(part) for name, part in now.held.items()}
         return {
@@ -215,21 +280,41 @@ class SiteSum:
             for name, part in held.items()
         }
 
+    @_alone
     def forget(self) -> None:
-        """Delete the file, when the run is over."""
-        self._path.unlink(missing_ok=True)
+        """Drop the sum in progress, when the run is over and its states here are deleted."""
+        self._stored.begun.pop(self._run, None)
+        self._save(None)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Let one process at a time take the run's local steps and mask what comes of them."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._path.with_suffix(f".{self._run}.lock"), blocking=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"another process of {self.name!r} is in a window of run {self._run!r}; one "
+                "SuperNode at a time may answer for a site"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     # Within
 
     def _at(self, *phases: str) -> tuple[_Sum, About]:
-        if self._now is None:
+        now = self._stored.now.get(self._run)
+        if now is None:
             raise ValueError(_LOST)
-        if self._now.phase not in phases:
+        if now.phase not in phases:
             raise ValueError(
-                f"the server asks {self.name!r} out of turn: it is at {self._now.phase!r}, and the "
+                f"the server asks {self.name!r} out of turn: it is at {now.phase!r}, and the "
                 f"question is for {' or '.join(map(repr, phases))}"
             )
-        return self._now, About.of_json(self._now.about)
+        return now, About.of_json(now.about)
 
     def _session(self, now: _Sum) -> tuple[bytes, dict[str, Keys]]:
         keys = {name: Keys.of(bytes.fromhex(data)) for name, data in now.keys.items()}
@@ -237,17 +322,45 @@ class SiteSum:
 
     def _require_same_averages(self, about: About, sent: Mapping[str, str]) -> None:
         """Raise ``ValueError`` if this site does not begin from the averages that all agreed on."""
+        begun = self._stored.begun.setdefault(self._run, {})
         for name, average in about.averages.items():
-            begun = self._begun.setdefault(name, [])
-            if sent.get(name) == average and average not in begun:
-                begun.append(average)
-            if average not in begun or sent.get(name, average) != average:
+            version = average.split()[0]
+            states = begun.setdefault(name, {})
+            has = states.get(version)
+            # A state of this version is of an earlier step: none is left when this window begins,
+            # and what the site receives now takes its place.
+            is_new = name in sent and (has is None or int(version) == about.start)
+            if sent.get(name, average) != average or not (has == average or is_new):
                 raise ValueError(
                     f"this site does not begin from the average of {name!r} that all sites of the "
-                    "sum agreed on; if its state was restored or moved, delete it"
+                    "sum agreed on; if its state was restored or moved, begin a new run"
                 )
+            if has != average:
+                states[version] = average if has is None else ""
         if unknown := sent.keys() - about.averages.keys():
             raise ValueError(f"averages of {sorted(unknown)}, which the sites did not agree on")
+
+    def _giving(self, about: About, members: list[str]) -> _Given:
+        text = json.dumps(dict(about.averages), sort_keys=True)
+        return _Given(
+            run=about.run,
+            start=about.start,
+            stop=about.stop,
+            averages=hashed("averages", text.encode()).hex(),
+            members=members,
+        )
+
+    def _require_same_members(self, giving: _Given) -> None:
+        """Raise ``ValueError`` if another sum and this one would tell the difference."""
+        for given in self._stored.given:
+            if given.overlaps(giving) and given.members != giving.members:
+                raise ValueError(
+                    f"the sum of steps {given.start + 1} to {given.stop} over {given.members} was "
+                    f"given away already, in run {given.run!r}: one over {giving.members} would "
+                    "tell the difference, which is that of single sites; repeat it with the same "
+                    "sites, or begin from other averages. Only a person at this site who accepts "
+                    f"that may delete {self._path}"
+                )
 
     def _to_confirm(self, now: _Sum, survivors: Collection[str]) -> bytes:
         return to_confirm(self._session(now)[0], now.held, survivors)
@@ -274,15 +387,20 @@ class SiteSum:
 
     def _save(self, now: _Sum | None) -> None:
         """Write the sum in progress; it is on the disk when this returns."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        now_ = asdict(now) if now else None
-        stored = {"given": self._given, "begun": self._begun, "now": now_}
+        self._stored.now.pop(self._run, None)
+        if now is not None:
+            self._stored.now[self._run] = now
         temporary = self._path.with_suffix(".partial")
         temporary.unlink(missing_ok=True)
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123  # of a handle
-            json.dump(stored, file)
+            json.dump(asdict(self._stored), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
-        self._now = now
+        if os.name != "nt":  # which opens no folders
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)

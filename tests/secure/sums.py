@@ -58,10 +58,10 @@ class Sites:
         introduce(folder, self.names)
         self.sites = {name: self.restarted(name) for name in self.names}
 
-    def restarted(self, name: str) -> SiteSum:
+    def restarted(self, name: str, run: str = "run") -> SiteSum:
         """Return a site as another process finds it."""
         identity = Identity.read(self.folder, name, self.least)
-        return SiteSum(identity, self.folder / f"{name}.json")
+        return SiteSum(identity, self.folder / f"{name}.json", run)
 
     def present(self, gone: Collection[str]) -> Iterable[tuple[str, SiteSum]]:
         """Yield the other sites."""

@@ -3,6 +3,7 @@
 import json
 import stat
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -207,12 +208,84 @@ def test_a_window_is_given_away_over_one_list_of_sites(tmp_path):
     sites.unmask(server)
     again = ServerSum(about(4, attempt="two"))
     sites.until_masked(again, {"site-d": 2})
-    with pytest.raises(ValueError, match=r"given away already: .* repeat it with the same sites"):
+    with pytest.raises(ValueError, match=r"given away already.* repeat it with the same sites"):
         sites.unmask(again)
     third = ServerSum(about(4, attempt="three"))
     sites.until_masked(third, {})
     sites.unmask(third)
     assert same(third.total(), plain(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("run", "changed"),
+    [
+        ("run", {"start": 8, "stop": 24, "averages": {"params": stated(8, "2f")}}),  # overlaps
+        ("run", {"start": 16, "stop": 32}),
+        ("other", {"run": "other"}),  # begins from the same averages
+    ],
+)
+def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(tmp_path, run, changed):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    for name in sites.names:
+        sites.restarted(name).forget()
+    again = ServerSum(about(4, **changed))
+    sites.restarted = partial(sites.restarted, run=run)
+    sites.until_masked(again, {"site-d": 2})
+    with pytest.raises(ValueError, match=r"given away already.* may delete .*site-a\.json"):
+        sites.unmask(again)
+    for name in sites.names:
+        (tmp_path / f"{name}.json").unlink()
+    sites.until_masked(again := ServerSum(about(4, **changed)), {"site-d": 2})
+    sites.unmask(again)
+
+
+def test_a_site_knows_from_which_average_its_states_are(tmp_path):
+    sites = Sites(tmp_path, 3)
+
+    def begin(sent, **changed):
+        server = ServerSum(about(3, **changed))
+        keys = begun(sites, server)
+        for name, site in sites.sites.items():
+            server.add_shares(name, site.shares(keys))
+        first = sites.sites["site-a"]
+        first.receive(server.sealed_for("site-a"), sent)
+        return first
+
+    one, two = {"params": stated(0, "0f")}, {"params": stated(0, "1f")}
+    begin(one).mask(in_order(codes(0)))
+    begin(two, averages=two)  # the window is begun again, and whether it has ended is not known
+    for agreed in (one, two):
+        with pytest.raises(ValueError, match="does not begin from the average of 'params'"):
+            begin({}, averages=agreed)
+    begin(two, averages=two).mask(in_order(codes(0)))
+    begin({}, averages=two)
+    later = {"start": 16, "stop": 32}
+    for sent in ({}, one):
+        with pytest.raises(ValueError, match="does not begin from the average of 'params'"):
+            begin(sent, averages=one, **later)
+
+
+def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    keys = begun(sites, server)
+    for name, site in sites.sites.items():
+        server.add_shares(name, site.shares(keys))
+    one, other = sites.restarted("site-a"), sites.restarted("site-a")
+    for process in (one, other):
+        process.receive(server.sealed_for("site-a"), server.about.averages)
+    one.mask(in_order(codes(0)))
+    with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
+        other.mask(in_order(codes(99)))
+    for name in sites.names[1:]:
+        sites.sites[name].receive(server.sealed_for(name), server.about.averages)
+    one.confirm(sites.names)
+    with pytest.raises(ValueError, match="two lists could give away a single site"):
+        other.confirm(sites.names[:3])
+    refused = pytest.raises(ValueError, match="another process of 'site-a'")
+    with one.training(), refused, other.training():
+        pass
 
 
 def test_one_mask_hides_one_value(tmp_path):
@@ -276,7 +349,7 @@ def test_the_file_of_a_sum_is_the_sites_own_and_forgets_what_it_gave(tmp_path):
     path = tmp_path / "site-a.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     sites.unmask(server)
-    assert json.loads(path.read_text())["now"] is None
+    assert json.loads(path.read_text())["now"] == {}
 
 
 @pytest.mark.parametrize("width", [NARROW, WIDE])

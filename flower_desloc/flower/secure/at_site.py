@@ -70,10 +70,13 @@ def answer(message: Message, context: Context, call: Call, folder: Path) -> Mess
     if kind == ASK:
         return _answer_question(message, site)
     if kind == GOODBYE:
-        site.forget()
-        return call(message, context)
+        with site.training():
+            reply = call(message, context)
+            site.forget()
+        return reply
     if kind == "train":
-        return _train(message, context, call, site)
+        with site.training():
+            return _train(message, context, call, site)
     if kind.startswith("evaluate"):
         raise ValueError(
             "the metrics of a site's own records would be its own: a site with secure-keys in its "
@@ -90,7 +93,10 @@ def _site(context: Context, message: Message, folder: Path) -> SiteSum:
     identity = Identity.read(folder, client_name(context), least)
     config = records_of(ConfigRecord, message.content).get(CONFIG, ConfigRecord())
     run_key = str(config.get(RUN_KEY, ""))
-    return SiteSum(identity, state_files(context, run_key).folder / "secure.json")
+    files = state_files(context, run_key)  # which checks the names
+    return SiteSum(
+        identity, files.folder.parents[1] / SECURE / f"{files.folder.name}.json", run_key
+    )
 
 
 def _answer_question(message: Message, site: SiteSum) -> Message:
