@@ -16,8 +16,10 @@ def secure_sums(
     message: Message, context: Context, call: Callable[[Message, Context], Message]
 ) -> Message:
     """Flower mod: answer what belongs to a secure sum, and hide what a reply says of the site."""
-    folder = context.node_config.get("secure-keys") or os.environ.get(SECURE_KEYS)
-    if folder:
+    folder = context.node_config.get("secure-keys", os.environ.get(SECURE_KEYS))
+    if folder is not None:
+        if not str(folder).strip():
+            raise ValueError("secure-keys is empty: name the folder of keys, or leave it out")
         # Imported here: a client without secure aggregation does without.
         from flower_desloc.flower.secure.at_site import answer
 
