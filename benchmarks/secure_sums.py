@@ -63,14 +63,14 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
     about = About(
         run="run", attempt="one", start=0, stop=16, threshold=least_threshold(number),
         shapes={"stream": ""}, scales={"stream": scale}, widths={"stream": width},
-        most=number, averages={},
+        most=number, averages={}, request="",
     )  # fmt: skip
     names = [f"site-{m:02}" for m in range(number)]
     values = {names[m]: tensors(parameters, m) for m in range(number if is_checked else 1)}
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         introduce(folder, names)
-        sites = {n: SiteSum(Identity.read(folder, n), folder / f"{n}.json") for n in names}
+        sites = {n: SiteSum(Identity.read(folder, n), folder / f"{n}.json", "run") for n in names}
         server, clock, sent = ServerSum(about), Clock(), dict[str, list[NDArray[np.uint8]]]()
         for name, site in sites.items():
             server.add_keys(name, site.keys(about))

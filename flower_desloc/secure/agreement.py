@@ -3,12 +3,18 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
 KEY: Final = 32
 """Bytes of a public or private key, of a seed, of a commitment and of a share."""
+WIDE, NARROW = 8, 6
+"""Bytes of the codes of second moments, and of all others; there are no other widths."""
+LARGEST_SCALE: Final = 1000
+
+_STATED = re.compile(r"(0|[1-9][0-9]{0,17}) [0-9a-f]+ [0-9][0-9.e+-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +38,9 @@ class About:
     most: int
     """The sites whose sum the codes have room for."""
     averages: Mapping[str, str]
-    """By stream that has an average its version and digest (``stated``), which all sites begin
-    from: with another model the others' parts could be made known, and one site's with them
-    (Pasquini et al. 2022, arXiv:2111.07380)."""
+    """By stream that has an average its version, digest and greatest value (``stated``), which all
+    sites begin from: with another model the others' parts could be made known, and one site's with
+    them (Pasquini et al. 2022, arXiv:2111.07380)."""
     request: str
     """Digest of all other settings of the request for the window: were the others' different, their
     parts could be made known."""
@@ -50,10 +56,31 @@ class About:
             about = cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"not what a sum is about: {error}") from error
-        streams = set(about.shapes)
-        if about.to_json() != text or not streams == {*about.scales} == {*about.widths} != set():
+        if not about._is_sound() or about.to_json() != text:
             raise ValueError("not what a sum is about")
         return about
+
+    def _is_sound(self) -> bool:
+        """Return whether all values have the types and ranges of one: JSON may hold any."""
+        texts, numbers = (self.shapes, self.averages), (self.scales, self.widths)
+        integers = self.start, self.stop, self.threshold, self.most
+        return (
+            all(type(value) is str for value in (self.run, self.attempt, self.request))
+            and all(type(value) is int for value in integers)
+            and all(type(each) is dict for each in (*texts, *numbers))
+            and all(type(value) is str for each in texts for value in each.values())
+            and all(type(value) is int for each in numbers for value in each.values())
+            and 0 <= self.start < self.stop
+            and min(self.threshold, self.most) >= 2
+            and {*self.shapes} == {*self.scales} == {*self.widths} != set()
+            and all(abs(scale) <= LARGEST_SCALE for scale in self.scales.values())
+            and all(width in (WIDE, NARROW) for width in self.widths.values())
+            and all(self._is_average(average) for average in self.averages.values())
+        )
+
+    def _is_average(self, stated: str) -> bool:
+        found = _STATED.fullmatch(stated)
+        return found is not None and int(found[1]) <= self.start
 
     @property
     def digest(self) -> bytes:
@@ -129,13 +156,13 @@ def shapes_digest(shapes: Mapping[str, Iterable[int]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def stated(version: int, digest: str) -> str:
-    """Return how an average is named.
+def stated(version: int, digest: str, largest: float = 0.0) -> str:
+    """Return how an average is named, with the magnitude of its greatest value.
 
-    >>> stated(16, "0f")
-    '16 0f'
+    >>> stated(16, "0f", 0.5)
+    '16 0f 0.5'
     """
-    return f"{version} {digest}"
+    return f"{version} {digest} {largest!r}"
 
 
 def bits_of(number: int) -> int:

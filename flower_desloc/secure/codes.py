@@ -7,9 +7,13 @@ from above: the sum is then modulo 2^(8 width).
 
 Second moments are added as they are: the mean of their roots, squared, is not their mean, and that
 of their logarithms is their geometric mean. They have the full width, and are rounded up. A small
-one is thus never zero, and no step of Adam, which divides by its root, is longer than it would be;
-for up to 32 sites the root's error is below 2^-23 of the root of the stream's largest value. The
-error of other streams is below 2^-32 of their largest value.
+one is thus never zero, and no step of Adam, which divides by its root, is longer than it would be.
+
+For up to 16 sites the error is at most 2^-32 of the largest value of the stream's last average, and
+for each doubling of the sites twice that. For up to 32 sites that of the root of a second moment is
+at most 2^-23 of the root of the largest. Before the first average nothing is known of the largest
+value: the error is up to 2^-30 itself, and the root of a second moment may be up to 2^-22 too
+large, so that where gradients are no larger than that, Adam's steps after it are too short.
 """
 
 import math
@@ -20,12 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_desloc.core.kinds import Kind
-from flower_desloc.secure.agreement import bits_of
+from flower_desloc.core.streams import finite_ends
+from flower_desloc.core.types import Stream
+from flower_desloc.secure.agreement import LARGEST_SCALE, NARROW, WIDE, bits_of
 
 Codes = NDArray[np.int64]
-
-WIDE, NARROW = 8, 6
-"""Bytes of the codes of second moments, and of all others; there are no other widths."""
 
 _HEADROOM = 10
 """Binary digits that a value may have more than the largest of its stream's last average."""
@@ -47,7 +50,20 @@ def scale_for(largest: float | None, number: int, width: int) -> int:
     known.
     """
     room = _room(number, width)
-    return room - _HEADROOM - math.frexp(largest)[1] if largest else room - _UNKNOWN
+    if not largest:
+        return room - _UNKNOWN
+    return min(room - _HEADROOM - math.frexp(largest)[1], LARGEST_SCALE)
+
+
+def largest_of(stream: Stream) -> float:
+    """Return the magnitude of a stream's greatest value; raises ``ValueError`` if not finite."""
+    ends = finite_ends("", stream).values()
+    return max((max(-low, high) for low, high in ends), default=0.0)
+
+
+def scale_after(average: str | None, number: int, width: int) -> int:
+    """Return the scale of a stream after its last average, as ``stated``; None: there is none."""
+    return scale_for(float(average.split()[2]) if average else None, number, width)
 
 
 def encode(tensor: Tensor, scale: int, number: int, width: int, *, up: bool = False) -> Codes:
@@ -71,10 +87,10 @@ def encode(tensor: Tensor, scale: int, number: int, width: int, *, up: bool = Fa
         part *= 2.0**scale
         (np.ceil if up else np.rint)(part, out=part)
         if not np.abs(part).max() <= most:
-            raise ValueError(
-                f"holds values beyond {most * 2.0**-scale:.3g}, for which the codes of secure "
-                f"sums have no room: they may be {2**_HEADROOM} times those of the last average, "
-                f"or {2**_UNKNOWN} before the first; lower optimizer.lr, or clip gradients"
+            raise ValueError(  # one text for all: the server reads it
+                "a value is not finite, or too large for the codes of secure sums: values may be "
+                f"{2**_HEADROOM} times those of the last average, or {2**_UNKNOWN} before the "
+                "first; lower optimizer.lr, or clip gradients"
             )
         codes[start : start + _BLOCK] = part
     return codes

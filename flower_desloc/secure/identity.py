@@ -63,13 +63,21 @@ class Identity:
                 f"{name!r} is not among the peers of {self.name!r}, which adds only to the sites "
                 "that its peers' file names"
             )
-        try:
-            Ed25519PublicKey.from_public_bytes(self.peers[name]).verify(signature, what)
-        except InvalidSignature:
+        if not self.has_signed(name, signature, what):
             raise ValueError(
                 f"what the server passes on as signed by {name!r} is not: it was changed on the "
                 "way, or belongs to another window"
-            ) from None
+            )
+
+    def has_signed(self, name: str, signature: bytes, what: bytes) -> bool:
+        """Return whether the site of that name is known, and signed this."""
+        if name not in self.peers:
+            return False
+        try:
+            Ed25519PublicKey.from_public_bytes(self.peers[name]).verify(signature, what)
+        except InvalidSignature:
+            return False
+        return True
 
 
 def create(folder: Path, name: str) -> str:

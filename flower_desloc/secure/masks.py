@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from flower_desloc.secure.agreement import KEY, hashed
+from flower_desloc.secure.agreement import KEY, Keys, hashed
 from flower_desloc.secure.codes import Codes
 
 _BLOCK = 1 << 17
@@ -31,6 +31,15 @@ def shared_key(private: bytes, public: bytes, *about: bytes) -> bytes:
         X25519PublicKey.from_public_bytes(public)
     )
     return derived(secret, *about)
+
+
+def require_keys(name: str, keys: Keys) -> None:
+    """Raise ``ValueError`` for keys of a site with which all others would share the same."""
+    for public in (keys.mask, keys.channel):
+        try:
+            shared_key(bytes(KEY), public)
+        except ValueError:
+            raise ValueError(f"{name!r} has sent keys that are no secret") from None
 
 
 def derived(secret: bytes, *about: bytes) -> bytes:

@@ -1,11 +1,15 @@
 """The server's end of a sum: it passes messages on, adds, and removes what is left of the masks."""
 
 from collections.abc import Iterable, Mapping, Sized
+from itertools import combinations, islice
 
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import KEY, About, Keys, hashed, session_of
 from flower_desloc.secure.codes import Codes
 from flower_desloc.secure.site import OF_KEY, OF_SEED
+
+_TRIES = 1000
+"""Choices of shares to be tried for one secret."""
 
 
 class HiddenSumError(ValueError):
@@ -28,11 +32,16 @@ class ServerSum:
         self._in_sum: list[str] = []
         self._signatures: dict[str, bytes] = {}
         self._shares: dict[str, dict[int, bytes]] = {}
-        self._unmasking: set[str] = set()
+        self.unmasking: set[str] = set()
+        """The sites that have given shares."""
+        self.false: set[str] = set()
+        """Those of them of which one was false, once there is a total."""
 
     def add_keys(self, name: str, data: bytes) -> None:
         """Add a site's ``SiteSum.keys``."""
-        self._keys[name] = Keys.of(data)
+        keys = Keys.of(data)
+        masks.require_keys(name, keys)
+        self._keys[name] = keys
 
     @property
     def keys(self) -> dict[str, bytes]:
@@ -92,22 +101,16 @@ class ServerSum:
         place = sorted(self._keys).index(name)
         for other, share in given.items():
             self._shares.setdefault(other, {})[place] = share[1:]
-        self._unmasking.add(name)
+        self.unmasking.add(name)
 
     def total(self) -> list[Codes]:
         """Return the sum of the survivors' codes, in the order of their arrays."""
-        self._require(self._unmasking, "have given shares")
+        self._require(self.unmasking, "have given shares")
         session = session_of(self.about, self._keys)
         used: list[tuple[bytes, int]] = []
         for name in self.sharing:
-            secret = shares.join(self._shares[name], self.about.threshold)
-            keys = self._keys[name]
-            is_in = name in self._in_sum
-            if keys.commitment != hashed("seed", secret) if is_in else not _is_key(secret, keys):
-                raise HiddenSumError(
-                    f"the shares do not give the secret of {name!r}: a site has sent a false one"
-                )
-            if is_in:
+            secret = self._secret(name)
+            if name in self._in_sum:
                 used.append((masks.seed_key(secret, session), -1))
                 continue
             for other in self._in_sum:  # what it shares with those in the sum has not cancelled
@@ -116,6 +119,30 @@ class ServerSum:
         masks.add_masks(self._sum, used)
         return self._sum
 
+    def _secret(self, name: str) -> bytes:
+        """Return a site's secret; of spare shares false ones are left out, and named."""
+        given, least = self._shares[name], self.about.threshold
+        for places in islice(combinations(sorted(given), least), _TRIES):
+            secret = shares.join({place: given[place] for place in places}, least)
+            if self._is_secret(name, secret):
+                break
+        else:
+            raise HiddenSumError(
+                f"the shares do not give the secret of {name!r}: a site has sent a false one"
+            )
+        names = sorted(self._keys)
+        for place in given.keys() - set(places):
+            others = {other: given[other] for other in places[1:]}
+            if shares.join({**others, place: given[place]}, least) != secret:
+                self.false.add(names[place])
+        return secret
+
+    def _is_secret(self, name: str, secret: bytes) -> bool:
+        keys = self._keys[name]
+        if name in self._in_sum:
+            return keys.commitment == hashed("seed", secret)
+        return masks.public_of(secret) == keys.mask
+
     def _require(self, names: Sized, what: str) -> None:
         number = len(names)
         if number < self.about.threshold:
@@ -123,7 +150,3 @@ class ServerSum:
                 f"only {number} sites {what}, and the sum of {self.about.window} needs "
                 f"{self.about.threshold}"
             )
-
-
-def _is_key(secret: bytes, keys: Keys) -> bool:
-    return masks.public_of(secret) == keys.mask

@@ -38,10 +38,7 @@ OF_SEED, OF_KEY = b"s", b"k"
 """What a share is of: of the seed of a site in the sum, or of the mask key of one that is not."""
 
 _NONCE = bytes(12)  # every key of a channel encrypts one message
-_LOST = (
-    "this site has no keys for that sum: it has given up its shares already, or begun another; "
-    "a window is asked for again with new keys"
-)
+_LOST = "this site has no keys for that sum; a window is asked for again with new keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +104,7 @@ def _alone(
     """Let one process at a time answer, from what the last one has written."""
 
     @wraps(question)
-    def answer(self: "SiteSum", *args: P.args, **kwargs: P.kwargs) -> T:
+    def answer(self: "SiteSum", /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._path.with_suffix(".lock")):
             self._stored = _Stored.read(self._path)
@@ -147,6 +144,11 @@ class SiteSum:
                 f"a sum of {about.threshold} sites might be asked for, and secure-min={least} at "
                 f"{self.name!r}; set federation.min_clients={least}, or more"
             )
+        if about.most > (number := len(self._identity.peers)):
+            raise ValueError(
+                f"a sum of up to {about.most} sites, and the peers' file of {self.name!r} has "
+                f"{number}"
+            )
         seed, mask, channel = (secrets.token_bytes(KEY) for _ in range(3))
         public = masks.public_of(mask), masks.public_of(channel), hashed("seed", seed)
         own = Keys(*public, signature=b"")
@@ -182,6 +184,7 @@ class SiteSum:
         for name, data in keys.items():
             each = Keys.of(data)
             self._identity.require_signed(name, each.signature, each.signed(about, name))
+            masks.require_keys(name, each)
         now = replace(now, phase="shares", keys={name: data.hex() for name, data in keys.items()})
         names = sorted(keys)
         seeds, of_keys = (
@@ -261,24 +264,32 @@ class SiteSum:
     def unmask(self, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return what the server may know of each site: a share of its seed, or of its mask key.
 
-        Of those in the sum it is the first, of the others the second; then all is forgotten, so
-        that nobody ever has both. ``signatures`` are those of the sites that confirmed the list.
+        Of those in the sum it is the first, of the others the second; then the rest is forgotten,
+        so that nobody ever has both. Asked again, it gives the same. ``signatures`` are those of
+        the sites that confirmed the list; false ones do not count.
         """
-        now, about = self._at("confirmed")
-        for name, signature in signatures.items():
-            self._identity.require_signed(name, signature, self._to_confirm(now, now.survivors))
-        confirmed = set(signatures) & set(now.survivors)
+        now, about = self._at("confirmed", "given")
+        if now.phase == "given":
+            return {name: bytes.fromhex(part) for name, part in now.held.items()}
+        what = self._to_confirm(now, now.survivors)
+        confirmed = [
+            name
+            for name in now.survivors
+            if self._identity.has_signed(name, signatures.get(name, b""), what)
+        ]
         self._require_enough(confirmed, about, "have confirmed who is in the sum")
         giving = self._giving(about, now.survivors)
         self._require_same_members(giving)
         if giving not in self._stored.given:
             self._stored.given.append(giving)
-        self._save(None)
         held = {name: bytes.fromhex(part) for name, part in now.held.items()}
-        return {
+        given = {
             name: OF_SEED + part[:KEY] if name in now.survivors else OF_KEY + part[KEY:]
             for name, part in held.items()
         }
+        kept = {name: part.hex() for name, part in given.items()}
+        self._save(replace(now, phase="given", seed="", mask="", channel="", held=kept))
+        return given
 
     @_alone
     def forget(self) -> None:

@@ -138,7 +138,7 @@ def test_below_the_threshold_nothing_is_averaged_and_the_window_is_repeated(
 
     def once(message):
         reply = gone(message)
-        if reply is None or len(asked) == 2:
+        if reply is None or len(asked) == (4 if phase == "unmask" else 2):
             return None
         asked.append(message)
         return reply
@@ -146,8 +146,8 @@ def test_below_the_threshold_nothing_is_averaged_and_the_window_is_repeated(
     run.grid.instead = once
     close(run.final(), from_record(plain(tmp_path, monkeypatch, **ONE).result.arrays))
     kinds = [event.kind for event in run.watch.records[1].events]
-    assert kinds == ["failed", "failed", "failed", "repeated"]
-    assert "only 2 sites" in run.watch.records[1].events[2].what
+    assert kinds == ["failed"] * (len(asked) + 1) + ["repeated"]
+    assert "only 2 sites" in run.watch.records[1].events[len(asked)].what
     assert len(run.watch.records[1].clients) == 4
 
 
@@ -180,6 +180,35 @@ def test_a_server_that_asks_for_a_plain_stream_or_an_evaluation_is_refused(tmp_p
     run = Run("adam", PERIODS, tmp_path / "evaluated", evaluate_clients=True)
     with pytest.raises(ClientError, match=r"own records .* set evaluation.federated=false"):
         run.start()
+
+
+def test_an_empty_folder_of_keys_protects_nothing_and_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECURE_KEYS, "")
+    with pytest.raises(ClientError, match="secure-keys is empty"):
+        Run("adam", PERIODS, tmp_path / "plain").start()
+
+
+def test_a_server_whose_codes_do_not_follow_from_the_average_is_refused(tmp_path, monkeypatch):
+    scale = "flower_desloc.flower.secure.at_server.scale_after"
+    monkeypatch.setattr(scale, lambda average, number, width: 30)
+    with pytest.raises(ClientError, match="are not those that follow from its average"):
+        secure(tmp_path, policy=Policy(min_clients=3), **ONE).start()
+
+
+def test_an_answer_that_is_lost_when_a_sum_is_unmasked_is_asked_for_again(tmp_path):
+    run, lost = secure(tmp_path, **ONE), list[str]()
+
+    def meddle(asked, reply):
+        record: Any = records_of(ConfigRecord, asked.content).get(SECURE, {})
+        if record.get("phase") != "unmask" or len(lost) == 2:
+            return reply
+        lost.append("unmask")
+        return Message(Error(7, "the answer is lost"), reply_to=asked)
+
+    run.grid.meddle = meddle
+    run.start()
+    assert [event.kind for event in run.watch.records[1].events] == ["failed", "failed"]
+    assert len(run.watch.records[1].clients) == 4
 
 
 def test_a_site_without_keys_or_peers_is_refused(tmp_path, monkeypatch):
@@ -309,6 +338,15 @@ def test_nothing_is_left_of_a_run_that_completed(tmp_path):
     run.start()
     assert [record.step for record in run.watch.records[1:]] == [2, 3]
     assert not (run.folder / RUN).exists()
+
+
+def test_a_new_run_over_other_sites_from_the_same_averages_is_refused(tmp_path):
+    secure(tmp_path, **ONE).start()  # its goodbye deletes the sites' states, and not this
+    options: dict[str, Any] = {**ONE, "run_key": "other"}
+    with pytest.raises(FederationError, match=r"given away already.* may delete .*client-0\.json"):
+        secure(tmp_path, clients=3, **options).start()
+    with pytest.raises(FederationError, match="given away already"):
+        secure(tmp_path, present=lambda m, step: m > 0, **options).start()
 
 
 class Killed(KeyboardInterrupt):

@@ -6,8 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from flower_desloc.secure.agreement import About, least_threshold, shapes_digest, stated
-from flower_desloc.secure.codes import NARROW, WIDE, Codes, packed, signed, unpacked
+from flower_desloc.secure.agreement import (
+    NARROW,
+    WIDE,
+    About,
+    least_threshold,
+    shapes_digest,
+    stated,
+)
+from flower_desloc.secure.codes import Codes, packed, signed, unpacked
 from flower_desloc.secure.identity import Identity, introduce
 from flower_desloc.secure.server import ServerSum
 from flower_desloc.secure.site import SiteSum
@@ -34,7 +41,7 @@ def about(number: int, **changed: Any) -> About:
         "scales": dict.fromkeys(SHAPES, 40),
         "widths": WIDTHS,
         "most": number,
-        "averages": {"params": stated(0, "0f")},
+        "averages": {"params": stated(0, "0f", 0.5)},
         "request": "1f",
     }
     return About(**{**values, **changed})

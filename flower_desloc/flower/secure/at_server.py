@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flower_desloc.core.averaging import Drift, distance
 from flower_desloc.core.schedule import PARAMS, SyncSchedule
-from flower_desloc.core.streams import check_like, digest, finite_ends
-from flower_desloc.core.types import Stream, Streams
+from flower_desloc.core.streams import check_like, digest
+from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.exchange import event_kind
 from flower_desloc.flower.failures import reason_of
@@ -46,7 +46,15 @@ from flower_desloc.flower.secure.record import (
 )
 from flower_desloc.flower.strategy import DesLoc
 from flower_desloc.secure.agreement import About, least_threshold, shapes_digest, stated
-from flower_desloc.secure.codes import Codes, mean_of, scale_for, signed, unpacked, width_of
+from flower_desloc.secure.codes import (
+    Codes,
+    largest_of,
+    mean_of,
+    scale_after,
+    signed,
+    unpacked,
+    width_of,
+)
 from flower_desloc.secure.server import HiddenSumError, ServerSum
 
 
@@ -146,6 +154,8 @@ class SecureDesLoc(DesLoc):
             with self.loop.timed("averaging"):
                 self._unmask(total, added)
                 (loss, number), *sums = total.total()
+                for name in total.false:
+                    self.loop.note("failed", name, "it gave a false share; the others sufficed")
                 averages = self._averages(sums, total.about, len(added))
         except ValueError as error:  # too few are left, or one of them has sent nonsense
             now.left_out |= self._unhelpful
@@ -193,7 +203,7 @@ class SecureDesLoc(DesLoc):
                     )
             if name not in templates:
                 raise ValueError(f"secure sums of {name!r} need states={{...}} that have it")
-        last = self.state.last_averages(window.due)
+        averages = self._stated_averages()
         widths = {name: width_of(self.state.kind(name)) for name in window.due}
         return About(
             run=self.run_key,
@@ -205,10 +215,10 @@ class SecureDesLoc(DesLoc):
                 name: shapes_digest({key: t.shape for key, t in templates[name].items()})
                 for name in window.due
             },
-            scales={n: scale_for(_largest(last.get(n)), number, widths[n]) for n in window.due},
+            scales={n: scale_after(averages.get(n), number, widths[n]) for n in window.due},
             widths=widths,
             most=number,
-            averages=self._stated_averages(),
+            averages=averages,
             request=request,
         )
 
@@ -216,12 +226,10 @@ class SecureDesLoc(DesLoc):
         """Return what each average is, by stream; an average is hashed once."""
         now = {name: self.state.versions[name] for name in self.state.averages}
         self._digests = {
-            each: self._digests.get(each) or digest(from_record(self.state.averages[each[0]]))
+            each: self._digests.get(each) or _named(each[1], self.state.averages[each[0]])
             for each in now.items()
         }
-        return {
-            name: stated(version, self._digests[name, version]) for name, version in now.items()
-        }
+        return {name: self._digests[name, version] for name, version in now.items()}
 
     # After it
 
@@ -263,9 +271,12 @@ class SecureDesLoc(DesLoc):
                 total.add_signature(member.name, data)
         signatures = total.signatures
         confirmed = [member for member in members if member.name in signatures]
-        for reply in self._ask(confirmed, UNMASK, by_name(signatures)):
-            with self._tolerating(reply) as member:
-                total.add_unmasking(member.name, read_by_name(record_of(reply)))
+        for _ in range(2):  # a site gives the same answer again
+            asked = [member for member in confirmed if member.name not in total.unmasking]
+            for reply in self._ask(asked, UNMASK, by_name(signatures)):
+                with self._tolerating(reply) as member:
+                    total.add_unmasking(member.name, read_by_name(record_of(reply)))
+                    self._unhelpful.pop(member.name, None)
 
     def _averages(
         self, sums: list[Codes], about: About, count: int
@@ -329,7 +340,6 @@ def _is_code(value: object) -> bool:
     return isinstance(value, int) and -(2**63) <= value < 2**63
 
 
-def _largest(stream: Stream | None) -> float | None:
-    """Return the magnitude of a stream's greatest value."""
-    ends = finite_ends("", stream).values() if stream else ()
-    return max((max(-low, high) for low, high in ends), default=None)
+def _named(version: int, average: ArrayRecord) -> str:
+    stream = from_record(average)
+    return stated(version, digest(stream), largest_of(stream))

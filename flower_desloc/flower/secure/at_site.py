@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from logging import WARNING
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from flower_desloc.flower.arrays import records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.client_info import without_data
 from flower_desloc.flower.client_state import client_name, state_files
+from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
     ABOUT,
     ARE_YOU_THERE,
@@ -42,7 +44,7 @@ from flower_desloc.flower.secure.record import (
     request_digest,
 )
 from flower_desloc.secure.agreement import About, shapes_digest, stated
-from flower_desloc.secure.codes import Codes, encode, packed
+from flower_desloc.secure.codes import Codes, encode, largest_of, packed, scale_after, width_of
 from flower_desloc.secure.identity import LEAST, Identity
 from flower_desloc.secure.site import SiteSum
 
@@ -155,7 +157,10 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
         )
     if GRADIENTS in request.due:
         raise ValueError("a site with secure-keys in its node config sends no gradients")
-    sent = {n: stated(request.versions[n], digest(s)) for n, s in request.streams.items()}
+    sent = {
+        name: stated(request.versions[name], digest(stream), largest_of(stream))
+        for name, stream in request.streams.items()
+    }
     about = site.receive(read_by_name(record_of(message)), sent)
     del message.content[SECURE]
     asked = request.run_key, request.start, request.stop, set(request.due)
@@ -168,6 +173,11 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
         raise ValueError(
             "the settings of this request are not those that all sites of the sum agreed on"
         )
+    for name, width in about.widths.items():
+        average = about.averages.get(name)
+        codes = width_of(kind_of(name, request.kinds)), scale_after(average, about.most, width)
+        if codes != (width, about.scales[name]):
+            raise ValueError(f"the codes of {name!r} are not those that follow from its average")
     return about
 
 
@@ -200,8 +210,9 @@ def _encoded(name: str, key: str, tensor: Tensor, about: About, kinds: Kinds) ->
     up, width = not kind_of(name, kinds).is_signed, about.widths[name]
     try:
         return encode(tensor, about.scales[name], about.most, width, up=up)
-    except ValueError as error:
-        raise ValueError(f"{key!r} of stream {name!r} {error}") from error
+    except ValueError:
+        log(WARNING, "%r of stream %r has values that no code holds", key, name)  # here alone
+        raise
 
 
 def _loss_codes(loss: object) -> Codes:
