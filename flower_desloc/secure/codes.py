@@ -58,7 +58,7 @@ def scale_for(largest: float | None, number: int, width: int) -> int:
 def largest_of(stream: Stream) -> float:
     """Return the magnitude of a stream's greatest value; raises ``ValueError`` if not finite."""
     ends = finite_ends("", stream).values()
-    return max((max(-low, high) for low, high in ends), default=0.0)
+    return max((max(abs(low), abs(high)) for low, high in ends), default=0.0)
 
 
 def scale_after(average: str | None, number: int, width: int) -> int:

@@ -15,8 +15,10 @@ from flower_desloc.secure.__main__ import main
 from flower_desloc.secure.agreement import NARROW, WIDE, About, Keys, stated
 from flower_desloc.secure.codes import (
     encode,
+    largest_of,
     mean_of,
     packed,
+    scale_after,
     scale_for,
     signed,
     unpacked,
@@ -428,6 +430,14 @@ def test_second_moments_are_never_rounded_down_and_their_roots_hardly_up():
     assert bool((found >= v).all())
     assert float((found.sqrt() - v.sqrt()).max()) < 2**-22
     assert float(encode(torch.zeros(1), scale, 20, WIDE, up=True)[0]) == 0
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 0.75, 3e38, 1e308])
+def test_a_scale_follows_from_what_an_average_is_named(largest):
+    stream = {"a": torch.tensor([-largest, largest / 2], dtype=torch.float64), "b": torch.empty(0)}
+    named = stated(0, "0f", largest_of(stream))
+    assert About.of_json(about(3, averages={"params": named}).to_json()).averages["params"] == named
+    assert scale_after(named, 4, NARROW) == scale_for(largest, 4, NARROW)
 
 
 @pytest.mark.parametrize("width", [NARROW, WIDE])
