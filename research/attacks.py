@@ -37,7 +37,8 @@ from flower_desloc.app.tasks.image_classification.batches import ImageBatch, Ima
 from flower_desloc.flower.arrays import streams_of
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.secure.codes import NARROW, signed, unpacked
+from flower_desloc.secure.agreement import NARROW
+from flower_desloc.secure.codes import signed, unpacked
 
 RESULTS = RESEARCH / "results" / "attacks.json"
 SEEDS = (0, 1, 2)
