@@ -16,6 +16,11 @@ COLUMN = "column:"
 """What ``data.partition`` begins with where a column is the partition."""
 
 
+def column_of(partition: str) -> str:
+    """Return NAME of ``data.partition=column:NAME``; empty under another partition."""
+    return partition.removeprefix(COLUMN) if partition.startswith(COLUMN) else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The run: its name, seed, length and checkpoints."""

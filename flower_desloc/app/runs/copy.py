@@ -112,7 +112,7 @@ class CopyView:
         self._wake, self._is_over, self._is_whole = threading.Event(), False, False
         with self._remote.asked("read"):
             self._require_ours(where)
-        known = local_mark(folder.path)
+        known = _local_mark(folder.path)
         self._mark = {
             "run": known.get("run", secrets.token_hex(8)),
             "attempt": secrets.token_hex(8),
@@ -127,7 +127,7 @@ class CopyView:
 
     def _require_ours(self, where: str) -> None:
         remote = self._remote
-        known, there = local_mark(self._folder.path), remote.mark()
+        known, there = _local_mark(self._folder.path), remote.mark()
         if remote.exists() and (not known or known.get("run") != there.get("run")):
             raise ConfigError(
                 f"{remote.text}: another run is there; resume it with run.resume={where}, or give "
@@ -231,7 +231,9 @@ def fetched(url: str, output_dir: Path) -> Path:
         if not remote.exists():
             raise ConfigError(f"{remote.text}: no run is there")
         if folder.exists():
-            if not local_mark(folder) or local_mark(folder).get("run") != remote.mark().get("run"):
+            if not _local_mark(folder) or _local_mark(folder).get("run") != remote.mark().get(
+                "run"
+            ):
                 raise ConfigError(
                     f"{remote.text}: {folder} is another run; give another --output-dir"
                 )
@@ -256,7 +258,7 @@ def fetched(url: str, output_dir: Path) -> Path:
     return folder
 
 
-def local_mark(folder: Path) -> Mapping[str, str]:
+def _local_mark(folder: Path) -> Mapping[str, str]:
     """Return what ``copy.json`` in a run's folder says; nothing without one."""
     path = folder / _MARK
     return _mark(path.read_bytes()) if path.is_file() else {}

@@ -46,7 +46,10 @@ class Roster:
     @property
     def sites(self) -> Mapping[str, Site]:
         """The sites that have come or were invited; raises ``ValueError`` for a damaged file."""
-        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            size = 0
         if size > self._read:
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -105,12 +108,11 @@ class Governed(RoundHook):
 
     def admits(self, client: str | None, node_id: int) -> str:
         """Return why a site may not take part in the next window; empty: it may."""
-        roster = self._roster
-        for name in (client, roster.name_of(node_id)):
-            site = roster.sites.get(name) if name else None
-            if name and site and site.state in ("paused", "ejected"):
-                return _says(name, site)
-        if client is not None and client not in roster.sites and roster.is_closed:
+        sites = self._roster.sites  # asked of every client and often: read once
+        for name in (client, self._roster.name_of(node_id)):
+            if name and name in sites and sites[name].state in ("paused", "ejected"):
+                return _says(name, sites[name])
+        if client is not None and client not in sites and self._roster.is_closed:
             return "it was not invited: `desloc members RUN invite NAME`"
         return ""
 

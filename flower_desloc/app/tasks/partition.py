@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from flower_desloc.app.config import Config
-from flower_desloc.app.config.schema import COLUMN
+from flower_desloc.app.config.schema import column_of
 from flower_desloc.app.tasks.missing import sorted_names
 from flower_desloc.app.tasks.protocol import FEWER_CLIENTS
 
@@ -37,7 +37,7 @@ class PartitionRule:
     @property
     def column(self) -> str:
         """NAME of ``data.partition=column:NAME``; empty under another rule."""
-        return self.name.removeprefix(COLUMN) if self.name.startswith(COLUMN) else ""
+        return column_of(self.name)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flower_desloc.app.config.schema import COLUMN, Data
+from flower_desloc.app.config.schema import COLUMN, Data, column_of
 
 HELDOUT = ("validation", "valid", "test")
 """Names of a held-out part, the first that a source has is used."""
@@ -40,9 +40,8 @@ class Source:
     def of(cls, data: Data) -> "Source":
         """Return the common source of a run."""
         settings = {each.name: getattr(data, each.name) for each in fields(cls)[:-2]}
-        by_column = data.partition.startswith(COLUMN)
-        column = data.partition.removeprefix(COLUMN) if by_column else ""
-        return cls(**settings | {"domains": tuple(data.domains), "column": column})
+        own = {"domains": tuple(data.domains), "column": column_of(data.partition)}
+        return cls(**settings | own)
 
     @property
     def endless(self) -> bool:
