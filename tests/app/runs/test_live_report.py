@@ -1,7 +1,11 @@
 """The report of a run that goes on."""
 
 import re
+import socket
+import struct
+import threading
 import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
 from tiny import TINY, train
@@ -47,6 +51,20 @@ def test_a_run_that_has_recorded_nothing_yet_has_a_page_that_asks_again(tmp_path
     folder.metrics.unlink()
     with serving([path], 0, DEFAULT_LINK) as url:
         assert f'!== "{got(f"{url}version")}"' in got(url)
+
+
+def test_a_page_that_is_closed_while_it_is_drawn_is_no_error(tmp_path, capfd):
+    path = train(tmp_path, *TINY, "run.steps=2", "run.eval_every=0")
+    capfd.readouterr()
+    with serving([path], 0, DEFAULT_LINK) as url:
+        before = threading.active_count()
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0)) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reader.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert "completed" in got(url)
+        while threading.active_count() > before:
+            pass
+    assert capfd.readouterr().err == ""
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
