@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flower_desloc.core.streams import digest, parameters, trained
-from flower_desloc.core.worker import Worker
+from flower_desloc.core.worker import Clipping, Worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Step
 from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independent, tensors_of
 from flower_desloc.privacy.noise import gaussian, uniform
+
+_NOISE_STD = "noise_std"
+"""Setting of an optimizer that is told the standard deviation of a gradient's noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,11 @@ class PrivateLoss:
                 max_grad_norm=self.max_grad_norm,
                 chunk=self.chunk,
             )
+        for group in self.optimizer.param_groups:
+            if _NOISE_STD in group:
+                group[_NOISE_STD] = (
+                    cost.noise_multiplier * self.max_grad_norm / self.examples.batch_size
+                )
         for key, summed in total.items():
             if cost.noise_multiplier:
                 noise = gaussian(self._key(answer, key), summed)
@@ -128,9 +136,11 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
     Its losses are NaN, it evaluates nothing, it counts as one example, and neither the sizes nor
     the version of its data are sent.
 
-    Raises ``ValueError`` naming a module that has no gradients of single examples.
+    Raises ``ValueError`` naming a module that has no gradients of single examples, and for an
+    optimizer that counts on noise which clipping would change.
     """
     require_independent(worker.module)
+    _check_clipping(worker)
     return replace(
         worker,
         loss_at=loss,
@@ -139,6 +149,16 @@ def private(worker: Worker, loss: PrivateLoss) -> Worker:
         data_version=None,
         info=replace(worker.info, data={}),
     )
+
+
+def _check_clipping(worker: Worker) -> None:
+    told = any(_NOISE_STD in group for group in worker.optimizer.param_groups)
+    if told and worker.clipping != Clipping():
+        raise ValueError(
+            f"{type(worker.optimizer).__name__} takes the noise off the second moment, and "
+            "clipping the private gradient would scale it: set optimizer.clip_norm=null and "
+            "optimizer.clip_value=null; privacy.max_grad_norm clips each example's gradient"
+        )
 
 
 def _named(batch: Any) -> dict[str, Tensor]:

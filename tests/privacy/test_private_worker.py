@@ -12,6 +12,7 @@ pytest.importorskip("opacus")
 
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.worker import Clipping, Worker
+from flower_desloc.optim.adam_bc import AdamBC
 from flower_desloc.privacy import worker as private_worker
 from flower_desloc.privacy.account import Account
 from flower_desloc.privacy.accounting import Budget, Step
@@ -98,6 +99,16 @@ def test_the_noise_has_the_stated_deviation():
     scaled = (drawn - exact) / (3.0 * 0.5 / len(X))
     assert scaled.mean().item() == pytest.approx(0, abs=0.12)
     assert scaled.std().item() == pytest.approx(1, abs=0.09)
+
+
+def test_an_optimizer_may_be_told_the_deviation_of_the_noise():
+    worker = guarded(Open(noise=3.0), max_grad_norm=0.5)
+    optimizer = AdamBC(worker.module.parameters())
+    told = replace(worker.loss_at, optimizer=optimizer)  # type: ignore[type-var]
+    private(replace(worker, optimizer=optimizer, clipping=Clipping()), told).steps(0, 1)
+    assert [group["noise_std"] for group in optimizer.param_groups] == [3.0 * 0.5 / 12]
+    with pytest.raises(ValueError, match=r"optimizer\.clip_norm=null"):
+        private(replace(worker, optimizer=optimizer), told)
 
 
 def test_each_record_is_drawn_by_a_coin_of_its_own():
