@@ -80,9 +80,9 @@ def time_file_writes() -> None:
     """Record how long each write of a client's state takes."""
     write = StateFiles.write
 
-    def timed(self: StateFiles, state: ClientState) -> None:
+    def timed(self: StateFiles, state: ClientState, **options: bool) -> None:
         began = time.perf_counter()
-        write(self, state)
+        write(self, state, **options)
         took = time.perf_counter() - began
         with Path(os.environ[STATE_DIR], "writes").open("a") as file:
             file.write(f"{took}\n")

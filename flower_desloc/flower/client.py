@@ -12,7 +12,12 @@ from flower_desloc.core.streams import check_trainable
 from flower_desloc.core.worker import Worker
 from flower_desloc.flower.ahead import StepsAhead
 from flower_desloc.flower.client_info import to_config
-from flower_desloc.flower.client_state import StateFiles, client_name, state_files
+from flower_desloc.flower.client_state import (
+    LaterWrites,
+    StateFiles,
+    client_name,
+    state_files,
+)
 from flower_desloc.flower.exits import divergence_as_error, exits_as_errors
 from flower_desloc.flower.fingerprint import require_same_code
 from flower_desloc.flower.flight.at_site import arrays_by_flight
@@ -72,7 +77,7 @@ class DesLocClient(ClientApp):
         around = (divergence_as_error, _exits_are_errors, arrays_by_flight, *mods)
         super().__init__(mods=[*around, secure_sums])
         self._build = build
-        self._ahead = StepsAhead()
+        self._ahead, self._later = StepsAhead(), LaterWrites()
         self.evaluate()(self._evaluate)
         for name, answer in (
             (HELLO, self._hello),
@@ -99,20 +104,33 @@ class DesLocClient(ClientApp):
             yield window
         window.reply = Message(window.answer.to_content(bundles=bundles), reply_to=message)
 
+    def outlive_messages(self) -> None:
+        """Let ``write_state`` and ``take_steps_ahead`` be called after each reply."""
+        self._later.is_on = True
+
+    def write_state(self) -> None:
+        """Write the client's state, if no resume looks for it: it was not written before the reply.
+
+        What fails is raised while the next message is answered.
+        """
+        self._later.run()
+
     def take_steps_ahead(self) -> None:
         """Take the steps of the next window that may be taken while the last reply travels.
 
-        For a process that outlives its messages, after each reply (``sync_delay``).
+        These are allowed under ``sync_delay``. They change the tensors that ``write_state`` writes.
         """
+        self.write_state()
         self._ahead.take()
 
     def _receive(
         self, message: Message, context: Context
     ) -> tuple[WindowRequest, Worker, StateFiles]:
+        self._later.settle()
         request = WindowRequest.from_content(message.content)
         worker = self._worker(request, context)
         message.content.clear()  # only the request references its tensors now
-        return request, worker, state_files(context, request.run_key)
+        return request, worker, state_files(context, request.run_key, self._later)
 
     def _worker(self, request: WindowRequest, context: Context) -> Worker:
         return self._build({**request.config, RUN_KEY: request.run_key}, context)

@@ -13,15 +13,21 @@ from it until that average is merged. A client keeps
 - its states at the server's last checkpoints. A server that resumes is behind its clients; they go
   back to these.
 
+A state that a resume looks for is on the disk before the client replies. In a simulation on one
+machine the others are in a folder in memory, where each of its processes finds them; a process that
+outlives its messages, as at a site, writes them once the reply is sent (``LaterWrites``).
+
 A file is complete or absent, whenever the process ends. It is not fsynced: if the machine crashes,
 a torn file is detected, and the client starts as a new one.
 """
 
 import contextlib
+import json
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +44,9 @@ from flower_desloc.flower.system import flower_home
 
 STATE_DIR = "DESLOC_STATE_DIR"
 """Environment variable: the folder of the state of clients whose node config has no state-dir."""
+
+STATE_MEMORY = "DESLOC_STATE_MEMORY"
+"""Environment variable: a ``StateMemory`` of simulated clients, for states no resume looks for."""
 
 STATE_SHARED = "DESLOC_STATE_SHARED"
 """Environment variable: if set, clients move between machines, and all see that folder."""
@@ -107,11 +116,99 @@ class _StoredStreams(Mapping[str, Stream]):
         return len(self._names)
 
 
-class StateFiles:
-    """The state files of one client in one run. One process writes at a time."""
+class LaterWrites:
+    """The state that a process writes after its reply, once it has said that it will.
 
-    def __init__(self, folder: Path, run_key: str, client: str) -> None:
+    If the process is killed in between, the state before is the client's last.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._write: Callable[[], None] | None = None
+        self._error: OSError | None = None
+
+    def add(self, write: Callable[[], None]) -> None:
+        """Call ``write`` after the reply, or now if this process does nothing after it."""
+        if not self.is_on:
+            write()
+            return
+        self._write = write
+
+    def run(self) -> None:
+        """Write what is to be written; ``settle`` raises the error if that fails."""
+        write, self._write = self._write, None
+        if write is None:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._error = error
+
+    def settle(self) -> None:
+        """Raise the ``OSError`` of a write that failed since the last call."""
+        self.run()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """A folder in memory for the states of the clients whose disk folder is ``disk``."""
+
+    folder: Path
+    disk: Path
+    limit: int
+    """Bytes that may be in it."""
+
+    @classmethod
+    def of_environment(cls) -> "StateMemory | None":
+        """Return what ``STATE_MEMORY`` says; None if it is not set."""
+        text = os.environ.get(STATE_MEMORY)
+        if not text:
+            return None
+        folder, disk, limit = json.loads(text)
+        return cls(Path(folder), Path(disk), limit)
+
+    def to_text(self) -> str:
+        """Return the value of ``STATE_MEMORY``."""
+        return json.dumps([str(self.folder), str(self.disk), self.limit])
+
+    def has_room(self, size: int) -> bool:
+        """Return whether there may be ``size`` bytes more in it, and are."""
+        used = 0
+        for path in self.folder.glob("*/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another client deletes it just now
+                used += path.stat().st_size
+        return used + size <= self.limit and size <= shutil.disk_usage(self.folder).free
+
+    def move_to_disk(self, run_key: str) -> None:
+        """Move the last states of a run's clients to the disk, where a resume looks for them."""
+        for client in self.folder.glob(f"{run_key}/*"):
+            StateFiles(self.disk, run_key, client.name, self).move_to_disk()
+
+
+class StateFiles:
+    """The state files of one client in one run. One process writes at a time.
+
+    Those that no resume looks for are in ``memory`` (``STATE_MEMORY``) if it is given and has room,
+    and may be written ``later``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_key: str,
+        client: str,
+        memory: StateMemory | None = None,
+        later: LaterWrites | None = None,
+    ) -> None:
         self.folder = folder / run_key / client
+        self._memory = memory
+        self._later = later or LaterWrites()
+        self._folders = [self.folder]
+        if memory is not None:
+            self._folders.append(memory.folder / run_key / client)
 
     def last(self) -> ClientState | None:
         """Return the last state; None for a missing or torn file.
@@ -132,8 +229,17 @@ class StateFiles:
                 path.unlink()
         return self.last()
 
-    def write(self, state: ClientState) -> None:
+    def write_later(self, state: ClientState) -> None:
+        """Write a state that no resume looks for after the reply, if the process outlives that.
+
+        Its tensors must not change until then.
+        """
+        self._later.add(lambda: self.write(state, for_resume=False))
+
+    def write(self, state: ClientState, *, for_resume: bool = True) -> None:
         """Write the state after ``state.step``; states that are no longer needed are deleted.
+
+        ``for_resume`` is whether a resume looks for it.
 
         Raises ``OSError`` naming the folder when it cannot be written; the last state is kept.
         """
@@ -146,14 +252,21 @@ class StateFiles:
             for name, stream in streams.items()
         }
         try:
-            self._delete_unneeded(state.checkpoint)  # first, to free the disk space
-            with atomic_write(self._file(state.step), sync=False) as temporary:
+            self._delete_unneeded(state.checkpoint)  # first, to free the space
+            folder = self.folder if for_resume else self._room_for(tensors)
+            with atomic_write(_file(folder, state.step), sync=False) as temporary:
                 tensor_file.write(temporary, fields | names, tensors)
+            for other in self._folders:  # from an evaluation, or before there was no room
+                if other != folder:
+                    _file(other, state.step).unlink(missing_ok=True)
         except OSError as error:
-            raise OSError(
-                f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
-                "name another folder: --output-dir of a simulation, state-dir of a site"
-            ) from error
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: OSError) -> OSError:
+        return OSError(
+            f"cannot write this client's state to {self.folder}: {error}; free disk space, or "
+            "name another folder: --output-dir of a simulation, state-dir of a site"
+        )
 
     def go_back(self, attempts: Mapping[str, int]) -> None:
         """Delete the states that are no part of the server's history.
@@ -179,16 +292,36 @@ class StateFiles:
         for path in self._files():  # the oldest first: the last leads to no older one
             path.unlink()
         self._delete_partial()
-        with contextlib.suppress(OSError):  # absent, or other clients' files are in it
-            self.folder.rmdir()
-            self.folder.parent.rmdir()
-
-    def _file(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}.safetensors"
+        for folder in self._folders:
+            with contextlib.suppress(OSError):  # absent, or other clients' files are in it
+                folder.rmdir()
+                folder.parent.rmdir()
 
     def _files(self) -> list[Path]:
         """Return the files, the oldest first."""
-        return sorted(self.folder.glob(f"step-{'[0-9]' * 8}.safetensors"))
+        names = f"step-{'[0-9]' * 8}.safetensors"
+        return sorted((path for each in self._folders for path in each.glob(names)), key=_step)
+
+    def _room_for(self, tensors: Streams) -> Path:
+        """Return the folder in memory if it has room for so much more, otherwise that on disk."""
+        if self._memory is None:
+            return self.folder
+        size = sum(tensor.nbytes for stream in tensors.values() for tensor in stream.values())
+        return self._folders[-1] if self._memory.has_room(size) else self.folder
+
+    def move_to_disk(self) -> None:
+        """Move the last state to the disk, if it is in memory; raises ``OSError`` as ``write``."""
+        for path in self._files()[-1:]:
+            if path.parent == self.folder:
+                continue
+            try:
+                with atomic_write(_file(self.folder, _step(path)), sync=False) as temporary:
+                    shutil.copyfile(path, temporary)
+                path.unlink()
+            except FileNotFoundError:
+                pass  # its client is late, and has deleted it
+            except OSError as error:
+                raise self._not_written(error) from error
 
     def _delete_unneeded(self, checkpoint: int) -> None:
         """Delete all but the last state and those at the last checkpoints of the server."""
@@ -204,8 +337,13 @@ class StateFiles:
 
     def _delete_partial(self) -> None:
         """Delete what a killed process has left."""
-        for path in self.folder.glob("*.partial"):
-            path.unlink()
+        for folder in self._folders:
+            for path in folder.glob("*.partial"):
+                path.unlink()
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.safetensors"
 
 
 def _step(path: Path) -> int:
@@ -225,7 +363,7 @@ def _read(path: Path) -> ClientState | None:
         return None
 
 
-def state_files(context: Context, run_key: str) -> StateFiles:
+def state_files(context: Context, run_key: str, later: LaterWrites | None = None) -> StateFiles:
     """Return the state files of a node's client for a run.
 
     Raises ``ValueError`` for a name of either that cannot be a file's.
@@ -236,7 +374,8 @@ def state_files(context: Context, run_key: str) -> StateFiles:
             raise ValueError(
                 f"{what} name {name!r} may hold letters, digits, '_', '-' and '.' only"
             )
-    return StateFiles(state_folder(context), run_key, client_name(context))
+    folder, memory = state_folder(context), StateMemory.of_environment()
+    return StateFiles(folder, run_key, client_name(context), memory, later)
 
 
 def client_name(context: Context) -> str:

@@ -87,10 +87,10 @@ class Exchange:
         self._templates = templates
         self._grid, self._timeout = grid, timeout
         self._quorum, self._grace = quorum, grace
-        self._is_deployment = internals.is_grid(grid, "HttpGrid")
+        self.is_deployment = internals.is_grid(grid, "HttpGrid")
         self.probe: Probe | None = None
         """How to find out whether a silent node has lost its request; None: it cannot."""
-        if self._is_deployment:
+        if self.is_deployment:
             poll_for_objects_often(lambda: most_objects(self._templates))
             # A SuperNode serves one message after the other; a simulation several, and loses none.
             self.probe = Probe(lambda node_id: self._message(RecordDict(), node_id, ARE_YOU_THERE))
@@ -142,7 +142,7 @@ class Exchange:
         The records are shared between messages: never change them. ``bundles`` says whether the
         node can read bundles of small arrays.
         """
-        request = replace(request, bundles=bundles and self._is_deployment)
+        request = replace(request, bundles=bundles and self.is_deployment)
         content = request.to_content(server_round)
         for name, record in (averages or {}).items():
             content[name] = record
@@ -320,7 +320,7 @@ class Exchange:
             pause = min(max((now - since) / 5, _SHORTEST_WAIT), _LONGEST_WAIT, until - now)
             return time.monotonic() if arrival.wait(pause) else since
         # One every twentieth of the wait so far adds 5 % at most.
-        longest = _LONGEST_PAUSE if self._is_deployment else _LONGEST_IN_MEMORY
+        longest = _LONGEST_PAUSE if self.is_deployment else _LONGEST_IN_MEMORY
         time.sleep(min(max((now - since) / 20, _SHORTEST_PAUSE), longest, until - now))
         return since
 

@@ -53,6 +53,9 @@ class WindowRequest:
     (``flower_desloc.flower.fingerprint``); the client must run the same."""
     checkpoint: int = -1
     """Step of the server's last checkpoint, which it may resume from; -1: none."""
+    for_resume: bool = False
+    """Whether a resume looks for the state after this window, which is then on disk before the
+    reply."""
     start: int = 0
     stop: int = 0
     steps: int = 0
@@ -96,6 +99,7 @@ class WindowRequest:
                 "code": list(self.code),
                 "code-digests": list(self.code.values()),
                 "checkpoint-step": self.checkpoint,
+                "for-resume": self.for_resume,
                 "start-step": self.start,
                 "stop-step": self.stop,
                 "steps": self.steps,
@@ -135,6 +139,7 @@ class WindowRequest:
             attempts=dict(zip(attempts, starts, strict=True)),
             code=dict(zip(code, digests, strict=True)),
             checkpoint=_value(config, "checkpoint-step", int),
+            for_resume=_value(config, "for-resume", bool),
             start=_value(config, "start-step", int),
             stop=_value(config, "stop-step", int),
             steps=_value(config, "steps", int),

@@ -5,6 +5,7 @@ from logging import INFO, WARNING
 
 from flower_desloc.core.schedule import SyncSchedule, Window
 from flower_desloc.flower.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from flower_desloc.flower.client_state import StateMemory
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import RunInfo, WindowRecord
 from flower_desloc.flower.paces import Paces
@@ -79,6 +80,8 @@ class Recovery(RoundHook):
 
     def _write(self, checkpoints: Checkpoints, number: int, failures: Mapping[str, int]) -> None:
         state, loop = self._state, self._loop
+        if (memory := StateMemory.of_environment()) is not None:  # of clients that were not asked
+            memory.move_to_disk(loop.run_key)
         checkpoints.write(
             Checkpoint(
                 run_key=loop.run_key,

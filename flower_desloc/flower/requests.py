@@ -7,6 +7,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_desloc.core.schedule import BUFFERS, PARAMS, SyncSchedule, Window
 from flower_desloc.core.unequal import fewest
+from flower_desloc.flower.checkpoint import Checkpoints
 from flower_desloc.flower.members import Member
 from flower_desloc.flower.messages import WindowRequest, settings_of
 from flower_desloc.flower.paces import Paces
@@ -26,6 +27,7 @@ class Asks(Protocol):
     sync_delay: int
     sync_bound: bool
     sent_always: Collection[str]
+    checkpoints: Checkpoints | None
 
 
 class Requests:
@@ -88,6 +90,7 @@ class Requests:
             run_key=run.run_key,
             attempt=loop.attempt,
             checkpoint=loop.checkpoint,
+            for_resume=self._is_for_resume(is_last=not following),
             start=window.start,
             stop=window.stop,
             steps=steps,
@@ -111,6 +114,15 @@ class Requests:
             server_round=loop.round.number,
             bundles=member.reads_bundles,
         )
+
+    def _is_for_resume(self, *, is_last: bool) -> bool:
+        """Return whether a resume may look for the clients' states after this window."""
+        loop, checkpoints = self._run.loop, self._run.checkpoints
+        if checkpoints is None or not checkpoints.every:
+            return False
+        # A site that is not drawn for the window before a checkpoint has its last state from here.
+        some = loop.exchange.is_deployment and loop.policy.fraction_train < 1
+        return some or checkpoints.is_due(loop.round.number, is_last=is_last)
 
     def _delay(self, window: Window) -> int:
         """Return how many of a window's steps come before the last averages are merged."""

@@ -148,8 +148,9 @@ def open_window(
 ) -> Iterator[ClientWindow]:
     """Open a window, in which all its local steps are to be taken; its answer has the due streams.
 
-    The state is saved before there is an answer. A client that is asked for a window again repeats
-    it from the state it had before. One that lacks a stream that was not sent says so, and takes no
+    A state that a resume looks for is saved before there is an answer, any other after it where the
+    process outlives that. A client that is asked for a window again repeats it from the state it
+    had before. One that lacks a stream that was not sent says so, and takes no
     step. One whose state file is damaged starts as a new one.
     """
     began = time.perf_counter()
@@ -214,20 +215,22 @@ def open_window(
         due, residuals = encoded(request, streams, start.references, residuals)
     late = list(request.due) if request.ahead else []
     kept = {n: stream for n, stream in streams.items() if n in late or n not in request.due}
-    files.write(
-        ClientState(
-            step=request.stop,
-            versions=request.versions,
-            steps_since_average=counts,
-            streams=kept,
-            late=late,
-            references=start.references,
-            residuals=residuals,
-            attempt=request.attempt,
-            checkpoint=request.checkpoint,
-            loop_state=window.loop_state,
-        )
+    state = ClientState(
+        step=request.stop,
+        versions=request.versions,
+        steps_since_average=counts,
+        streams=kept,
+        late=late,
+        references=start.references,
+        residuals=residuals,
+        attempt=request.attempt,
+        checkpoint=request.checkpoint,
+        loop_state=window.loop_state,
     )
+    if request.for_resume or worker.loss_at is own_loop:  # it may change the module
+        files.write(state, for_resume=request.for_resume)
+    else:
+        files.write_later(state)
     if request.ahead and worker.loss_at is not own_loop:
         following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
         ahead.allow(following, worker)

@@ -127,24 +127,23 @@ def save_received(worker: Worker, request: WindowRequest, files: StateFiles) -> 
     # safetensors refuses a tensor that is also among the references.
     copies = {n: {k: t.clone() for k, t in stream.items()} for n, stream in newer.items()}
     averages = _arrived(late, state, copies)
-    files.write(
-        replace(
-            before,
-            step=request.start,
-            versions={**before.versions, **{name: request.versions[name] for name in newer}},
-            steps_since_average={**before.steps_since_average, **dict.fromkeys(newer, 0)},
-            streams={
-                **{name: stream for name, stream in kept.items() if stream is not None},
-                **{name: stream for name, stream in copies.items() if name not in averages},
-            },
-            late=late,
-            late_averages=averages,
-            references=references(request, state, received) if request.formats else {},
-            residuals=before.residuals if request.formats else {},
-            attempt=request.attempt,
-            checkpoint=request.checkpoint,
-        )
+    after = replace(
+        before,
+        step=request.start,
+        versions={**before.versions, **{name: request.versions[name] for name in newer}},
+        steps_since_average={**before.steps_since_average, **dict.fromkeys(newer, 0)},
+        streams={
+            **{name: stream for name, stream in kept.items() if stream is not None},
+            **{name: stream for name, stream in copies.items() if name not in averages},
+        },
+        late=late,
+        late_averages=averages,
+        references=references(request, state, received) if request.formats else {},
+        residuals=before.residuals if request.formats else {},
+        attempt=request.attempt,
+        checkpoint=request.checkpoint,
     )
+    files.write(after, for_resume=request.for_resume)
     return received
 
 

@@ -1,12 +1,14 @@
 """A server that is killed and resumes ends with the same weights, bit for bit."""
 
 import dataclasses
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from flower_desloc.flower.checkpoint import (
     Checkpoints,
     last_checkpoint,
 )
+from flower_desloc.flower.client_state import STATE_MEMORY, StateMemory
 from flower_desloc.flower.failures import FederationError
 from flower_desloc.flower.policy import Policy
 
@@ -63,6 +66,10 @@ class Case:
     policy: Policy = field(default_factory=Policy)
     present: Callable[[int, int], bool] = lambda m, t: True
     instead: Callable[[Message], Message | None] = lambda asked: None
+    in_memory: bool = False
+    """Whether states that no resume looks for are in memory, which is lost with the server."""
+    later: bool = False
+    """Whether they are written as late as may be, as by a process that outlives its messages."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def run(
@@ -88,10 +95,13 @@ class Case:
         )
         run.leave(latest.step if latest else 0)
         run.grid.instead = self.instead
+        if self.later:
+            run.app.outlive_messages()
         pull = run.grid.pull_messages
 
         def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
             fuse.burn("before a reply")
+            run.app.write_state()
             replies = pull(message_ids)
             fuse.burn("after a reply")
             return replies
@@ -99,7 +109,13 @@ class Case:
         run.grid.pull_messages = pull_messages  # type: ignore[method-assign]
         run.watch.after.insert(0, lambda record: fuse.burn("before the record"))
         run.watch.after.append(lambda record: fuse.burn("after the record"))
-        run.strategy.start(run.grid, run.initial, observer=run.watch)
+        memory = StateMemory(
+            folder / "memory", folder / "clients", 1 << 30 if self.in_memory else 0
+        )
+        shutil.rmtree(memory.folder, ignore_errors=True)
+        memory.folder.mkdir(parents=True)
+        with patch.dict(os.environ, {STATE_MEMORY: memory.to_text()}):
+            run.strategy.start(run.grid, run.initial, observer=run.watch)
         return run
 
 
@@ -132,6 +148,9 @@ CASES = {
     "coins": Case("amsgrad", SyncSchedule(OPTIMIZERS["amsgrad"].periods(2, 3, 5), coin_seed=3)),
     "every third window": Case("adam", every=3),
     "some of the clients": Case(every=4, policy=SOME),
+    "states in memory": Case("adam", every=3, in_memory=True),
+    "states of some of the clients in memory": Case(every=4, policy=SOME, in_memory=True),
+    "states in memory, and written later": Case(every=2, later=True, in_memory=True),
     "a client that comes and goes": Case(every=2, present=lambda m, t: m != 1 or not 3 <= t < 8),
     "DiLoCo": Case(schedule=DILOCO, outer=nesterov, every=2),
     "coded streams": Case(

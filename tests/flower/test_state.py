@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flower_desloc.flower import tensor_file
-from flower_desloc.flower.client_state import ClientState, StateFiles
+from flower_desloc.flower.client_state import ClientState, LaterWrites, StateFiles, StateMemory
 from flower_desloc.flower.tensor_file import DamagedFileError
 
 
@@ -161,6 +161,69 @@ def _kill_at(moment: int, patch: pytest.MonkeyPatch) -> None:
 
     for owner, name in CALLS:
         patch.setattr(owner, name, fatal(getattr(owner, name)))
+
+
+def test_only_what_a_resume_looks_for_is_on_disk_while_memory_has_room(tmp_path):
+    disk, here = tmp_path / "disk", tmp_path / "memory"
+    here.mkdir()
+    for limit, in_memory in ((1 << 20, [4, 5]), (0, [])):
+        files = StateFiles(disk, "run", "client-0", StateMemory(here, disk, limit))
+        for step in range(1, 6):
+            files.write(window(step, checkpoint=3 if step > 3 else -1), for_resume=step == 3)
+            assert state(files).step == value(files) == step
+        assert steps_in(here) == in_memory
+        assert steps_in(disk) == [step for step in (3, 4, 5) if step not in in_memory]
+        assert files.at(4) is not None
+        assert value(files) == 4
+        files.delete()
+        assert not list(disk.iterdir())
+        assert not list(here.iterdir())
+
+
+def test_the_last_states_of_a_run_are_moved_to_the_disk(tmp_path):
+    """Only those: the ones before would be asked for by a server that is still there."""
+    disk, here = tmp_path / "disk", tmp_path / "memory"
+    here.mkdir()
+    memory = StateMemory(here, disk, 1 << 20)
+    for run, client in (("run", "client-0"), ("run", "client-1"), ("other", "client-0")):
+        for step in (1, 2):
+            StateFiles(disk, run, client, memory).write(window(step), for_resume=False)
+    memory.move_to_disk("run")
+    assert steps_in(disk) == [2, 2]
+    assert steps_in(here) == [1, 1, 1, 2]
+    assert value(StateFiles(disk, "run", "client-1")) == 2
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem[-8:]) for path in folder.rglob("step-*.safetensors"))
+
+
+def test_a_process_killed_before_a_later_write_leaves_the_state_before(tmp_path, monkeypatch):
+    later = LaterWrites()
+    files = StateFiles(tmp_path, "run", "client-0", later=later)
+    files.write_later(window(1))  # at once: this process does nothing after its reply
+    later.is_on = True
+    files.write_later(window(2))
+    assert value(files) == 1
+    with monkeypatch.context() as patch, suppress(Killed):
+        _kill_at(1, patch)
+        later.run()
+    assert value(files) == 1
+    files.write_later(window(3))
+    later.run()
+    later.settle()
+    assert value(files) == 3
+
+
+def test_a_later_write_that_fails_is_reported_once(tmp_path):
+    later = LaterWrites()
+    later.is_on = True
+    (tmp_path / "run").write_text("no folder")
+    StateFiles(tmp_path, "run", "client-0", later=later).write_later(window(1))
+    later.run()
+    with pytest.raises(OSError, match="cannot write this client's state"):
+        later.settle()
+    later.settle()
 
 
 def test_a_flipped_bit_is_detected(tmp_path):

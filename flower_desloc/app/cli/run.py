@@ -32,7 +32,7 @@ from flower_desloc.app.engines.simulation import (
     simulate,
 )
 from flower_desloc.app.plan.dry_run import full_report, memory_line
-from flower_desloc.app.runs.client_files import client_files, client_keys
+from flower_desloc.app.runs.client_files import client_files, client_keys, client_memory
 from flower_desloc.app.runs.resume import begun_in, cut_off_since, file_to_resume
 from flower_desloc.app.runs.tracking import require_installed
 from flower_desloc.app.setup.machine import cores
@@ -202,9 +202,11 @@ def _run_simulation(
     with (
         client_files(output_dir) as folder,
         client_keys(config, config.simulation.num_clients, folder) as keys,
+        client_memory(folder, possible=not ray_address) as in_memory,
         failing(FAILED, ProcessError),
     ):
-        clients = {STATE_DIR: str(folder)} | ({SECURE_KEYS: str(keys)} if keys else {})
+        clients = {STATE_DIR: str(folder), **in_memory}
+        clients |= {SECURE_KEYS: str(keys)} if keys else {}
         os.environ.update(clients)  # for all processes that run clients
         environment = {}
         if ray_address:

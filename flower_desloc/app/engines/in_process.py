@@ -9,7 +9,7 @@ from flower_desloc.app.config import load_run_config
 from flower_desloc.app.config.app_folder import make_importable
 from flower_desloc.app.config.check import check_clients
 from flower_desloc.app.config.run_config import RunConfig
-from flower_desloc.app.runs.client_files import client_files, client_keys
+from flower_desloc.app.runs.client_files import client_files, client_keys, client_memory
 from flower_desloc.flower.inprocess import InProcessGrid, num_threads
 
 
@@ -31,6 +31,7 @@ def run_in_process(run_config: RunConfig, num_clients: int) -> None:
         num_threads(threads),
         torch.random.fork_rng(),
         client_files(Path(str(run_config["output-dir"]))) as state_dir,
+        client_memory(state_dir),
         client_keys(config, num_clients, state_dir) as keys,
     ):
         secure = {"secure-keys": str(keys)} if keys else {}

@@ -1,18 +1,26 @@
 """The folder in which the clients that `desloc` starts keep their state."""
 
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Final
 
 from flower_desloc.app.config import Config, ConfigError
-from flower_desloc.app.runs.folder import RunFolder
+from flower_desloc.app.runs.folder import RunFolder, locked
 from flower_desloc.app.runs.resume import completed
+from flower_desloc.app.setup.machine import memory
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.checkpoint import Checkpoints
+from flower_desloc.flower.client_state import STATE_MEMORY, StateMemory
+from flower_desloc.flower.system import private_folder
 
+_IN_MEMORY: Final = Path("/dev/shm")  # noqa: S108
+_STATES: Final = "states-"
 _RUN_KEY = re.compile(r"(?P<folder>.+)-[0-9a-f]{8}")  # as the ServerApp makes it
 
 
@@ -36,6 +44,49 @@ def client_files(output_dir: Path) -> Iterator[Path]:
         _delete_unused(folder)
         with suppress(OSError):  # there is none, or it is not empty
             folder.rmdir()
+
+
+@contextmanager
+def client_memory(disk: Path, *, possible: bool = True) -> Iterator[Mapping[str, str]]:
+    """Yield the environment of clients that keep in memory what no resume looks for.
+
+    It is set in this process as well. Empty where there is no file system in memory, and if it is
+    not ``possible``, as on a cluster: clients move between its machines. What the clients keep
+    there is deleted after the block, or if this process is killed, by the next run; it may take a
+    quarter of the memory that is free now. ``disk`` is ``clients_folder``.
+    """
+    folder = _folder_in_memory() if possible else None
+    if folder is None:
+        yield {}
+        return
+    limit = min(memory()[1], shutil.disk_usage(folder).free) // 4
+    environment = {STATE_MEMORY: StateMemory(folder, disk, limit).to_text()}
+    try:
+        with locked(folder, f"{folder} is in use"):
+            os.environ.update(environment)
+            yield environment
+    finally:
+        os.environ.pop(STATE_MEMORY, None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_in_memory() -> Path | None:
+    """Make a folder in memory, where that is possible."""
+    if sys.platform != "linux":
+        return None
+    try:
+        parent = private_folder(_IN_MEMORY)
+        _delete_unowned(parent)
+        return Path(mkdtemp(prefix=_STATES, dir=parent))
+    except OSError:
+        return None
+
+
+def _delete_unowned(parent: Path) -> None:
+    """Delete what killed processes have left in memory."""
+    for folder in parent.glob(f"{_STATES}*"):
+        with suppress(ConfigError), locked(folder, f"{folder} is in use"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """What the clients of a run keep is there as long as the run can be resumed, and no longer."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,10 @@ import pytest
 import tiny
 
 from flower_desloc.app.runs import RunFolder
-from flower_desloc.app.runs.client_files import client_files
+from flower_desloc.app.runs import client_files as client_files_module
+from flower_desloc.app.runs.client_files import client_files, client_memory
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
+from flower_desloc.flower.client_state import STATE_MEMORY, StateMemory
 
 RUN = ["run.steps=4", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2", *tiny.TINY]
 
@@ -71,6 +76,28 @@ def test_what_no_run_has_written_is_left_alone(tmp_path):
     with client_files(tmp_path):
         pass
     assert (tmp_path / ".clients" / "mine").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
+def test_what_is_in_memory_goes_with_the_command_or_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_files_module, "_IN_MEMORY", tmp_path)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    program = f"with client_memory(Path({str(tmp_path)!r})): {kill}"
+    begin = "from pathlib import Path; import flower_desloc.app.runs.client_files as files"
+    place = f"files._IN_MEMORY = Path({str(tmp_path)!r}); client_memory = files.client_memory"
+    subprocess.run([sys.executable, "-c", f"{begin}; {place}\n{program}"], check=False)
+    (folder,) = tmp_path.glob("*/states-*")  # it was killed
+    with client_memory(tmp_path / "clients") as environment:
+        assert not folder.exists()
+        memory = StateMemory.of_environment()
+        assert memory is not None
+        assert environment == {STATE_MEMORY: memory.to_text()}
+        assert memory.disk == tmp_path / "clients"
+        assert memory.has_room(1)
+        with client_memory(tmp_path / "others"):
+            assert memory.folder.exists()  # another command's
+    assert STATE_MEMORY not in os.environ
+    assert not list(tmp_path.glob("*/states-*"))
 
 
 @pytest.mark.soak

@@ -3,13 +3,14 @@
 ``trainer_client`` starts it with a listening socket and the pids of the node's processes. It ends
 with the run, with the node, after an error, when another run's message arrives, when the process
 whose message it is answering ends, and after ten minutes without a message. It ends at once in each
-case, because nothing is lost.
+case, but first writes the state of a window that it has replied to.
 """
 
 import json
 import os
 import socket
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from flower_desloc.app.sites.warm.framing import receive, send
 from flower_desloc.flower.internals import set_task
 
 _IDLE_TIMEOUT = 600.0  # seconds
+_SAVE_TIMEOUT = 60.0  # seconds that its end waits for a state to be written
 _GOODBYE = "query.goodbye"
 
 
@@ -38,6 +40,7 @@ class Trainer:
         self.listener = socket.socket(fileno=listener)
         self.listener.settimeout(_IDLE_TIMEOUT)
         self.client = 0  # pid of the process whose message is being answered
+        self.saving = threading.Lock()
 
     def serve(self) -> NoReturn:
         """Answer messages until there is a reason to end."""
@@ -64,22 +67,26 @@ class Trainer:
         raised = None
         try:
             app = resolve_name(self.reference)
+            _call(app, "outlive_messages")
             reply = app(message, context)
         except Exception as error:
             raised = _described(error)
-        self.client = 0
-        try:
-            send(connection, reply, context, raised, release=True)
-        except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
-            reply = None
-            send(connection, None, context, _described(error), release=True)
-        if take_steps_ahead := getattr(app, "take_steps_ahead", None):  # the app may be any
-            take_steps_ahead()
+        with self.saving:
+            self.client = 0
+            try:
+                send(connection, reply, context, raised, release=True)
+            except (TypeError, ValueError) as error:  # protobuf has no such value; nothing was sent
+                reply = None
+                send(connection, None, context, _described(error), release=True)
+            finally:
+                _call(app, "write_state")
+        _call(app, "take_steps_ahead")
         # After an error the process itself may be broken, as after an error of CUDA.
         return reply is not None and message.metadata.message_type != _GOODBYE
 
     def end(self) -> NoReturn:
-        """End this process, whatever it is doing."""
+        """End this process, whatever it is doing, unless that is to write a state."""
+        self.saving.acquire(timeout=_SAVE_TIMEOUT)
         with suppress(OSError):
             if self.path.stat().st_ino == self.inode:  # not yet replaced by a successor's
                 self.path.unlink()
@@ -92,6 +99,12 @@ def _described(error: Exception) -> tuple[str, str, str, str]:
     """Return module, class, words and traceback of the error that is being handled."""
     kind = type(error)
     return kind.__module__, kind.__qualname__, str(error), traceback.format_exc()
+
+
+def _call(app: Any, name: str) -> None:
+    """Call a method that the app may have: it may be any ClientApp."""
+    if method := getattr(app, name, None):
+        method()
 
 
 def main(arguments: list[str]) -> NoReturn:
