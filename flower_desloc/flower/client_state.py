@@ -27,14 +27,16 @@ import os
 import shutil
 import socket
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from flwr.app import Context
 from torch import Tensor
 
+from flower_desloc.core.schedule import BUFFERS, PARAMS
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower import tensor_file
 from flower_desloc.flower.atomic import atomic_write
@@ -119,13 +121,15 @@ class _StoredStreams(Mapping[str, Stream]):
 class LaterWrites:
     """The state that a process writes after its reply, once it has said that it will.
 
-    If the process is killed in between, the state before is the client's last.
+    If the process is killed in between, the state before is the client's last. The optimizer states
+    are still in the process when the next message comes; they need not be read from the file.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self._write: Callable[[], None] | None = None
         self._error: OSError | None = None
+        self._held: tuple[tuple[Path, int, int], Streams] | None = None
 
     def add(self, write: Callable[[], None]) -> None:
         """Call ``write`` after the reply, or now if this process does nothing after it."""
@@ -143,6 +147,17 @@ class LaterWrites:
             write()
         except OSError as error:
             self._error = error
+
+    def hold(self, path: Path, state: ClientState) -> None:
+        """Keep the optimizer states that were written to a file, unless steps are taken ahead."""
+        if self.is_on and not state.late:
+            states = {n: s for n, s in state.streams.items() if n not in (PARAMS, BUFFERS)}
+            self._held = _identity(path), states
+
+    def claim(self, path: Path) -> Streams:
+        """Return the optimizer states that a file holds as far as they are here; forget them."""
+        held, self._held = self._held, None
+        return held[1] if held is not None and held[0] == _identity(path) else {}
 
     def settle(self) -> None:
         """Raise the ``OSError`` of a write that failed since the last call."""
@@ -217,7 +232,10 @@ class StateFiles:
         not what was written.
         """
         files = self._files()
-        return _read(files[-1]) if files else None
+        state = _read(files[-1]) if files else None
+        if state is None or not (held := self._later.claim(files[-1])):
+            return state
+        return replace(state, streams=ChainMap(dict(held), state.streams))  # type: ignore[arg-type]
 
     def at(self, step: int) -> ClientState | None:
         """Return the state for a window that begins after ``step``.
@@ -229,20 +247,33 @@ class StateFiles:
                 path.unlink()
         return self.last()
 
-    def write_later(self, state: ClientState) -> None:
-        """Write a state that no resume looks for after the reply, if the process outlives that.
-
-        Its tensors must not change until then.
-        """
-        self._later.add(lambda: self.write(state, for_resume=False))
-
-    def write(self, state: ClientState, *, for_resume: bool = True) -> None:
+    def write(
+        self, state: ClientState, *, for_resume: bool = True, unchanged: bool = False
+    ) -> None:
         """Write the state after ``state.step``; states that are no longer needed are deleted.
 
-        ``for_resume`` is whether a resume looks for it.
+        Args:
+            state: What to write.
+            for_resume: Whether a resume looks for it.
+            unchanged: Whether its tensors do not change before the next message. If the process
+                outlives the reply, it writes what no resume looks for after it, and holds the
+                optimizer states.
 
         Raises ``OSError`` naming the folder when it cannot be written; the last state is kept.
+
         """
+
+        def write() -> None:
+            path = self._write(state, for_resume=for_resume)
+            if unchanged:
+                self._later.hold(path, state)
+
+        if unchanged and not for_resume:
+            self._later.add(write)
+        else:
+            write()
+
+    def _write(self, state: ClientState, *, for_resume: bool) -> Path:
         fields = dict(vars(state))
         groups: dict[str, Streams] = {group: fields.pop(group) for group in _PREFIXES}
         names = {group: list(streams) for group, streams in groups.items()}
@@ -259,6 +290,7 @@ class StateFiles:
             for other in self._folders:  # from an evaluation, or before there was no room
                 if other != folder:
                     _file(other, state.step).unlink(missing_ok=True)
+            return _file(folder, state.step)
         except OSError as error:
             raise self._not_written(error) from error
 
@@ -340,6 +372,12 @@ class StateFiles:
         for folder in self._folders:
             for path in folder.glob("*.partial"):
                 path.unlink()
+
+
+def _identity(path: Path) -> tuple[Path, int, int]:
+    """Return what another file in the place of this one would not have."""
+    found = path.stat()
+    return path, found.st_ino, found.st_mtime_ns
 
 
 def _file(folder: Path, step: int) -> Path:

@@ -201,7 +201,9 @@ def open_window(
         metrics[STATE_NEW] = 1  # it may have had one, and with it work that was never averaged
 
     def again(step: int) -> StepMetrics:
-        worker.put(start.streams)
+        # Read anew: those of ``start`` may be the worker's own tensors.
+        before = window_start(worker, request, files) or start
+        worker.put(before.streams)
         return window.worker.steps(step, step + 1, window.origin)
 
     # Before the state is saved: a stream that is never due would stay non-finite for ever.
@@ -227,10 +229,9 @@ def open_window(
         checkpoint=request.checkpoint,
         loop_state=window.loop_state,
     )
-    if request.for_resume or worker.loss_at is own_loop:  # it may change the module
-        files.write(state, for_resume=request.for_resume)
-    else:
-        files.write_later(state)
+    # A loop of the user's own may go on to change the module, and other processes what they share.
+    unchanged = worker.loss_at is not own_loop and type(worker).take is Worker.take
+    files.write(state, for_resume=request.for_resume, unchanged=unchanged)
     if request.ahead and worker.loss_at is not own_loop:
         following = FirstSteps(files.folder, request.stop, request.stop + request.ahead)
         ahead.allow(following, worker)

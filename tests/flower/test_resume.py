@@ -95,6 +95,7 @@ class Case:
         )
         run.leave(latest.step if latest else 0)
         run.grid.instead = self.instead
+        run.keep_workers = self.later
         if self.later:
             run.app.outlive_messages()
         pull = run.grid.pull_messages

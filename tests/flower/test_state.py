@@ -4,6 +4,7 @@ import errno
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,15 +202,16 @@ def steps_in(folder: Path) -> list[int]:
 def test_a_process_killed_before_a_later_write_leaves_the_state_before(tmp_path, monkeypatch):
     later = LaterWrites()
     files = StateFiles(tmp_path, "run", "client-0", later=later)
-    files.write_later(window(1))  # at once: this process does nothing after its reply
+    some_later = {"for_resume": False, "unchanged": True}
+    files.write(window(1), **some_later)  # at once: this process does nothing after its reply
     later.is_on = True
-    files.write_later(window(2))
+    files.write(window(2), **some_later)
     assert value(files) == 1
     with monkeypatch.context() as patch, suppress(Killed):
         _kill_at(1, patch)
         later.run()
     assert value(files) == 1
-    files.write_later(window(3))
+    files.write(window(3), **some_later)
     later.run()
     later.settle()
     assert value(files) == 3
@@ -219,11 +221,28 @@ def test_a_later_write_that_fails_is_reported_once(tmp_path):
     later = LaterWrites()
     later.is_on = True
     (tmp_path / "run").write_text("no folder")
-    StateFiles(tmp_path, "run", "client-0", later=later).write_later(window(1))
+    files = StateFiles(tmp_path, "run", "client-0", later=later)
+    files.write(window(1), for_resume=False, unchanged=True)
     later.run()
     with pytest.raises(OSError, match="cannot write this client's state"):
         later.settle()
     later.settle()
+
+
+def test_a_process_that_holds_a_state_does_not_read_it_unless_the_file_is_another(tmp_path):
+    later = LaterWrites()
+    later.is_on = True
+    files = StateFiles(tmp_path, "run", "client-0", later=later)
+    held = {"exp_avg": {"w": torch.zeros(1)}, "params": {"w": torch.zeros(1)}}
+    for changed in (False, True):
+        files.write(replace(window(1), streams=held), unchanged=True)
+        if changed:
+            StateFiles(tmp_path, "run", "client-0").write(window(1))
+        first, second = state(files), state(files)  # the second is read: steps may have been taken
+        assert (first.streams["exp_avg"] is held["exp_avg"]) != changed
+        assert not any(second.streams[name] is held[name] for name in second.streams)
+        assert changed or first.streams["params"] is not held["params"]  # an evaluation changes it
+        assert set(first.streams) == set(second.streams)
 
 
 def test_a_flipped_bit_is_detected(tmp_path):
