@@ -107,8 +107,8 @@ def main() -> None:
     loop.time = SimpleNamespace(**vars(time) | {"sleep": interval.sleep})  # type: ignore[attr-defined,assignment]
     if sys.platform == "linux":
         loop.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start_superexec})  # type: ignore[attr-defined,assignment]
-    # How long its SuperExec waits between an answer and the next question: a second by default.
-    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.01")
+    # How long its SuperExec waits between an answer, which may take seconds, and the next question.
+    os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.01"
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 
