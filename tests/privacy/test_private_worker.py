@@ -104,7 +104,7 @@ def test_the_noise_has_the_stated_deviation():
 def test_an_optimizer_may_be_told_the_deviation_of_the_noise():
     worker = guarded(Open(noise=3.0), max_grad_norm=0.5)
     optimizer = AdamBC(worker.module.parameters())
-    told = replace(worker.loss_at, optimizer=optimizer)  # type: ignore[type-var]
+    told = replace(worker.loss_at, optimizer=optimizer)
     private(replace(worker, optimizer=optimizer, clipping=Clipping()), told).steps(0, 1)
     assert [group["noise_std"] for group in optimizer.param_groups] == [3.0 * 0.5 / 12]
     with pytest.raises(ValueError, match=r"optimizer\.clip_norm=null"):
