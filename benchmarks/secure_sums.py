@@ -63,7 +63,7 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
     about = About(
         run="run", attempt="one", start=0, stop=16, threshold=least_threshold(number),
         shapes={"stream": ""}, scales={"stream": scale}, widths={"stream": width},
-        most=number, averages={}, request="",
+        most=number, averages={}, fresh=False, request="",
     )  # fmt: skip
     names = [f"site-{m:02}" for m in range(number)]
     values = {names[m]: tensors(parameters, m) for m in range(number if is_checked else 1)}
@@ -73,12 +73,12 @@ def measured(kind: Kind, parameters: int, number: int, gone: int) -> dict[str, f
         sites = {n: SiteSum(Identity.read(folder, n), folder / f"{n}.json", "run") for n in names}
         server, clock, sent = ServerSum(about), Clock(), dict[str, list[NDArray[np.uint8]]]()
         for name, site in sites.items():
-            server.add_keys(name, site.keys(about))
+            server.add_keys(name, site.keys(about, None))
         keys = server.keys
         for name, site in sites.items():
             server.add_shares(name, site.shares(keys))
         for name, site in sites.items():
-            site.receive(server.sealed_for(name), {})
+            site.receive(server.sealed_for(name), {}, None)
         clock.note("agree")
 
         def coded(name: str) -> Iterator[Codes]:

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 KEY: Final = 32
-"""Bytes of a public or private key, of a seed, of a commitment and of a share."""
+"""Bytes of a public or private key, of a seed, of a commitment, of a history and of a share."""
+NEW: Final = bytes(KEY)
+"""The history of a site that begins from the averages alone."""
 WIDE, NARROW = 8, 6
 """Bytes of the codes of second moments, and of all others; there are no other widths."""
 LARGEST_SCALE: Final = 1000
@@ -41,6 +43,9 @@ class About:
     """By stream that has an average its version, digest and greatest value (``stated``), which all
     sites begin from: with another model the others' parts could be made known, and one site's with
     them (Pasquini et al. 2022, arXiv:2111.07380)."""
+    fresh: bool
+    """Whether all sites drop their own states, and begin from the averages alone: for sites that
+    have taken other windows than the others (``Keys.history``)."""
     request: str
     """Digest of all other settings of the request for the window: were the others' different, their
     parts could be made known."""
@@ -67,6 +72,7 @@ class About:
         return (
             all(type(value) is str for value in (self.run, self.attempt, self.request))
             and all(type(value) is int for value in integers)
+            and type(self.fresh) is bool
             and all(type(each) is dict for each in (*texts, *numbers))
             and all(type(value) is str for each in texts for value in each.values())
             and all(type(value) is int for each in numbers for value in each.values())
@@ -88,6 +94,12 @@ class About:
         return hashed("about", self.to_json().encode())
 
     @property
+    def steps(self) -> bytes:
+        """A digest of what a site's local steps follow from, besides its data and its state."""
+        values = self.run, self.start, self.stop, dict(self.averages), self.request
+        return hashed("steps", json.dumps(values, sort_keys=True).encode())
+
+    @property
     def window(self) -> str:
         """The window in words."""
         return f"steps {self.start + 1} to {self.stop}"
@@ -103,25 +115,29 @@ class Keys:
     """The public key under which the others encrypt shares for it."""
     commitment: bytes
     """The hash of the seed of its own mask: what shares are joined to must have it."""
+    history: bytes
+    """Digest of the windows that its state is from, since the averages. All sites must have the
+    same: were a window of one site in the sum and of no other, the rest could be made known."""
     signature: bytes
     """By the site's long-lived key, over ``signed``."""
 
     def to_bytes(self) -> bytes:
-        """Return 160 bytes."""
-        return self.mask + self.channel + self.commitment + self.signature
+        """Return 192 bytes."""
+        return self.mask + self.channel + self.commitment + self.history + self.signature
 
     @classmethod
     def of(cls, data: bytes) -> "Keys":
         """Read ``to_bytes``; raises ``ValueError`` for another length."""
-        if len(data) != 5 * KEY:
-            raise ValueError(f"the keys of a site have {5 * KEY} bytes, not {len(data)}")
-        mask, channel, commitment = (data[at : at + KEY] for at in range(0, 3 * KEY, KEY))
-        return cls(mask, channel, commitment, data[3 * KEY :])
+        if len(data) != 6 * KEY:
+            raise ValueError(f"the keys of a site have {6 * KEY} bytes, not {len(data)}")
+        starts = range(0, 4 * KEY, KEY)
+        mask, channel, commitment, history = (data[at : at + KEY] for at in starts)
+        return cls(mask, channel, commitment, history, data[4 * KEY :])
 
     def signed(self, about: About, name: str) -> bytes:
         """Return what the signature is of."""
-        parts = about.digest, name.encode(), self.mask, self.channel, self.commitment
-        return hashed("keys", *parts)
+        parts = self.mask, self.channel, self.commitment, self.history
+        return hashed("keys", about.digest, name.encode(), *parts)
 
 
 def session_of(about: About, keys: Mapping[str, Keys]) -> bytes:

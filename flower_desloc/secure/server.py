@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sized
 from itertools import combinations, islice
 
 from flower_desloc.secure import masks, shares
-from flower_desloc.secure.agreement import KEY, About, Keys, hashed, session_of
+from flower_desloc.secure.agreement import KEY, NEW, About, Keys, hashed, session_of
 from flower_desloc.secure.codes import Codes
 from flower_desloc.secure.site import OF_KEY, OF_SEED
 
@@ -41,6 +41,8 @@ class ServerSum:
         """Add a site's ``SiteSum.keys``."""
         keys = Keys.of(data)
         masks.require_keys(name, keys)
+        if self.about.fresh and keys.history != NEW:
+            raise ValueError("it does not begin from the averages alone")
         self._keys[name] = keys
 
     @property
@@ -48,6 +50,11 @@ class ServerSum:
         """The keys of all sites, for ``SiteSum.shares``."""
         self._require(self._keys, "have sent keys")
         return {name: keys.to_bytes() for name, keys in sorted(self._keys.items())}
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the sites have taken the same windows; otherwise all have to begin afresh."""
+        return len({keys.history for keys in self._keys.values()}) == 1
 
     def add_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
         """Add a site's ``SiteSum.shares``."""

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.agreement import (
     KEY,
+    NEW,
     About,
     Keys,
     hashed,
@@ -79,9 +80,9 @@ class _Stored:
     """What is in the file of a site."""
 
     given: list[_Given] = field(default_factory=list)
-    begun: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """By run, stream and version, the average that the site's states of that version began from;
-    empty while that is not certain."""
+    histories: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By run and step, the history of the state after it (``Keys.history``); empty while that is
+    not certain."""
     now: dict[str, _Sum] = field(default_factory=dict)
     """By run, the sum in progress."""
 
@@ -93,7 +94,7 @@ class _Stored:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             given=[_Given(**each) for each in stored["given"]],
-            begun=stored["begun"],
+            histories=stored["histories"],
             now={run: _Sum(**each) for run, each in stored["now"].items()},
         )
 
@@ -136,8 +137,11 @@ class SiteSum:
         return self._identity.name
 
     @_alone
-    def keys(self, about: About) -> bytes:
-        """Return new keys for a sum, signed (``Keys.to_bytes``); those of the last are dropped."""
+    def keys(self, about: About, held: int | None) -> bytes:
+        """Return new keys for a sum, signed (``Keys.to_bytes``); those of the last are dropped.
+
+        ``held`` is the step of the state that this site begins from; None: from averages alone.
+        """
         least = self._identity.least
         if about.threshold < least:
             raise ValueError(
@@ -151,7 +155,8 @@ class SiteSum:
             )
         seed, mask, channel = (secrets.token_bytes(KEY) for _ in range(3))
         public = masks.public_of(mask), masks.public_of(channel), hashed("seed", seed)
-        own = Keys(*public, signature=b"")
+        history = NEW if about.fresh else self._history(held) or secrets.token_bytes(KEY)
+        own = Keys(*public, history, signature=b"")
         own = replace(own, signature=self._identity.sign(own.signed(about, self.name)))
         self._save(
             _Sum(
@@ -185,6 +190,11 @@ class SiteSum:
             each = Keys.of(data)
             self._identity.require_signed(name, each.signature, each.signed(about, name))
             masks.require_keys(name, each)
+            if each.history != Keys.of(keys[self.name]).history:
+                raise ValueError(
+                    f"{name!r} and {self.name!r} have taken other windows since the averages: the "
+                    "sum would tell their difference; the server has to let all begin from these"
+                )
         now = replace(now, phase="shares", keys={name: data.hex() for name, data in keys.items()})
         names = sorted(keys)
         seeds, of_keys = (
@@ -197,16 +207,28 @@ class SiteSum:
         return {name: self._channel(now, self.name, name)[0](part) for name, part in parts.items()}
 
     @_alone
-    def receive(self, sealed: Mapping[str, bytes], averages: Mapping[str, str]) -> About:
-        """Take the other sites' shares, before the local steps; return what the sum is of.
+    def receive(
+        self, sealed: Mapping[str, bytes], averages: Mapping[str, str], held: int | None
+    ) -> None:
+        """Take the other sites' shares, before the local steps.
 
-        ``averages`` are those that came with them, as in ``About.averages``.
+        ``averages`` are those that came with them, as in ``About.averages``, and ``held`` is as in
+        ``keys``. The caller has all other averages of the sum, in its state of ``held``.
         """
         now, about = self._at("shares", "received")
-        self._require_same_averages(about, averages)
+        for name, average in averages.items():
+            if about.averages.get(name) != average:
+                raise ValueError(
+                    f"the average of {name!r} is not the one that all sites of the sum agreed on"
+                )
+        if self._history(held) != Keys.of(bytes.fromhex(now.keys[self.name])).history:
+            raise ValueError(
+                "the state of this site is not the one that it stated to the others; a window is "
+                "asked for again with new keys"
+            )
         if unknown := sealed.keys() - now.keys.keys() | sealed.keys() & {self.name}:
             raise ValueError(f"shares from {sorted(unknown)}, who are not the others of the sum")
-        held = {self.name: now.held[self.name]}
+        parts = {self.name: now.held[self.name]}
         for name, data in sealed.items():
             try:
                 part = self._channel(now, name, self.name)[1](data)
@@ -216,10 +238,13 @@ class SiteSum:
                 ) from None
             if len(part) != 2 * KEY:
                 raise ValueError(f"{name!r} has sent no shares, but {len(part)} bytes")
-            held[name] = part.hex()
-        self._require_enough(held, about, "have sent shares")
-        self._save(replace(now, phase="received", held=held))
-        return about
+            parts[name] = part.hex()
+        self._require_enough(parts, about, "have sent shares")
+        # Its states after the start are deleted, and the one at the end is about to be written.
+        kept = self._stored.histories.get(self._run, {}).items()
+        histories = {step: each for step, each in kept if int(step) <= about.start}
+        self._stored.histories[self._run] = {**histories, str(about.stop): ""}
+        self._save(replace(now, phase="received", held=parts))
 
     @_alone
     def mask(self, arrays: Iterable[Codes]) -> None:
@@ -228,10 +253,10 @@ class SiteSum:
         The arrays and their order are the same at all sites (``masks.add_masks``).
         """
         now, about = self._at("received")
-        for name, average in about.averages.items():  # its state is from these, whatever was before
-            self._stored.begun[self._run][name][average.split()[0]] = average
-        self._save(replace(now, phase="masked"))
         session, keys = self._session(now)
+        history = hashed("history", keys[self.name].history, about.steps)
+        self._stored.histories[self._run][str(about.stop)] = history.hex()
+        self._save(replace(now, phase="masked"))
         used = [(masks.seed_key(bytes.fromhex(now.seed), session), 1)]
         for name in sorted(now.held.keys() - {self.name}):
             private = bytes.fromhex(now.mask)
@@ -243,7 +268,7 @@ class SiteSum:
     def confirm(self, survivors: Collection[str]) -> bytes:
         """Return a signature of who is in the sum; one list, once for each sum."""
         now, about = self._at("masked", "confirmed")
-        chosen = sorted(survivors)
+        chosen = sorted({*survivors})
         if now.survivors not in ([], chosen):
             raise ValueError(
                 f"the server says that {chosen} are in the sum of {about.window}, and has said "
@@ -294,14 +319,22 @@ class SiteSum:
     @_alone
     def forget(self) -> None:
         """Drop the sum in progress, when the run is over and its states here are deleted."""
-        self._stored.begun.pop(self._run, None)
+        self._stored.histories.pop(self._run, None)
         self._save(None)
 
+    @_alone
+    def about(self) -> About:
+        """Return what the sum is of for which this site has sent shares."""
+        return self._at("shares", "received")[1]
+
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Let one process at a time take the run's local steps and mask what comes of them."""
+    def training(self, *, patience: float = 0.0) -> Iterator[None]:
+        """Let one process at a time take the run's local steps and mask what comes of them.
+
+        Another one waits for so many seconds; then it raises ``ValueError``.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._path.with_suffix(f".{self._run}.lock"), blocking=False)
+        lock = FileLock(self._path.with_suffix(f".{self._run}.lock"), timeout=patience)
         try:
             lock.acquire()
         except Timeout:
@@ -331,25 +364,11 @@ class SiteSum:
         keys = {name: Keys.of(bytes.fromhex(data)) for name, data in now.keys.items()}
         return session_of(About.of_json(now.about), keys), keys
 
-    def _require_same_averages(self, about: About, sent: Mapping[str, str]) -> None:
-        """Raise ``ValueError`` if this site does not begin from the averages that all agreed on."""
-        begun = self._stored.begun.setdefault(self._run, {})
-        for name, average in about.averages.items():
-            version = average.split()[0]
-            states = begun.setdefault(name, {})
-            has = states.get(version)
-            # A state of this version is of an earlier step: none is left when this window begins,
-            # and what the site receives now takes its place.
-            is_new = name in sent and (has is None or int(version) == about.start)
-            if sent.get(name, average) != average or not (has == average or is_new):
-                raise ValueError(
-                    f"this site does not begin from the average of {name!r} that all sites of the "
-                    "sum agreed on; if its state was restored or moved, begin a new run"
-                )
-            if has != average:
-                states[version] = average if has is None else ""
-        if unknown := sent.keys() - about.averages.keys():
-            raise ValueError(f"averages of {sorted(unknown)}, which the sites did not agree on")
+    def _history(self, held: int | None) -> bytes:
+        """Return the history of a state; empty if it is not known."""
+        if held is None:
+            return NEW
+        return bytes.fromhex(self._stored.histories.get(self._run, {}).get(str(held), ""))
 
     def _giving(self, about: About, members: list[str]) -> _Given:
         text = json.dumps(dict(about.averages), sort_keys=True)

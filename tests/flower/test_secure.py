@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tiny import TINY, train
 
 from flower_desloc import Checkpoint, Checkpoints, Policy, last_checkpoint
+from flower_desloc.core.averaging import Drift
 from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.flight import body
@@ -258,7 +259,7 @@ def test_a_server_that_sends_one_site_another_model_is_refused_there(tmp_path):
     run.grid.instead = other
     run.start()
     why = run.watch.records[1].left_out["client-1"]
-    assert "does not begin from the average of 'params' that all sites" in why
+    assert "the average of 'params' is not the one that all sites" in why
 
 
 @pytest.mark.parametrize(
@@ -391,3 +392,29 @@ def test_a_run_of_the_app_by_secure_sums_is_the_plain_run(tmp_path):
         torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=1e-9)
     left = [path for path in (tmp_path / "a" / ".clients").rglob("*") if path.is_file()]
     assert {path.parent.name for path in left} == {"secure"}  # what the sites have given
+
+
+class Lying(SecureDesLoc):
+    """Asks one site for the first window, and makes the second one of no effect."""
+
+    def aggregate_train(self, server_round, replies):
+        now = self.loop.round
+        if now.window.start:
+            return super().aggregate_train(server_round, replies)
+        assert sum(not reply.has_error() for reply in replies) == 1
+        nothing = {"exp_avg": 0.0, "exp_avg_sq": 1e30}
+        averages = {
+            name: {k: torch.full_like(t, value, device="cpu") for k, t in templates.items()}
+            for name, value in nothing.items()
+            for templates in [self.state.templates[name]]
+        }
+        drift = dict.fromkeys(averages, Drift(spread=0.0, moved=0.0, norm=0.0))
+        self.state.publish(averages, now.window, drift, self.schedule.resets)
+        return None, MetricRecord({"train-loss": 0.0})
+
+
+def test_the_steps_that_one_site_alone_was_asked_for_are_in_no_sum(tmp_path):
+    run = Run("adam", (4, 2, 2), tmp_path / "secure", num_steps=4, strategy=Lying,
+              policy=Policy(min_clients=3, on_failure="continue"))  # fmt: skip
+    run.grid.instead = at_phase("", {2, 3}, kind="train")
+    close(run.final(), from_record(run.initial), atol=1e-8)

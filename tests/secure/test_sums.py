@@ -63,11 +63,11 @@ def test_what_a_site_sends_differs_in_every_value_and_at_every_try(tmp_path):
         arrays = codes(0)
         sites, server = Sites(tmp_path, 3), ServerSum(about(3))
         for name, site in sites.sites.items():
-            server.add_keys(name, site.keys(server.about))
+            server.add_keys(name, site.keys(server.about, None))
         for name, site in sites.sites.items():
             server.add_shares(name, site.shares(server.keys))
         first = sites.sites["site-a"]
-        first.receive(server.sealed_for("site-a"), server.about.averages)
+        first.receive(server.sealed_for("site-a"), server.about.averages, None)
         first.mask(in_order(arrays))
         sent.append(np.concatenate(in_order(arrays)))
     assert not np.any(sent[0] == np.concatenate(in_order(codes(0))))
@@ -102,7 +102,7 @@ def swapped(keys, name, other):
 
 def begun(sites, server):
     for name, site in sites.sites.items():
-        server.add_keys(name, site.keys(server.about))
+        server.add_keys(name, site.keys(server.about, None))
     return server.keys
 
 
@@ -138,7 +138,7 @@ def test_keys_and_shares_of_another_sum_are_refused(tmp_path):
     first.shares({**again, "site-b": old["site-b"]})
     sealed = {name: earlier._sealed[name]["site-a"] for name in ("site-b", "site-c")}
     with pytest.raises(ValueError, match=r"shares of 'site-b' .* belong to another sum"):
-        first.receive(sealed, about(3).averages)
+        first.receive(sealed, about(3).averages, None)
 
 
 def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
@@ -147,16 +147,15 @@ def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     first, sealed = sites.sites["site-a"], server.sealed_for("site-a")
-    agreed, other = server.about.averages, "does not begin from the average of 'params' that all"
-    for sent in ({}, {"params": stated(0, "1f")}, {"params": stated(1, "0f")}):
-        with pytest.raises(ValueError, match=other):
-            first.receive(sealed, sent)
-    with pytest.raises(ValueError, match=r"'exp_avg'\], which the sites did not agree on"):
-        first.receive(sealed, {**agreed, "exp_avg": stated(0, "0f", 0.5)})
-    first.receive(sealed, agreed)
-    first.receive(sealed, {})  # it has it already
-    with pytest.raises(ValueError, match=other):
-        first.receive(sealed, {"params": stated(0, "1f")})
+    for sent in (
+        {"params": stated(0, "1f")},
+        {"params": stated(1, "0f")},
+        {**server.about.averages, "exp_avg": stated(0, "0f", 0.5)},
+    ):
+        with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
+            first.receive(sealed, sent, None)
+    first.receive(sealed, server.about.averages, None)
+    first.receive(sealed, {}, None)  # it has it already
 
 
 def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
@@ -165,7 +164,7 @@ def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
     with pytest.raises(ValueError, match="threshold of 3 for 2 sites: it must be at least 2"):
         sites.sites["site-a"].shares({name: keys[name] for name in ("site-a", "site-b")})
     with pytest.raises(ValueError, match=r"secure-min=3 .* federation.min_clients=3"):
-        sites.sites["site-a"].keys(about(4, threshold=2))
+        sites.sites["site-a"].keys(about(4, threshold=2), None)
     sites = Sites(tmp_path / "b", 6)
     keys = begun(sites, ServerSum(about(6, threshold=4)))
     with pytest.raises(ValueError, match="threshold of 4 for 6 sites: it must be at least 5"):
@@ -252,30 +251,55 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
     sites.unmask(again)
 
 
-def test_a_site_knows_from_which_average_its_states_are(tmp_path):
+def taken(sites, names, held=None, **changed):
+    """Let the named sites take a window, of which no sum comes."""
+    server = ServerSum(about(3, **changed))
+    for name, site in sites.sites.items():
+        server.add_keys(name, site.keys(server.about, held))
+    keys = server.keys
+    for name, site in sites.sites.items():
+        server.add_shares(name, site.shares(keys))
+    for name in names:
+        sites.sites[name].receive(server.sealed_for(name), server.about.averages, held)
+        sites.sites[name].mask(in_order(codes(0)))
+
+
+LATER = {"start": 16, "stop": 32}
+
+
+def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(tmp_path):
     sites = Sites(tmp_path, 3)
+    taken(sites, ["site-a"])  # the others have not been asked
+    with pytest.raises(ValueError, match="'site-b' and 'site-a' have taken other windows since"):
+        taken(sites, [], held=16, **LATER)
+    taken(sites, ["site-b", "site-c"], request="2f")  # nor by other settings
+    with pytest.raises(ValueError, match="have taken other windows"):
+        taken(sites, [], held=16, **LATER)
+    server = ServerSum(about(3, fresh=True, **LATER))
+    keys = begun(sites, server)
+    for name, site in sites.sites.items():
+        server.add_shares(name, site.shares(keys))
+    first = sites.sites["site-a"]
+    with pytest.raises(ValueError, match="is not the one that it stated to the others"):
+        first.receive(server.sealed_for("site-a"), {}, 16)  # but its state is still there
+    first.receive(server.sealed_for("site-a"), {}, None)
+    with pytest.raises(ValueError, match="it does not begin from the averages alone"):
+        server.add_keys("site-a", first.keys(about(3, **LATER), 16))
+    taken(sites, sites.names)
+    taken(sites, sites.names, held=16, **LATER)  # by now all have
 
-    def begin(sent, **changed):
-        server = ServerSum(about(3, **changed))
-        keys = begun(sites, server)
-        for name, site in sites.sites.items():
-            server.add_shares(name, site.shares(keys))
-        first = sites.sites["site-a"]
-        first.receive(server.sealed_for("site-a"), sent)
-        return first
 
-    one, two = {"params": stated(0, "0f", 0.5)}, {"params": stated(0, "1f")}
-    begin(one).mask(in_order(codes(0)))
-    begin(two, averages=two)  # the window is begun again, and whether it has ended is not known
-    for agreed in (one, two):
-        with pytest.raises(ValueError, match="does not begin from the average of 'params'"):
-            begin({}, averages=agreed)
-    begin(two, averages=two).mask(in_order(codes(0)))
-    begin({}, averages=two)
-    later = {"start": 16, "stop": 32}
-    for sent in ({}, one):
-        with pytest.raises(ValueError, match="does not begin from the average of 'params'"):
-            begin(sent, averages=one, **later)
+def test_the_history_of_a_state_is_not_known_until_its_window_is_complete(tmp_path):
+    sites = Sites(tmp_path, 3)
+    taken(sites, sites.names)
+    server = ServerSum(about(3, request="2f"))
+    keys = begun(sites, server)
+    for name, site in sites.sites.items():
+        server.add_shares(name, site.shares(keys))
+    for name, site in sites.sites.items():  # the window is begun again, and does not end
+        site.receive(server.sealed_for(name), server.about.averages, None)
+    with pytest.raises(ValueError, match="have taken other windows"):
+        taken(sites, [], held=16, **LATER)
 
 
 def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path):
@@ -285,12 +309,12 @@ def test_two_processes_of_a_site_use_no_mask_twice_and_confirm_one_list(tmp_path
         server.add_shares(name, site.shares(keys))
     one, other = sites.restarted("site-a"), sites.restarted("site-a")
     for process in (one, other):
-        process.receive(server.sealed_for("site-a"), server.about.averages)
+        process.receive(server.sealed_for("site-a"), server.about.averages, None)
     one.mask(in_order(codes(0)))
     with pytest.raises(ValueError, match="out of turn: it is at 'masked'"):
         other.mask(in_order(codes(99)))
     for name in sites.names[1:]:
-        sites.sites[name].receive(server.sealed_for(name), server.about.averages)
+        sites.sites[name].receive(server.sealed_for(name), server.about.averages, None)
     one.confirm(sites.names)
     with pytest.raises(ValueError, match="two lists could give away a single site"):
         other.confirm(sites.names[:3])
@@ -365,7 +389,7 @@ def test_what_a_sum_is_about_has_exact_types_and_ranges(wrong):
 def test_a_site_that_sends_what_was_not_asked_for_is_left_out(tmp_path):
     sites, server = Sites(tmp_path, 3), ServerSum(about(3))
     keys = begun(sites, server)
-    with pytest.raises(ValueError, match="160 bytes, not 1"):
+    with pytest.raises(ValueError, match="192 bytes, not 1"):
         server.add_keys("site-a", b"x")
     sealed = sites.sites["site-a"].shares(keys)
     with pytest.raises(ValueError, match="expected all other sites"):

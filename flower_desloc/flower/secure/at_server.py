@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -176,20 +177,34 @@ class SecureDesLoc(DesLoc):
     # Before the window
 
     def _agree(self, members: Iterable[Member], config: ConfigRecord) -> ServerSum:
-        """Exchange keys and shares; raises ``HiddenSumError`` below the threshold."""
-        members = list(members)
-        alike = [request_digest(each.content) for each in self.requests.train(members[:1], config)]
-        total = ServerSum(self._about(len(members), "".join(alike)))
-        about = total.about.to_json()
-        for reply in self._ask(members, KEYS, {"about": about}):
-            with self.loop.leaving_out(reply) as member:
-                (data,) = read_by_name(record_of(reply)).values()
-                total.add_keys(member.name, data)
+        """Exchange keys and shares; raises ``HiddenSumError`` below the threshold.
+
+        If some have taken other windows than the others, all begin from the last averages.
+        """
+        having = list(members)
+        alike = [request_digest(each.content) for each in self.requests.train(having[:1], config)]
+        about = self._about(len(having), "".join(alike))
+        total = self._keyed(about, having)
+        if not total.is_alike:
+            having = [member for member in having if member.name in total.keys]
+            total = self._keyed(replace(about, attempt=secrets.token_hex(16), fresh=True), having)
+            self.loop.note("state lost", "", "clients begin from the averages: some were away")
+            for member in having:
+                member.versions.clear()
         keys = total.keys
-        having = [member for member in members if member.name in keys]
+        having = [member for member in having if member.name in keys]
         for reply in self._ask(having, SHARES, by_name(keys)):
             with self.loop.leaving_out(reply) as member:
                 total.add_shares(member.name, read_by_name(record_of(reply)))
+        return total
+
+    def _keyed(self, about: About, members: Iterable[Member]) -> ServerSum:
+        """Return a sum with the keys of the sites that have sent some."""
+        total = ServerSum(about)
+        for reply in self._ask(members, KEYS, {"about": about.to_json()}):
+            with self.loop.leaving_out(reply) as member:
+                (data,) = read_by_name(record_of(reply)).values()
+                total.add_keys(member.name, data)
         return total
 
     def _about(self, number: int, request: str) -> About:
@@ -219,6 +234,7 @@ class SecureDesLoc(DesLoc):
             widths=widths,
             most=number,
             averages=averages,
+            fresh=False,
             request=request,
         )
 

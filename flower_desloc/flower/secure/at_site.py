@@ -17,7 +17,7 @@ from flower_desloc.core.types import Streams
 from flower_desloc.flower.arrays import records_of, streams_of, to_record
 from flower_desloc.flower.bundles import bundled
 from flower_desloc.flower.client_info import without_data
-from flower_desloc.flower.client_state import client_name, state_files
+from flower_desloc.flower.client_state import ClientState, StateFiles, client_name, state_files
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import (
     ABOUT,
@@ -55,6 +55,9 @@ LOSS_SCALE = 32
 _SHOWN = ("start-step", "stop-step", "steps", "learning-rates", "seconds", STATE_NEW)
 """The metrics of a window that are sent; they say nothing of the data but its size, by the time."""
 
+_PATIENCE = 60.0
+"""Seconds that a greeting waits for the end of a window."""
+
 Call = Callable[[Message, Context], Message]
 
 
@@ -66,11 +69,12 @@ def answer(message: Message, context: Context, call: Call, folder: Path) -> Mess
     kind = message.metadata.message_type
     if kind == ARE_YOU_THERE:
         return call(message, context)
-    site = _site(context, message, folder)  # in a greeting, to find keys that cannot be used
+    site, files = _site(context, message, folder)  # in a greeting: its keys may be of no use
     if kind == HELLO:
-        return _without_data(call(message, context))
+        with site.training(patience=_PATIENCE):  # as it may go back to an earlier state
+            return _without_data(call(message, context))
     if kind == ASK:
-        return _answer_question(message, site)
+        return _answer_question(message, site, files)
     if kind == GOODBYE:
         with site.training():
             reply = call(message, context)
@@ -78,7 +82,7 @@ def answer(message: Message, context: Context, call: Call, folder: Path) -> Mess
         return reply
     if kind == "train":
         with site.training():
-            return _train(message, context, call, site)
+            return _train(message, context, call, site, files)
     if kind.startswith("evaluate"):
         raise ValueError(
             "the metrics of a site's own records would be its own: a site with secure-keys in its "
@@ -88,7 +92,7 @@ def answer(message: Message, context: Context, call: Call, folder: Path) -> Mess
     raise ValueError(f"a site with secure-keys in its node config answers no {kind!r}")
 
 
-def _site(context: Context, message: Message, folder: Path) -> SiteSum:
+def _site(context: Context, message: Message, folder: Path) -> tuple[SiteSum, StateFiles]:
     least = context.node_config.get("secure-min", LEAST)
     if not isinstance(least, int):
         raise ValueError(f"secure-min={least!r} in the node config: must be a number of sites")
@@ -96,16 +100,16 @@ def _site(context: Context, message: Message, folder: Path) -> SiteSum:
     config = records_of(ConfigRecord, message.content).get(CONFIG, ConfigRecord())
     run_key = str(config.get(RUN_KEY, ""))
     files = state_files(context, run_key)  # which checks the names
-    return SiteSum(
-        identity, files.folder.parents[1] / SECURE / f"{files.folder.name}.json", run_key
-    )
+    path = files.folder.parents[1] / SECURE / f"{files.folder.name}.json"
+    return SiteSum(identity, path, run_key), files
 
 
-def _answer_question(message: Message, site: SiteSum) -> Message:
+def _answer_question(message: Message, site: SiteSum, files: StateFiles) -> Message:
     record = record_of(message)
     phase = record.get("phase")
     if phase == KEYS:
-        found = {site.name: site.keys(About.of_json(str(record.get("about"))))}
+        about = About.of_json(str(record.get("about")))
+        found = {site.name: site.keys(about, _held(files.at(about.start), about))}
     elif phase == SHARES:
         found = site.shares(read_by_name(record))
     elif phase == CONFIRM:
@@ -117,16 +121,29 @@ def _answer_question(message: Message, site: SiteSum) -> Message:
     return Message(RecordDict({SECURE: ConfigRecord(by_name(found))}), reply_to=message)
 
 
-def _train(message: Message, context: Context, call: Call, site: SiteSum) -> Message:
+def _train(
+    message: Message, context: Context, call: Call, site: SiteSum, files: StateFiles
+) -> Message:
     """Take the steps of a window, and mask what is due."""
     request = WindowRequest.from_content(message.content)
-    about = _agreed(message, site, request)
+    _require_masks(message, request)
+    about = site.about()
+    if about.fresh:
+        files.delete()
+    state = files.at(about.start)
+    held = _held(state, about)
+    _agree(message, site, request, about, held)
+    if _lacks(request, about, state):
+        metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
+        return Message(RecordDict({METRICS: metrics}), reply_to=message)
     kinds, bundles = request.kinds, request.bundles
-    del request  # its tensors are freed by whoever uses them
+    del request, state  # its tensors are freed by whoever uses them
     reply = call(message, context)
     metrics = records_of(MetricRecord, reply.content)[METRICS]
     if STATE_LOST in metrics:
         return reply
+    if held is not None and STATE_NEW in metrics:
+        raise ValueError("this site's state is damaged; a window is asked for again with new keys")
     content = RecordDict({METRICS: _shown(metrics)})
     loss = _loss_codes(metrics.get("train-loss"))
     masked = _masked(streams_of(reply.content), about, kinds, site, loss)
@@ -147,8 +164,26 @@ def _shown(metrics: MetricRecord) -> MetricRecord:
     return shown
 
 
-def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
-    """Take the others' shares; return what the sum is of, which must be what is asked for."""
+def _held(state: ClientState | None, about: About) -> int | None:
+    """Return the step of a state with local steps that a window goes on from; None: it has none."""
+    if state is None:
+        return None
+    now = {name: int(average.split()[0]) for name, average in about.averages.items()}
+    kept = {name: state.versions[name] for name in state.streams}
+    goes_on = any(now.get(name, version) == version for name, version in kept.items())
+    return state.step if goes_on or state.late or state.loop_state else None
+
+
+def _lacks(request: WindowRequest, about: About, state: ClientState | None) -> bool:
+    """Return whether an average was not sent, and is not in the state with the steps since."""
+    return any(
+        name not in request.streams
+        and not (state is not None and state.has(name, request.versions[name]))
+        for name in about.averages
+    )
+
+
+def _require_masks(message: Message, request: WindowRequest) -> None:
     if SECURE not in message.content:
         raise ValueError(
             "this site adds to secure sums only, by secure-keys in its node config, and the server "
@@ -157,11 +192,17 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
         )
     if GRADIENTS in request.due:
         raise ValueError("a site with secure-keys in its node config sends no gradients")
+
+
+def _agree(
+    message: Message, site: SiteSum, request: WindowRequest, about: About, held: int | None
+) -> None:
+    """Take the others' shares; raises ``ValueError`` unless the sum is what is asked for."""
     sent = {
         name: stated(request.versions[name], digest(stream), largest_of(stream))
         for name, stream in request.streams.items()
     }
-    about = site.receive(read_by_name(record_of(message)), sent)
+    site.receive(read_by_name(record_of(message)), sent, held)
     del message.content[SECURE]
     asked = request.run_key, request.start, request.stop, set(request.due)
     versions = {name: int(average.split()[0]) for name, average in about.averages.items()}
@@ -178,7 +219,6 @@ def _agreed(message: Message, site: SiteSum, request: WindowRequest) -> About:
         codes = width_of(kind_of(name, request.kinds)), scale_after(average, about.most, width)
         if codes != (width, about.scales[name]):
             raise ValueError(f"the codes of {name!r} are not those that follow from its average")
-    return about
 
 
 def _masked(
