@@ -1,6 +1,6 @@
 """The server's end of a sum: it passes messages on, adds, and removes what is left of the masks."""
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import combinations, islice
 
 from flower_desloc.secure import masks, shares
@@ -128,8 +128,10 @@ class ServerSum:
 
     def _secret(self, name: str) -> bytes:
         """Return a site's secret; of spare shares false ones are left out, and named."""
-        given, least = self._shares[name], self.about.threshold
-        for places in islice(combinations(sorted(given), least), _TRIES):
+        given, least, names = self._shares[name], self.about.threshold, sorted(self._keys)
+        # Those of sites that have given false ones are tried last.
+        of_all = sorted(given, key=lambda place: (names[place] in self.false, place))
+        for places in islice(_choices(of_all, least), _TRIES):
             secret = shares.join({place: given[place] for place in places}, least)
             if self._is_secret(name, secret):
                 break
@@ -137,7 +139,6 @@ class ServerSum:
             raise HiddenSumError(
                 f"the shares do not give the secret of {name!r}: a site has sent a false one"
             )
-        names = sorted(self._keys)
         for place in given.keys() - set(places):
             others = {other: given[other] for other in places[1:]}
             if shares.join({**others, place: given[place]}, least) != secret:
@@ -157,3 +158,11 @@ class ServerSum:
                 f"only {number} sites {what}, and the sum of {self.about.window} needs "
                 f"{self.about.threshold}"
             )
+
+
+def _choices(places: Sequence[int], number: int) -> Iterator[list[int]]:
+    """Yield choices of so many places, those without few of the first ones before all others."""
+    for spare in range(len(places) - number + 1):
+        first = places[: number + spare]
+        for left_out in combinations(first, spare):
+            yield [place for place in first if place not in left_out]

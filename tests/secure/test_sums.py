@@ -351,6 +351,21 @@ def test_a_false_share_among_spare_ones_is_left_out_and_its_site_named(tmp_path)
     assert server.false == {"site-a"}
 
 
+def test_false_shares_of_three_sites_of_twenty_do_not_hide_a_sum(tmp_path, monkeypatch):
+    sites, server = Sites(tmp_path, 3), ServerSum(about(20))
+    begun(sites, server)
+    server._keys = {f"site-{m:02}": server._keys["site-a"] for m in range(20)}
+    tries, secret = list[None](), bytes(range(32))
+    monkeypatch.setattr(server, "_is_secret", lambda name, found: found == secret)
+    monkeypatch.setattr(shares, "join", lambda given, least: tries.append(None) or bytes(32)
+                        if {*given} & {0, 1, 2} else secret)  # fmt: skip
+    for name in ("site-05", "site-06"):
+        server._shares[name] = dict.fromkeys(range(20), bytes(32))
+        assert server._secret(name) == secret
+    assert server.false == {"site-00", "site-01", "site-02"}
+    assert len(tries) < 1000
+
+
 @pytest.mark.parametrize("which", ["mask", "channel"])
 def test_keys_that_are_no_secret_are_named_by_the_server_and_refused_by_sites(tmp_path, which):
     sites, server = Sites(tmp_path, 3), ServerSum(about(3))
