@@ -37,7 +37,6 @@ from flower_desloc.app.tasks.image_classification.batches import ImageBatch, Ima
 from flower_desloc.flower.arrays import streams_of
 from flower_desloc.flower.checkpoint import Checkpoint, last_checkpoint
 from flower_desloc.flower.inprocess import InProcessGrid
-from flower_desloc.secure.agreement import NARROW
 from flower_desloc.secure.codes import signed, unpacked
 
 RESULTS = RESEARCH / "results" / "attacks.json"
@@ -158,7 +157,8 @@ def _values(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Return what a site sent as numbers: of bytes, the masked codes."""
     if tensor.dtype != torch.uint8:
         return tensor
-    codes = signed(unpacked(tensor.numpy().copy(), NARROW), NARROW)
+    width = tensor.numel() // shape.numel()
+    codes = signed(unpacked(tensor.numpy().copy(), width), width)
     return torch.from_numpy(codes).view(shape).double()
 
 

@@ -12,8 +12,8 @@ KEY: Final = 32
 """Bytes of a public or private key, of a seed, of a commitment, of a history and of a share."""
 NEW: Final = bytes(KEY)
 """The history of a site that begins from the averages alone."""
-WIDE, NARROW = 8, 6
-"""Bytes of the codes of second moments, and of all others; there are no other widths."""
+WIDE, NARROW, SHORT = 8, 6, 4
+"""Bytes of the codes of second moments, of all others, and of parameters; no width is another."""
 LARGEST_SCALE: Final = 1000
 
 _STATED = re.compile(r"(0|[1-9][0-9]{0,17}) [0-9a-f]+ [0-9][0-9.e+-]*", re.ASCII)
@@ -80,7 +80,7 @@ class About:
             and min(self.threshold, self.most) >= 2
             and {*self.shapes} == {*self.scales} == {*self.widths} != set()
             and all(abs(scale) <= LARGEST_SCALE for scale in self.scales.values())
-            and all(width in (WIDE, NARROW) for width in self.widths.values())
+            and all(width in (WIDE, NARROW, SHORT) for width in self.widths.values())
             and all(self._is_average(average) for average in self.averages.values())
         )
 

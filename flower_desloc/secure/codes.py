@@ -10,10 +10,14 @@ of their logarithms is their geometric mean. They have the full width, and are r
 one is thus never zero, and no step of Adam, which divides by its root, is longer than it would be.
 
 For up to 16 sites the error is at most 2^-32 of the largest value of the stream's last average, and
-for each doubling of the sites twice that. For up to 32 sites that of the root of a second moment is
-at most 2^-23 of the root of the largest. Before the first average nothing is known of the largest
-value: the error is up to 2^-30 itself, and the root of a second moment may be up to 2^-22 too
-large, so that where gradients are no larger than that, Adam's steps after it are too short.
+for each doubling of the sites twice that. Of parameters it is at most 2^-23, where float32's own is
+2^-24 of each value: they change least between averages, so a value may be 8 times the last
+average's largest, and not 1024 times, and they need no more bytes than float32. For up to 32 sites
+the error of the root of a second moment is at most 2^-23 of the root of the largest.
+
+Before the first average nothing is known of the largest value: the error is up to 2^-30 itself, and
+the root of a second moment may be up to 2^-22 too large, so that where gradients are no larger than
+that, Adam's steps after it are too short.
 """
 
 import math
@@ -26,13 +30,13 @@ from torch import Tensor
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.streams import finite_ends
 from flower_desloc.core.types import Stream
-from flower_desloc.secure.agreement import LARGEST_SCALE, NARROW, WIDE, bits_of
+from flower_desloc.secure.agreement import LARGEST_SCALE, NARROW, SHORT, WIDE, bits_of
 
 Codes = NDArray[np.int64]
 
-_HEADROOM = 10
-"""Binary digits that a value may have more than the largest of its stream's last average."""
-_UNKNOWN = 13
+_HEADROOM = {WIDE: 10, NARROW: 10, SHORT: 3}
+"""By width the binary digits that a value may have more than the largest of the last average."""
+_UNKNOWN = {WIDE: 13, NARROW: 13, SHORT: 3}
 """The same before the first average, compared with 1."""
 _BLOCK = 1 << 18
 _INT64 = np.dtype("<i8")  # the lowest byte first, on any machine
@@ -40,6 +44,8 @@ _INT64 = np.dtype("<i8")  # the lowest byte first, on any machine
 
 def width_of(kind: Kind) -> int:
     """Return the bytes of each code of a stream."""
+    if kind is Kind.PARAMS:
+        return SHORT
     return NARROW if kind.is_signed else WIDE
 
 
@@ -51,8 +57,8 @@ def scale_for(largest: float | None, number: int, width: int) -> int:
     """
     room = _room(number, width)
     if not largest:
-        return room - _UNKNOWN
-    return min(room - _HEADROOM - math.frexp(largest)[1], LARGEST_SCALE)
+        return room - _UNKNOWN[width]
+    return min(room - _HEADROOM[width] - math.frexp(largest)[1], LARGEST_SCALE)
 
 
 def largest_of(stream: Stream) -> float:
@@ -88,24 +94,26 @@ def encode(tensor: Tensor, scale: int, number: int, width: int, *, up: bool = Fa
         (np.ceil if up else np.rint)(part, out=part)
         if not np.abs(part).max() <= most:
             raise ValueError(  # one text for all: the server reads it
-                "a value is not finite, or too large for the codes of secure sums: values may be "
-                f"{2**_HEADROOM} times those of the last average, or {2**_UNKNOWN} before the "
-                "first; lower optimizer.lr, or clip gradients"
+                "a value is not finite, or too large for the codes of secure sums: parameters may "
+                f"be {2 ** _HEADROOM[SHORT]} times the largest of the last average, others "
+                f"{2 ** _HEADROOM[WIDE]} times; lower optimizer.lr, or clip gradients"
             )
         codes[start : start + _BLOCK] = part
     return codes
 
 
 def packed(codes: Codes, width: int) -> NDArray[np.uint8]:
-    """Return the lowest ``width`` bytes of each code: the first four of all, then the rest of all.
+    """Return the lowest ``width`` bytes of each code: the first four of all, then what is left.
 
     Numbers, and not single bytes, are gathered, which is faster.
     """
     whole = codes.astype(_INT64, copy=False)
     if width == WIDE:
         return whole.view(np.uint8)
-    low, middle = whole.view(np.uint32)[::2], whole.view(np.uint16)[2::4]
-    return np.concatenate([low.copy().view(np.uint8), middle.copy().view(np.uint8)])
+    low = whole.view(np.uint32)[::2].copy().view(np.uint8)
+    if width == SHORT:
+        return low
+    return np.concatenate([low, whole.view(np.uint16)[2::4].copy().view(np.uint8)])
 
 
 def unpacked(data: NDArray[np.uint8], width: int) -> Codes:
@@ -115,7 +123,8 @@ def unpacked(data: NDArray[np.uint8], width: int) -> Codes:
     number = len(data) // width
     whole = np.zeros(number, _INT64)
     whole.view(np.uint32)[::2] = data[: 4 * number].view(np.uint32)
-    whole.view(np.uint16)[2::4] = data[4 * number :].view(np.uint16)
+    if width == NARROW:
+        whole.view(np.uint16)[2::4] = data[4 * number :].view(np.uint16)
     return whole.astype(np.int64, copy=False)
 
 

@@ -69,7 +69,7 @@ def at_phase(phase, nodes, *, window=1, kind=ASK):
     return instead
 
 
-def close(one: Mapping[str, Any], other: Mapping[str, Any], *, atol: float = 1e-9) -> None:
+def close(one: Mapping[str, Any], other: Mapping[str, Any], *, atol: float = 2e-6) -> None:
     for key in one:
         torch.testing.assert_close(one[key], other[key], rtol=0, atol=atol)
 
@@ -82,9 +82,9 @@ def test_a_run_by_secure_sums_ends_with_the_weights_of_the_plain_run(tmp_path, m
             close(mine[name], other[name])
     for record, other in zip(run.watch.records[1:], theirs.watch.records[1:], strict=True):
         assert record.streams == other.streams
-        assert record.train_loss == pytest.approx(other.train_loss, abs=1e-8)
+        assert record.train_loss == pytest.approx(other.train_loss, abs=1e-5)
         for name, drift in record.drift.items():
-            assert drift.moved == pytest.approx(other.drift[name].moved)
+            assert drift.moved == pytest.approx(other.drift[name].moved, rel=1e-5)
     assert all(len(record.clients) == 4 for record in run.watch.records[1:])
     assert not any(record.events for record in run.watch.records)
 
@@ -102,7 +102,7 @@ def test_the_server_is_sent_masks_and_nothing_else_of_a_site(tmp_path):
         for name, record in records_of(ArrayRecord, content).items():
             data = torch.cat(list(from_record(record).values()))
             assert data.dtype == torch.uint8
-            assert len(data) == (8 if name == "exp_avg_sq" else 6) * 23
+            assert len(data) == {"params": 4, "exp_avg": 6, "exp_avg_sq": 8}[name] * 23
             assert 100 < data.double().mean() < 155, name
         metrics = records_of(MetricRecord, content)["metrics"]
         assert metrics["num-examples"] == 1
@@ -389,7 +389,7 @@ def test_a_run_of_the_app_by_secure_sums_is_the_plain_run(tmp_path):
         theirs = train(tmp_path / "b", *words, "evaluation.federated=false", clients=3)
     one, other = (load_file(run / "final" / "model.safetensors") for run in (ours, theirs))
     for key in one:
-        torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=2e-7)
     left = [path for path in (tmp_path / "a" / ".clients").rglob("*") if path.is_file()]
     assert {path.parent.name for path in left} == {"secure"}  # what the sites have given
 
@@ -417,4 +417,4 @@ def test_the_steps_that_one_site_alone_was_asked_for_are_in_no_sum(tmp_path):
     run = Run("adam", (4, 2, 2), tmp_path / "secure", num_steps=4, strategy=Lying,
               policy=Policy(min_clients=3, on_failure="continue"))  # fmt: skip
     run.grid.instead = at_phase("", {2, 3}, kind="train")
-    close(run.final(), from_record(run.initial), atol=1e-8)
+    close(run.final(), from_record(run.initial))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flower_desloc.secure.agreement import (
-    NARROW,
+    SHORT,
     WIDE,
     About,
     least_threshold,
@@ -20,7 +20,7 @@ from flower_desloc.secure.server import ServerSum
 from flower_desloc.secure.site import SiteSum
 
 SHAPES = {"params": {"a": 5, "b": 0, "c": 3}, "exp_avg_sq": {"a": 7}}
-WIDTHS = {"params": NARROW, "exp_avg_sq": WIDE}
+WIDTHS = {"params": SHORT, "exp_avg_sq": WIDE}
 
 
 MOST = {name: 2 ** (8 * width - 5) for name, width in WIDTHS.items()}

@@ -12,7 +12,7 @@ from sums import Sites, about, codes, in_order, plain, same
 
 from flower_desloc.secure import masks, shares
 from flower_desloc.secure.__main__ import main
-from flower_desloc.secure.agreement import NARROW, WIDE, About, Keys, stated
+from flower_desloc.secure.agreement import NARROW, SHORT, WIDE, About, Keys, stated
 from flower_desloc.secure.codes import (
     encode,
     largest_of,
@@ -352,9 +352,9 @@ def test_a_false_share_among_spare_ones_is_left_out_and_its_site_named(tmp_path)
 
 
 def test_false_shares_of_three_sites_of_twenty_do_not_hide_a_sum(tmp_path, monkeypatch):
-    sites, server = Sites(tmp_path, 3), ServerSum(about(20))
-    begun(sites, server)
-    server._keys = {f"site-{m:02}": server._keys["site-a"] for m in range(20)}
+    server = ServerSum(about(20))
+    keys = Keys.of(begun(Sites(tmp_path, 3), ServerSum(about(3)))["site-a"])
+    server._keys = {f"site-{m:02}": keys for m in range(20)}
     tries, secret = list[None](), bytes(range(32))
     monkeypatch.setattr(server, "_is_secret", lambda name, found: found == secret)
     monkeypatch.setattr(shares, "join", lambda given, least: tries.append(None) or bytes(32)
@@ -411,7 +411,7 @@ def test_a_site_that_sends_what_was_not_asked_for_is_left_out(tmp_path):
         server.add_shares("site-a", {"site-b": sealed["site-b"]})
     text = about(3).to_json()
     assert About.of_json(text) == about(3)
-    for wrong in ("{}", "[]", text.replace("16", "17 "), text.replace('"params": 6', '"other": 6')):
+    for wrong in ("{}", "[]", text.replace("16", "17 "), text.replace('"params": 4', '"other": 4')):
         with pytest.raises(ValueError, match="not what a sum is about"):
             About.of_json(wrong)
 
@@ -448,7 +448,7 @@ def test_the_file_of_a_sum_is_the_sites_own_and_forgets_what_it_gave(tmp_path):
     assert all(len(part) == 66 for part in now["held"].values())  # one share of each site
 
 
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize("width", [SHORT, NARROW, WIDE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_mean_from_codes_is_the_mean_within_its_rounding(dtype, width):
     noise = torch.Generator().manual_seed(0)
@@ -479,7 +479,7 @@ def test_a_scale_follows_from_what_an_average_is_named(largest):
     assert scale_after(named, 4, NARROW) == scale_for(largest, 4, NARROW)
 
 
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize("width", [SHORT, NARROW, WIDE])
 def test_codes_come_back_from_their_lowest_bytes(width):
     most = 2 ** (8 * width - 1)
     codes = np.array([0, 1, -1, most - 1, -most], np.int64)
@@ -489,9 +489,10 @@ def test_codes_come_back_from_their_lowest_bytes(width):
     assert np.array_equal(signed(unpacked(data, width), width), codes)
 
 
-@pytest.mark.parametrize("value", [1025.0, -1025.0, float("nan"), float("inf")])
-def test_a_value_beyond_the_room_of_its_code_is_refused(value):
-    scale = scale_for(0.99, 4, NARROW)
-    assert encode(torch.tensor([1023.0]), scale, 4, NARROW)[0] == 1023 * 2**scale
+@pytest.mark.parametrize(("width", "times"), [(SHORT, 8), (NARROW, 1024), (WIDE, 1024)])
+@pytest.mark.parametrize("beyond", [1.01, -1.01, float("nan"), float("inf")])
+def test_a_value_beyond_the_room_of_its_code_is_refused(width, times, beyond):
+    scale = scale_for(0.99, 4, width)
+    assert encode(torch.tensor([times - 1.0]), scale, 4, width)[0] == (times - 1) * 2**scale
     with pytest.raises(ValueError, match="a value is not finite, or too large for the codes"):
-        encode(torch.tensor([value]), scale, 4, NARROW)
+        encode(torch.tensor([times * beyond]), scale, 4, width)
