@@ -1,17 +1,20 @@
 """Secure sums over the whole federated path: the weights of a plain run, and nothing of a site."""
 
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from federation import Quadratic
 from flower_path import RUN, Run
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from safetensors.torch import load_file
 from tiny import TINY, train
 
-from flower_desloc import Checkpoint, Checkpoints, Policy, last_checkpoint
+from flower_desloc import Checkpoint, Checkpoints, Policy, SyncSchedule, last_checkpoint
 from flower_desloc.core.averaging import Drift
+from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.flight import body
@@ -418,3 +421,87 @@ def test_the_steps_that_one_site_alone_was_asked_for_are_in_no_sum(tmp_path):
               policy=Policy(min_clients=3, on_failure="continue"))  # fmt: skip
     run.grid.instead = at_phase("", {2, 3}, kind="train")
     close(run.final(), from_record(run.initial))
+
+
+class Counted(Quadratic):
+    """A model with a buffer, which counts the worker's steps."""
+
+    def module(self):
+        module = super().module()
+        module.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+        return module
+
+    def loss(self, module, m, t):
+        module.get_buffer("seen").add_(m + 0.5)
+        return super().loss(module, m, t)
+
+
+def diloco():
+    return OuterOptimizer(lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True))
+
+
+@pytest.mark.parametrize("what", ["buffers", "outer"])
+def test_secure_sums_together_with_buffers_and_with_the_outer_optimizer(
+    tmp_path, monkeypatch, what
+):
+    periods = SyncSchedule(dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), 2)
+                           | ({"buffers": 2} if what == "buffers" else {}))  # fmt: skip
+
+    def options():
+        problem = Counted() if what == "buffers" else Quadratic()
+        outer = diloco() if what == "outer" else None
+        return {"problem": problem, "outer": outer, "num_steps": 4, "periods": periods}
+
+    ours = secure(tmp_path, **options())
+    ours.start()
+    theirs = plain(tmp_path, monkeypatch, **options())
+    for name in periods.periods:
+        close(ours.strategy.state.average(name), theirs.strategy.state.average(name))
+    if what == "buffers":
+        assert ours.strategy.state.average("buffers")["seen"].tolist() == [8.0, 8.0]
+
+
+def test_secure_sums_of_private_gradients_are_their_plain_sums(tmp_path, monkeypatch):
+    pytest.importorskip("opacus")
+    accountant = "flower_desloc.privacy.accounting._epsilon"  # which takes seconds
+    monkeypatch.setattr(
+        accountant,
+        lambda steps, delta: sum(n * s.sample_rate / s.noise_multiplier for s, n in steps),
+    )
+    monkeypatch.setattr("secrets.token_hex", lambda number: "0" * 2 * number)  # one run's name
+    words = [*TINY, "run.steps=2", "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2"]
+    words += ["run.eval_every=0", "evaluation.central=false", "evaluation.federated=false"]
+    words += ["privacy.epsilon=1"]
+    for folder in ("a", "b"):
+        secrets = tmp_path / folder / ".clients" / "privacy"
+        secrets.mkdir(parents=True)
+        for m in range(3):
+            (secrets / f"client-{m}.secret").write_bytes(bytes([m]) * 32)
+    ours = train(tmp_path / "a", *words, "privacy.secure_aggregation=true", clients=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SECURE_KEYS)
+        theirs = train(tmp_path / "b", *words, clients=3)
+    one, other = (load_file(run / "final" / "model.safetensors") for run in (ours, theirs))
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_a_site_that_peers_files_lack_costs_their_owners_part_and_then_the_run(tmp_path, lacking):
+    run = secure(tmp_path, **ONE)
+    run.watch.after.clear()  # one site has no state
+    shutil.copytree(tmp_path / "keys", tmp_path / "short")
+    lines = (tmp_path / "keys" / "peers").read_text().splitlines()
+    (tmp_path / "short" / "peers").write_text(
+        "\n".join(line for line in lines if not line.startswith("client-3 "))
+    )
+    for node in range(1, 1 + lacking):
+        run.grid.contexts[node].node_config["secure-keys"] = str(tmp_path / "short")
+    why = r"'client-3' is not among the peers of 'client-0'"
+    if lacking == 1:
+        run.start()
+        assert list(run.watch.records[1].clients) == ["client-1", "client-2", "client-3"]
+        assert why in run.watch.records[1].left_out["client-0"]
+        return
+    with pytest.raises(FederationError, match=why):
+        run.start()
