@@ -423,6 +423,23 @@ def test_the_steps_that_one_site_alone_was_asked_for_are_in_no_sum(tmp_path):
     close(run.final(), from_record(run.initial))
 
 
+def test_when_a_site_joins_all_begin_from_the_averages_as_if_they_had_lost_their_states(
+    tmp_path, monkeypatch
+):
+    options: dict[str, Any] = {"num_steps": 4, "present": lambda m, step: m < 3 or step >= 2}
+    run = secure(tmp_path, periods=(4, 2, 2), **options)
+    ours = run.final()
+    assert [len(record.clients) for record in run.watch.records[1:]] == [3, 4]
+    said = [event.what for event in run.watch.records[2].events]
+    assert said == ["at node 4", "clients begin from the averages: some were away"]
+    other = Run("adam", (4, 2, 2), tmp_path / "plain", num_clients=4, **options)
+    other.watch.after.append(lambda record: [other.files(m).delete() for m in range(3)])
+    monkeypatch.delenv(SECURE_KEYS)
+    other.watch.after.pop(0)  # which reads them at the end
+    other.watch.after.append(lambda record: other.leave(record.step))
+    close(ours, other.final())
+
+
 class Counted(Quadratic):
     """A model with a buffer, which counts the worker's steps."""
 

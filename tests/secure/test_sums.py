@@ -251,6 +251,19 @@ def test_no_message_and_no_new_run_makes_a_site_forget_what_it_gave(
     sites.unmask(again)
 
 
+def test_averages_that_hardly_differ_are_others_which_no_site_can_tell(tmp_path, monkeypatch):
+    sites, server = Sites(tmp_path, 4), ServerSum(about(4))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    near = {"params": stated(0, "0e", 0.5)}  # docs/explanation/privacy.md: not protected
+    again = ServerSum(about(4, run="other", averages=near))
+    monkeypatch.setattr(sites, "restarted", partial(sites.restarted, run="other"))
+    sites.until_masked(again, {"site-d": 2})
+    sites.unmask(again)
+    tells = [one - other for one, other in zip(server.total(), again.total(), strict=True)]
+    assert same(tells, in_order(codes(3)))
+
+
 def taken(sites, names, held=None, **changed):
     """Let the named sites take a window, of which no sum comes."""
     server = ServerSum(about(3, **changed))
