@@ -433,10 +433,14 @@ def test_when_a_site_joins_all_begin_from_the_averages_as_if_they_had_lost_their
     said = [event.what for event in run.watch.records[2].events]
     assert said == ["at node 4", "clients begin from the averages: some were away"]
     other = Run("adam", (4, 2, 2), tmp_path / "plain", num_clients=4, **options)
-    other.watch.after.append(lambda record: [other.files(m).delete() for m in range(3)])
+
+    def lose(record):
+        other.leave(record.step)
+        for m in range(3):
+            other.files(m).delete()
+
+    other.watch.after = [lose]
     monkeypatch.delenv(SECURE_KEYS)
-    other.watch.after.pop(0)  # which reads them at the end
-    other.watch.after.append(lambda record: other.leave(record.step))
     close(ours, other.final())
 
 
