@@ -1,0 +1,66 @@
+"""What every site of every peer does in a window: one step of AdamW on 32 tokens.
+
+Needs PyTorch and transformers alone, and so runs in any peer's environment. ``PEERS_SIZE`` is the
+size in megabytes. Each step appends a line to ``PEERS_STAMPS/SITE``: the time at which it begins,
+on the clock that all processes of a machine share.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPES = {  # megabytes -> width, of the feed-forward part, blocks; as in federate_window.py
+    4: (128, 256, 6),
+    120: (512, 1536, 9),
+    540: (1024, 2816, 12),
+}
+THREADS = 1
+
+
+def build_model() -> LlamaForCausalLM:
+    """Return the model, with the same weights everywhere."""
+    width, inner, blocks = SHAPES[int(os.environ["PEERS_SIZE"])]
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=blocks,
+            num_attention_heads=width // 64,
+            vocab_size=256,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+class Site:
+    """A site's model and optimizer."""
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(THREADS)
+        self.model = build_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._tokens = torch.randint(256, (1, 32))
+        self._stamps = Path(os.environ["PEERS_STAMPS"]) / name
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the parameters by name."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def load(self, params: dict[str, Tensor]) -> None:
+        """Take over the averaged parameters."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(torch.as_tensor(params[name]))
+
+    def step(self) -> None:
+        """Take the step of a window."""
+        with self._stamps.open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+        self.optimizer.zero_grad()
+        self.model(input_ids=self._tokens, labels=self._tokens).loss.backward()
+        self.optimizer.step()
