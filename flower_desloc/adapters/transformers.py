@@ -8,33 +8,28 @@ scaler, random generators and ``TrainerState``. A Trainer that is not at the ste
 new process or after other clients', is resumed there by ``train(resume_from_checkpoint=...)``.
 """
 
-import base64
 import dataclasses
-import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from logging import WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from flwr.app import Context, Message
+from flwr.app import Context
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from flower_desloc.adapters.loop import LoopClient, packed, unpacked
 from flower_desloc.adapters.random_state import get_random_state, set_random_state
 from flower_desloc.adapters.turns import Ended, Turns
 from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.worker import Worker
-from flower_desloc.flower.client import DesLocClient
-from flower_desloc.flower.client_state import client_name, state_folder
-from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import Settings
 
 try:
@@ -50,7 +45,7 @@ _SPEEDS = ("_runtime", "_per_second", "_time")
 """Ends of the names of what an evaluation measures of the machine."""
 
 
-class TrainerClient(DesLocClient):
+class TrainerClient(LoopClient):
     """A Flower ClientApp whose clients train by a ``transformers.Trainer`` of the user's.
 
     ``build`` is what a script does before ``trainer.train()``, and returns the Trainer instead::
@@ -76,47 +71,7 @@ class TrainerClient(DesLocClient):
     """
 
     def __init__(self, build: BuildTrainer) -> None:
-        super().__init__(self._build_worker)
-        self._build_trainer = build
-        self._key: tuple[object, ...] = ()
-        self._steps: TrainerSteps | None = None
-        self.train()(self._take_window)
-
-    def _build_worker(self, config: Settings, context: Context) -> Worker:
-        folder, client = state_folder(context), client_name(context)
-        key = (context.run_id, folder, client, dict(config))
-        if self._steps is None or key != self._key:
-            self._end()
-            self._key, self._steps = key, TrainerSteps(self._build_trainer(config, context))
-        return self._steps.worker
-
-    def _take_window(self, message: Message, context: Context) -> Message:
-        try:
-            with self.window(message, context) as window:
-                steps = self._steps
-                assert steps is not None
-                if window.stop > window.step:  # unless a stream is missing
-                    steps.open(window.step, window.stop, window.loop_state)
-                    for _ in window:
-                        for loss in steps.step():
-                            window.record(loss)
-                    window.loop_state = steps.save()
-        except BaseException:
-            self._end()
-            raise
-        return window.reply
-
-    def _goodbye(self, message: Message, context: Context) -> Message:  # type: ignore[override]
-        self._end()
-        return DesLocClient._goodbye(message, context)
-
-    def _end(self) -> None:
-        steps, self._steps = self._steps, None
-        try:
-            if steps is not None:
-                steps.end()
-        except Exception:  # of a callback; the window has its reply, or another error
-            log(WARNING, "a Trainer could not be ended", exc_info=True)
+        super().__init__(lambda config, context: TrainerSteps(build(config, context)))
 
 
 class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
@@ -136,17 +91,12 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._loop_state: Mapping[str, Any] = {}
         self._resumed: dict[str, Any] | None = None
         self._stop = self._logged = 0  # steps
-        self._losses: list[float] = []
+        self._losses: list[Tensor | float] = []
         trainer.add_callback(self)
         self.worker = _worker_of(trainer)
 
     def open(self, start: int, stop: int, loop_state: Mapping[str, Any]) -> None:
-        """Bring the Trainer to the first of the window's steps ``start + 1 .. stop``.
-
-        ``loop_state`` is what ``save`` returned at the end of the client's last window.
-
-        Raises ``ValueError`` if the Trainer ends before the window.
-        """
+        """Bring the Trainer to the first of the window's steps (``Steps``)."""
         is_here = self._turns is not None and not self._turns.is_over
         if not is_here or (start, loop_state) != (self.step_count, self._loop_state):
             self._restart(start, loop_state)
@@ -159,7 +109,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 "of its TrainingArguments to the steps of the run, num_steps of DesLoc"
             )
 
-    def step(self) -> list[float]:
+    def step(self) -> list[Tensor | float]:
         """Take a step; return the losses that were logged, one for each step since the last log.
 
         Raises ``RuntimeError`` if the Trainer has ended, or has begun anew.
@@ -193,9 +143,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
             "scaler": scaler.state_dict() if scaler is not None else None,
             "state": json.dumps(fields | {"log_history": []}),  # which grows
         }
-        file = io.BytesIO()
-        torch.save(saved, file)
-        self._loop_state = {"trainer": base64.b64encode(file.getvalue()).decode()}
+        self._loop_state = packed(saved)
         return self._loop_state
 
     def end(self) -> None:
@@ -241,10 +189,8 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _restart(self, step: int, loop_state: Mapping[str, Any]) -> None:
         """Let the Trainer begin ``train`` again, after ``step`` steps of the federation."""
         self.end()
-        self.step_count, self._loop_state, self._resumed = step, loop_state, None
-        if loop_state:
-            file = io.BytesIO(base64.b64decode(loop_state["trainer"]))
-            self._resumed = torch.load(file, weights_only=True)
+        self.step_count, self._loop_state = step, loop_state
+        self._resumed = unpacked(loop_state)
         set_random_state(self._first_random)  # its seed is that of the order of the data
         with TemporaryDirectory() as folder:
             checkpoint = self._checkpoint(Path(folder)) if step else None
