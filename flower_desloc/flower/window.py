@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from flwr.app import Message
 from torch import Tensor
 from torch.optim import Optimizer
@@ -111,10 +112,26 @@ class ClientWindow:
             then()
             return
 
-        def before_the_first_step(*_: object) -> None:
-            hook.remove()
+        def seed() -> None:
             seed_states(self.worker.optimizer, names)
             then()
+
+        def before_the_first_step(
+            _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            hook.remove()
+            closure = options.pop("closure", None) or next(iter(args[1:]), None)
+            if closure is None:
+                seed()
+                return args, options
+
+            def closure_and_seed() -> Any:  # the gradients are there after it
+                loss = closure()
+                with torch.no_grad():
+                    seed()
+                return loss
+
+            return args[:1], {**options, "closure": closure_and_seed}
 
         hook = self.worker.optimizer.register_step_pre_hook(before_the_first_step)
         self._hooks.append(hook)

@@ -19,7 +19,13 @@ from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.worker import own_loop
 
 
-def in_own_loop(run: Run, calls: int = 1, record: bool = True, leave_at: float = math.inf) -> Run:
+def in_own_loop(
+    run: Run,
+    calls: int = 1,
+    record: bool = True,
+    leave_at: float = math.inf,
+    in_closure: bool = False,
+) -> Run:
     """Let the clients of a run train in a loop that a user would write."""
 
     def build(config: Any, context: Context) -> Any:
@@ -37,13 +43,20 @@ def in_own_loop(run: Run, calls: int = 1, record: bool = True, leave_at: float =
                     break
                 for group in optimizer.param_groups:
                     group["lr"] = run.case.lr * falling(step)
-                optimizer.zero_grad()
-                loss = run.problem.loss(module, m, step)
-                loss.backward()
+                losses: list[Tensor] = []
+
+                def gradients(step: int = step, losses: list[Tensor] = losses) -> float:
+                    optimizer.zero_grad()
+                    losses.append(run.problem.loss(module, m, step))
+                    losses[-1].backward()
+                    return losses[-1].item()
+
+                if not in_closure:
+                    gradients()
                 for _ in range(calls):
-                    optimizer.step()
+                    optimizer.step(gradients if in_closure else None)
                 if record:
-                    window.record(loss)
+                    window.record(losses[-1])
         return window.reply
 
     run.grid.client_app = client
@@ -101,6 +114,20 @@ def test_both_forms_of_a_client_end_equal(name, kind, tmp_path):
         for client in one.clients:
             a, b = one.clients[client], other.clients[client]
             assert (a.losses, a.learning_rates) == (b.losses, b.learning_rates)
+
+
+def test_a_client_that_joins_may_have_its_gradients_in_a_closure(tmp_path):
+    """The second moment is seeded with them, which are not there before the closure is called."""
+    case = CASES["adam"]
+
+    def run(folder: str) -> Run:
+        return Run(
+            case, SyncSchedule(case.periods(3, 4, 6)), tmp_path / folder, **OPTIONS["joiner"]
+        )
+
+    assert_same(
+        in_own_loop(run("closure"), in_closure=True).start(), in_own_loop(run("loop")).start()
+    )
 
 
 def small(folder: Path) -> Run:
