@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import trainers
 from federation import assert_same
 from flower_path import Grid
 from flwr.app import Context, Message, RecordDict
@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from trainers import ABSENCES, DESYNCED, EVERY_STEP, RARELY, STEPS, assert_equal
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -39,11 +40,7 @@ from flower_desloc import (
 )
 from flower_desloc.adapters.transformers import TrainerClient, TrainerSteps
 
-STEPS, WARMUP, CLIP, MICRO = 12, 3, 0.5, 4
-EVERY_STEP = {"params": 1, "exp_avg": 1, "exp_avg_sq": 1}
-DESYNCED = {"params": 2, "exp_avg": 4, "exp_avg_sq": 8}
-RARELY = {"params": 4, "exp_avg": 6, "exp_avg_sq": 12}
-"""Of these windows one ends with an epoch, which has three steps."""
+WARMUP, CLIP, MICRO = 3, 0.5, 4
 
 BuildTrainer = Callable[[Any, Context], Trainer]
 
@@ -102,53 +99,15 @@ def alone(build: BuildTrainer) -> dict[str, dict[str, Tensor]]:
     return {"params": params, **moments}
 
 
-class After(Observer):
-    def __init__(self, *acts: Callable[[int], object]) -> None:
-        self.acts = acts
-
-    def window(self, record: Any) -> None:
-        for act in self.acts:
-            act(record.step)
-
-
-def disturb(step: int) -> None:
-    """Draw from the global generators, as other clients and the server in a process may."""
-    torch.manual_seed(step)
-    np.random.seed(step)
-
-
 def federated(
-    app: Any,
-    folder: Path,
-    periods: dict[str, int],
-    num_clients: int = 1,
-    start: nn.Module | None = None,
-    after: Callable[[int], object] = disturb,
-    num_steps: int = STEPS,
-    absent: Callable[[int, int], bool] = lambda m, step: False,
-    **options: Any,
+    app: Any, folder: Path, periods: dict[str, int], start: nn.Module | None = None, **options: Any
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the last averages."""
-    grid = Grid(app, num_clients, folder / "state")
-
-    def leave(step: int) -> None:
-        grid.away = {m for m in range(num_clients) if absent(m, step)}
-
-    leave(0)
-    strategy = DesLoc(SyncSchedule(periods), num_steps, run_key="run", **options)
-    strategy.start(grid, to_record((start or model()).state_dict()), observer=After(leave, after))
-    return {name: dict(strategy.state.average(name)) for name in periods}
+    return trainers.federated(app, folder, periods, start or model(), **options)
 
 
 def new_process(build: BuildTrainer) -> Callable[[Message, Context], Message]:
     """Answer every message as a process of its own would."""
     return lambda message, context: TrainerClient(build)(message, context)
-
-
-def assert_equal(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert_same(one[name], other[name])
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +155,6 @@ def plain_client(folder: Path) -> ClientApp:
         return window.reply
 
     return client
-
-
-ABSENCES: dict[str, Callable[[int, int], bool]] = {
-    "nobody": lambda m, step: m == 2,
-    "some": lambda m, step: (m == 1 and step == 2) or (m == 2 and step < 4),
-}
 
 
 @pytest.mark.parametrize("who", ABSENCES)

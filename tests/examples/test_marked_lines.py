@@ -4,7 +4,7 @@ import pytest
 from scripts import ROOT
 
 
-@pytest.mark.parametrize("name", ["own_loop", "hf_trainer"])
+@pytest.mark.parametrize("name", ["own_loop", "hf_trainer", "lightning_client"])
 def test_the_example_marks_five_lines_and_the_page_shows_them(name):
     lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
     marked = [line for line in lines if "  # " in line and line.rpartition("  # ")[2][0] in "12345"]
