@@ -18,6 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from large_payload import ROLES
 from flower_desloc.app.runs.folder import read_lines
 
 WARM_UP = 2  # windows
-MODELS = {  # megabytes of parameters
-    4: "model.hidden_size=128 model.intermediate_size=256 model.num_hidden_layers=6",
-    120: "model.hidden_size=512 model.intermediate_size=1536 model.num_hidden_layers=9",
-    540: "model.hidden_size=1024 model.intermediate_size=2816 model.num_hidden_layers=12",
+SHAPES = {  # megabytes of parameters -> width, of the feed-forward part, blocks
+    4: (128, 256, 6),
+    120: (512, 1536, 9),
+    540: (1024, 2816, 12),
 }
 SETTINGS = (
     "sync.params=1 sync.exp_avg=never sync.exp_avg_sq=never data.batch_size=1 data.seq_len=32 "
@@ -48,6 +49,13 @@ OWN_ROLES = {  # part of a command line -> role of the process
     "flwr log": "flwr log",
     "federate quickstart": "desloc federate",
 }
+
+
+def run_settings(size: int, windows: int) -> list[str]:
+    """Return the settings of a run with a model of so many megabytes."""
+    names = "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"
+    shape = (f"{name}={value}" for name, value in zip(names, SHAPES[size], strict=True))
+    return [*SETTINGS.split(), *shape, f"run.steps={windows}"]
 
 
 class Usage:
@@ -80,6 +88,17 @@ class Usage:
             total[role] += seconds
         return total
 
+    def at_each(
+        self, run: "subprocess.Popen[Any]", count: Callable[[], int]
+    ) -> list[dict[str, float]]:
+        """Return the CPU-seconds whenever ``count`` has grown by one, until the run ends."""
+        at: list[dict[str, float]] = []
+        while run.poll() is None:
+            self.sample()
+            at += [self.seconds()] * (count() - len(at))
+            time.sleep(0.1)
+        return at
+
     @staticmethod
     def _role(process: psutil.Process) -> str:
         command = " ".join(process.cmdline())
@@ -93,7 +112,7 @@ def measure(size: int, sites: int, windows: int, settings: list[str]) -> dict[st
     mark = uuid.uuid4().hex
     usage = Usage(mark)
     with tempfile.TemporaryDirectory() as folder:
-        words = [*SETTINGS.split(), *MODELS[size].split(), f"run.steps={WARM_UP + windows}"]
+        words = run_settings(size, WARM_UP + windows)
         federate = "from flower_desloc.app.cli import app; app()"
         command = [sys.executable, "-c", federate, "federate", "quickstart", *words, *settings]
         with subprocess.Popen(
@@ -103,13 +122,7 @@ def measure(size: int, sites: int, windows: int, settings: list[str]) -> dict[st
             stderr=subprocess.STDOUT,
             text=True,
         ) as run:
-            at: list[dict[str, float]] = []  # after each window
-            while run.poll() is None:
-                usage.sample()
-                found = list(Path(folder).glob("*/metrics.jsonl"))
-                lines = found[0].read_text().count("\n") - 1 if found else 0  # without window 0
-                at += [usage.seconds()] * (lines - len(at))
-                time.sleep(0.1)
+            at = usage.at_each(run, lambda: _windows(Path(folder)))
             output = run.stdout.read() if run.stdout else ""
         if run.returncode:
             raise RuntimeError(output)
@@ -127,6 +140,12 @@ def measure(size: int, sites: int, windows: int, settings: list[str]) -> dict[st
         "memory_bytes_by_process": dict(usage.memory),
         "framed_bytes": records[-1]["framed_bytes_up"] + records[-1]["framed_bytes_down"],
     }
+
+
+def _windows(folder: Path) -> int:
+    """Return how many windows a run has completed."""
+    found = list(folder.glob("*/metrics.jsonl"))
+    return found[0].read_text().count("\n") - 1 if found else 0  # without window 0
 
 
 def main(

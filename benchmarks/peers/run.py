@@ -1,11 +1,11 @@
-"""A window of this project beside those of its peers, on one machine.
+"""Cost of a window, compared with NVFlare, torchft and Flower on the same machine.
 
     python benchmarks/peers/run.py [--peers desloc-federate,nvflare-poc] [--sizes 4,120,540]
                                    [--repeats 2] [--environments FOLDER] [--out FILE]
 
 Four sites and a server; a window is one step of AdamW on 32 tokens, after which the parameters are
 averaged; nothing is evaluated. The peers take turns, and the turns begin with another peer each
-time. FOLDER has an environment for each peer that needs one of its own: see README.md beside this.
+time. FOLDER holds the virtual environments of NVFlare and torchft (README.md in this folder).
 Results are appended to FILE, a line each, and runs that are there are not repeated.
 
 Seconds are those between the beginnings of a site's steps, the median over sites and windows after
@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import typer
 from common import about
-from federate_window import MODELS, SETTINGS, WARM_UP, Usage
+from federate_window import SHAPES, WARM_UP, Usage, run_settings
 
 from flower_desloc.app.runs.folder import read_lines
 
@@ -45,9 +44,9 @@ Command = Callable[[int, int, Path, Path], list[str]]
 def _desloc(command: str, *more: str) -> Command:
     def words(size: int, windows: int, folder: Path, _: Path) -> list[str]:
         app = "from flower_desloc.app.cli import app; app()"
-        settings = [*SETTINGS.split(), *MODELS[size].split(), f"run.steps={windows}"]
         return [
-            *(sys.executable, "-c", app, command, "quickstart", *settings, *more),
+            *(sys.executable, "-c", app, command, "quickstart", *run_settings(size, windows)),
+            *more,
             *("--output-dir", str(folder)),
         ]
 
@@ -116,15 +115,11 @@ def measure(name: str, size: int, windows: int, environments: Path) -> dict[str,
         (folder / "stamps").mkdir()
         command = PEERS[name](size, WARM_UP + windows, folder, environments.resolve())
         with _running(command, folder, size) as (run, usage):
-            at: list[float] = []  # CPU-seconds when each step begins
-            while run.poll() is None:
-                usage.sample()
-                begun = min(map(len, _steps(name, folder)), default=0)
-                at += [sum(usage.seconds().values())] * (begun - len(at))
-                time.sleep(0.1)
+            used = usage.at_each(run, lambda: min(map(len, _steps(name, folder)), default=0))
         steps = _steps(name, folder)
         if run.returncode or min(map(len, steps), default=0) <= WARM_UP + 1:
             return {"error": (folder / "log").read_text()[-2000:]}
+    at = [sum(each.values()) for each in used]  # CPU-seconds when each step begins
     return {
         "seconds": statistics.median(b - a for t in steps for a, b in pairwise(t[WARM_UP - 1 :])),
         "cpu_seconds": (at[-1] - at[WARM_UP - 1]) / (len(at) - WARM_UP),
@@ -143,7 +138,7 @@ def _running(
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
-        "PEERS_SIZE": str(size),
+        "PEERS_SHAPE": json.dumps(SHAPES[size]),
         "PEERS_STAMPS": str(folder / "stamps"),
         "NVFLARE_POC_WORKSPACE": str(folder / "poc"),
     }

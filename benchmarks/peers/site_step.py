@@ -1,10 +1,12 @@
 """What every site of every peer does in a window: one step of AdamW on 32 tokens.
 
-Needs PyTorch and transformers alone, and so runs in any peer's environment. ``PEERS_SIZE`` is the
-size in megabytes. Each step appends a line to ``PEERS_STAMPS/SITE``: the time at which it begins,
-on the clock that all processes of a machine share.
+Needs PyTorch and transformers alone, and so runs in any peer's environment. ``PEERS_SHAPE`` is the
+model's width, that of its feed-forward part, and its blocks, as JSON. Each step appends a line to
+``PEERS_STAMPS/SITE``: the time at which it begins, on the clock that all processes of a machine
+share.
 """
 
+import json
 import os
 import time
 from pathlib import Path
@@ -13,17 +15,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SHAPES = {  # megabytes -> width, of the feed-forward part, blocks; as in federate_window.py
-    4: (128, 256, 6),
-    120: (512, 1536, 9),
-    540: (1024, 2816, 12),
-}
 THREADS = 1
 
 
 def build_model() -> LlamaForCausalLM:
     """Return the model, with the same weights everywhere."""
-    width, inner, blocks = SHAPES[int(os.environ["PEERS_SIZE"])]
+    width, inner, blocks = json.loads(os.environ["PEERS_SHAPE"])
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
