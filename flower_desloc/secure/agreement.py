@@ -16,7 +16,7 @@ WIDE, NARROW, SHORT = 8, 6, 4
 """Bytes of the codes of second moments, of all others, and of parameters; no width is another."""
 LARGEST_SCALE: Final = 1000
 
-_STATED = re.compile(r"(0|[1-9][0-9]{0,17}) [0-9a-f]+ [0-9][0-9.e+-]*", re.ASCII)
+_STATED = re.compile(r"(?:0|[1-9][0-9]{0,17}) [0-9a-f]+ [0-9][0-9.e+-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,7 @@ class About:
         )
 
     def _is_average(self, stated: str) -> bool:
-        found = _STATED.fullmatch(stated)
-        return found is not None and int(found[1]) <= self.start
+        return _STATED.fullmatch(stated) is not None and version_of(stated) <= self.start
 
     @property
     def digest(self) -> bytes:
@@ -98,6 +97,11 @@ class About:
         """A digest of what a site's local steps follow from, besides its data and its state."""
         values = self.run, self.start, self.stop, dict(self.averages), self.request
         return hashed("steps", json.dumps(values, sort_keys=True).encode())
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """By stream that has an average, its version."""
+        return {name: version_of(average) for name, average in self.averages.items()}
 
     @property
     def window(self) -> str:
@@ -179,6 +183,16 @@ def stated(version: int, digest: str, largest: float = 0.0) -> str:
     '16 0f 0.5'
     """
     return f"{version} {digest} {largest!r}"
+
+
+def version_of(average: str) -> int:
+    """Return the version of an average that is ``stated``."""
+    return int(average.split()[0])
+
+
+def largest_in(average: str) -> float:
+    """Return the magnitude of the greatest value of an average that is ``stated``."""
+    return float(average.split()[2])
 
 
 def bits_of(number: int) -> int:

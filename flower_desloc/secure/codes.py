@@ -30,7 +30,7 @@ from torch import Tensor
 from flower_desloc.core.kinds import Kind
 from flower_desloc.core.streams import finite_ends
 from flower_desloc.core.types import Stream
-from flower_desloc.secure.agreement import LARGEST_SCALE, NARROW, SHORT, WIDE, bits_of
+from flower_desloc.secure.agreement import LARGEST_SCALE, NARROW, SHORT, WIDE, bits_of, largest_in
 
 Codes = NDArray[np.int64]
 
@@ -69,7 +69,7 @@ def largest_of(stream: Stream) -> float:
 
 def scale_after(average: str | None, number: int, width: int) -> int:
     """Return the scale of a stream after its last average, as ``stated``; None: there is none."""
-    return scale_for(float(average.split()[2]) if average else None, number, width)
+    return scale_for(largest_in(average) if average else None, number, width)
 
 
 def encode(tensor: Tensor, scale: int, number: int, width: int, *, up: bool = False) -> Codes:

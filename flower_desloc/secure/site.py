@@ -137,10 +137,11 @@ class SiteSum:
         return self._identity.name
 
     @_alone
-    def keys(self, about: About, held: int | None) -> bytes:
+    def keys(self, about: About, state_step: int | None) -> bytes:
         """Return new keys for a sum, signed (``Keys.to_bytes``); those of the last are dropped.
 
-        ``held`` is the step of the state that this site begins from; None: from averages alone.
+        ``state_step`` is the step of the state that this site begins from; None: from averages
+        alone.
         """
         least = self._identity.least
         if about.threshold < least:
@@ -155,7 +156,7 @@ class SiteSum:
             )
         seed, mask, channel = (secrets.token_bytes(KEY) for _ in range(3))
         public = masks.public_of(mask), masks.public_of(channel), hashed("seed", seed)
-        history = NEW if about.fresh else self._history(held) or secrets.token_bytes(KEY)
+        history = NEW if about.fresh else self._history(state_step) or secrets.token_bytes(KEY)
         own = Keys(*public, history, signature=b"")
         own = replace(own, signature=self._identity.sign(own.signed(about, self.name)))
         self._save(
@@ -208,12 +209,12 @@ class SiteSum:
 
     @_alone
     def receive(
-        self, sealed: Mapping[str, bytes], averages: Mapping[str, str], held: int | None
+        self, sealed: Mapping[str, bytes], averages: Mapping[str, str], state_step: int | None
     ) -> None:
         """Take the other sites' shares, before the local steps.
 
-        ``averages`` are those that came with them, as in ``About.averages``, and ``held`` is as in
-        ``keys``. The caller has all other averages of the sum, in its state of ``held``.
+        ``averages`` are those that came with them, as in ``About.averages``; the caller has all
+        others of the sum in its state after ``state_step``, which is as in ``keys``.
         """
         now, about = self._at("shares", "received")
         for name, average in averages.items():
@@ -221,7 +222,7 @@ class SiteSum:
                 raise ValueError(
                     f"the average of {name!r} is not the one that all sites of the sum agreed on"
                 )
-        if self._history(held) != Keys.of(bytes.fromhex(now.keys[self.name])).history:
+        if self._history(state_step) != Keys.of(bytes.fromhex(now.keys[self.name])).history:
             raise ValueError(
                 "the state of this site is not the one that it stated to the others; a window is "
                 "asked for again with new keys"
@@ -364,11 +365,11 @@ class SiteSum:
         keys = {name: Keys.of(bytes.fromhex(data)) for name, data in now.keys.items()}
         return session_of(About.of_json(now.about), keys), keys
 
-    def _history(self, held: int | None) -> bytes:
+    def _history(self, state_step: int | None) -> bytes:
         """Return the history of a state; empty if it is not known."""
-        if held is None:
+        if state_step is None:
             return NEW
-        return bytes.fromhex(self._stored.histories.get(self._run, {}).get(str(held), ""))
+        return bytes.fromhex(self._stored.histories.get(self._run, {}).get(str(state_step), ""))
 
     def _giving(self, about: About, members: list[str]) -> _Given:
         text = json.dumps(dict(about.averages), sort_keys=True)

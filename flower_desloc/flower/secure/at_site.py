@@ -109,7 +109,7 @@ def _answer_question(message: Message, site: SiteSum, files: StateFiles) -> Mess
     phase = record.get("phase")
     if phase == KEYS:
         about = About.of_json(str(record.get("about")))
-        found = {site.name: site.keys(about, _held(files.at(about.start), about))}
+        found = {site.name: site.keys(about, _step_of_state(files.at(about.start), about))}
     elif phase == SHARES:
         found = site.shares(read_by_name(record))
     elif phase == CONFIRM:
@@ -131,8 +131,8 @@ def _train(
     if about.fresh:
         files.delete()
     state = files.at(about.start)
-    held = _held(state, about)
-    _agree(message, site, request, about, held)
+    state_step = _step_of_state(state, about)
+    _agree(message, site, request, about, state_step)
     if _lacks(request, about, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
@@ -142,7 +142,7 @@ def _train(
     metrics = records_of(MetricRecord, reply.content)[METRICS]
     if STATE_LOST in metrics:
         return reply
-    if held is not None and STATE_NEW in metrics:
+    if state_step is not None and STATE_NEW in metrics:
         raise ValueError("this site's state is damaged; a window is asked for again with new keys")
     content = RecordDict({METRICS: _shown(metrics)})
     loss = _loss_codes(metrics.get("train-loss"))
@@ -164,11 +164,11 @@ def _shown(metrics: MetricRecord) -> MetricRecord:
     return shown
 
 
-def _held(state: ClientState | None, about: About) -> int | None:
+def _step_of_state(state: ClientState | None, about: About) -> int | None:
     """Return the step of a state with local steps that a window goes on from; None: it has none."""
     if state is None:
         return None
-    now = {name: int(average.split()[0]) for name, average in about.averages.items()}
+    now = about.versions
     kept = {name: state.versions[name] for name in state.streams}
     goes_on = any(now.get(name, version) == version for name, version in kept.items())
     return state.step if goes_on or state.late or state.loop_state else None
@@ -195,19 +195,18 @@ def _require_masks(message: Message, request: WindowRequest) -> None:
 
 
 def _agree(
-    message: Message, site: SiteSum, request: WindowRequest, about: About, held: int | None
+    message: Message, site: SiteSum, request: WindowRequest, about: About, state_step: int | None
 ) -> None:
     """Take the others' shares; raises ``ValueError`` unless the sum is what is asked for."""
     sent = {
         name: stated(request.versions[name], digest(stream), largest_of(stream))
         for name, stream in request.streams.items()
     }
-    site.receive(read_by_name(record_of(message)), sent, held)
+    site.receive(read_by_name(record_of(message)), sent, state_step)
     del message.content[SECURE]
     asked = request.run_key, request.start, request.stop, set(request.due)
-    versions = {name: int(average.split()[0]) for name, average in about.averages.items()}
     if asked != (about.run, about.start, about.stop, set(about.shapes)) or any(
-        request.versions.get(name) != version for name, version in versions.items()
+        request.versions.get(name) != version for name, version in about.versions.items()
     ):
         raise ValueError(f"the sites agreed on a sum of {about.window}, not on what is asked for")
     if request_digest(message.content) != about.request:
