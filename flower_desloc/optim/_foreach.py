@@ -124,6 +124,16 @@ class ForeachOptimizer(Optimizer):
                 begin, size = end, 0
 
 
+def update_moments_(
+    us: list[Tensor], vs: list[Tensor], gs: list[Tensor], betas: tuple[float, float]
+) -> None:
+    """Take gradients into Adam's moments, in place: u <- b1 u + (1 - b1) g, v likewise of g^2."""
+    beta1, beta2 = betas
+    torch._foreach_lerp_(us, gs, 1 - beta1)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+
+
 def add_scaled_(xs: list[Tensor], us: list[Tensor], factor: float | Tensor) -> None:
     """Add ``factor`` times ``us`` to ``xs``, in place; a compiled step's factor is a tensor."""
     if isinstance(factor, Tensor):

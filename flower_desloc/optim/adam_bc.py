@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from flower_desloc.core.states import ADAM, State
-from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, update_moments_
 
 
 def adam_bc_step(
@@ -28,10 +28,7 @@ def adam_bc_step(
     v <- beta2 v + (1 - beta2) g^2
     x <- x - lr u' / sqrt(max(v' - noise_std^2, eps^2)),   u' and v' without the bias of the start
     """
-    beta1, beta2 = betas
-    torch._foreach_lerp_(us, gs, 1 - beta1)
-    torch._foreach_mul_(vs, beta2)
-    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    update_moments_(us, vs, gs, betas)
     denominators = list(torch._foreach_div(vs, corrections[1]))
     torch._foreach_sub_(denominators, noise_std**2)
     torch._foreach_clamp_min_(denominators, eps**2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from flower_desloc.core.states import ADAM, State
-from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_
+from flower_desloc.optim._foreach import ForeachOptimizer, add_scaled_, update_moments_
 from flower_desloc.optim.description import Description
 
 
@@ -31,10 +31,7 @@ def paper_adam_step(
     v <- beta2 v + (1 - beta2) g^2
     x <- x - lr u / sqrt(v + eps^2)         eps is the paper's lambda
     """
-    beta1, beta2 = betas
-    torch._foreach_lerp_(us, gs, 1 - beta1)
-    torch._foreach_mul_(vs, beta2)
-    torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+    update_moments_(us, vs, gs, betas)
     denominators = torch._foreach_add(vs, eps**2)
     torch._foreach_sqrt_(denominators)
     add_scaled_(xs, list(torch._foreach_div(us, denominators)), -lr)

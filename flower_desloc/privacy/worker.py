@@ -19,7 +19,7 @@ from flower_desloc.privacy.clipping import Loss, clipped_sum, require_independen
 from flower_desloc.privacy.noise import gaussian, uniform
 
 _NOISE_STD = "noise_std"
-"""Setting of an optimizer that is told the standard deviation of a gradient's noise."""
+"""Setting of a parameter group: the standard deviation of the gradient's noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +92,14 @@ class PrivateLoss:
                 max_grad_norm=self.max_grad_norm,
                 chunk=self.chunk,
             )
+        deviation = cost.noise_multiplier * self.max_grad_norm  # of the sum's noise
         for group in self.optimizer.param_groups:
             if _NOISE_STD in group:
-                group[_NOISE_STD] = (
-                    cost.noise_multiplier * self.max_grad_norm / self.examples.batch_size
-                )
+                group[_NOISE_STD] = deviation / self.examples.batch_size
         for key, summed in total.items():
             if cost.noise_multiplier:
                 noise = gaussian(self._key(answer, key), summed)
-                summed.add_(noise, alpha=cost.noise_multiplier * self.max_grad_norm)
+                summed.add_(noise, alpha=deviation)
             summed.div_(self.examples.batch_size)
         loss: Tensor = _Gradients.apply([*total.values()], *params.values())  # type: ignore[no-untyped-call]  # PyTorch's
         return loss
