@@ -366,7 +366,21 @@ class LightningSteps(Callback):  # type: ignore[misc]  # lightning is not follow
         return {name: float(value) for each in metrics for name, value in each.items()}
 
 
-class _Order:
+class _Around:
+    """Has what another object has, besides its own."""
+
+    _inner: Any
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class _Order(_Around):
     """The order in which a sampler gives an epoch's batches, which can be drawn again."""
 
     began: RandomState | None = None
@@ -377,15 +391,15 @@ class _Order:
     """Batches to leave out, without loading them."""
 
     def __init__(self) -> None:
-        self._sampler: Any = ()
+        self._inner: Any = ()
         self._generators: list[torch.Generator] = []
 
     def of(self, loader: "DataLoader[Any]") -> "DataLoader[Any]":
         """Return a copy of a loader, whose sampler this becomes."""
         ordered = copy.copy(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._sampler = getattr(loader, name)
-        owners = (loader, loader.sampler, self._sampler, getattr(self._sampler, "sampler", None))
+        self._inner = getattr(loader, name)
+        owners = (loader, loader.sampler, self._inner, getattr(self._inner, "sampler", None))
         found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g}
         self._generators = list(found.values())
         vars(ordered)[name] = self  # a DataLoader refuses that it is set
@@ -401,14 +415,6 @@ class _Order:
         for generator, own in zip(self._generators, state["generators"], strict=False):
             generator.set_state(own)
 
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
     def __iter__(self) -> Iterator[Any]:
         here = self.random_state()
         skip, began = self.skip, self.resumed
@@ -416,7 +422,7 @@ class _Order:
         if began is not None:
             self.set_random_state(began)
         self.began = began or here
-        batches = iter(self._sampler)
+        batches = iter(self._inner)
         first = list(islice(batches, skip, skip + 1))  # a sampler draws when it is asked
         if began is not None:
             self.set_random_state(here)
@@ -424,31 +430,23 @@ class _Order:
         yield from batches
 
 
-class _Loader:
+class _Loader(_Around):
     """A DataLoader that waits between two steps, and can begin within an epoch."""
 
     def __init__(self, loader: "DataLoader[Any]", steps: LightningSteps) -> None:
-        self._loader, self._steps = steps.order.of(loader), steps
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+        self._inner, self._steps = steps.order.of(loader), steps
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             super().__setattr__(name, value)
         else:
-            setattr(self._loader, name, value)
+            setattr(self._inner, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         if self._steps.skip is not None:  # begin where it resumes, after the first wait
             return self._batches(iter(()))
         self._steps.order.began = None
-        return self._batches(iter(self._loader))
+        return self._batches(iter(self._inner))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         steps, done = self._steps, 0
@@ -469,7 +467,7 @@ class _Loader:
         order = self._steps.order
         order.began, order.skip = None, skip
         here = order.random_state()
-        batches = iter(self._loader)  # which draws a number
+        batches: Iterator[Any] = iter(self._inner)  # which draws a number
         order.set_random_state(here)
         return batches
 
