@@ -202,11 +202,10 @@ def _run_simulation(
     with (
         client_files(output_dir) as folder,
         client_keys(config, config.simulation.num_clients, folder) as keys,
-        client_memory(folder, possible=not ray_address) as in_memory,
+        client_memory(folder, possible=not ray_address),
         failing(FAILED, ProcessError),
     ):
-        clients = {STATE_DIR: str(folder), **in_memory}
-        clients |= {SECURE_KEYS: str(keys)} if keys else {}
+        clients = {STATE_DIR: str(folder)} | ({SECURE_KEYS: str(keys)} if keys else {})
         os.environ.update(clients)  # for all processes that run clients
         environment = {}
         if ray_address:

@@ -231,9 +231,8 @@ def fetched(url: str, output_dir: Path) -> Path:
         if not remote.exists():
             raise ConfigError(f"{remote.text}: no run is there")
         if folder.exists():
-            if not _local_mark(folder) or _local_mark(folder).get("run") != remote.mark().get(
-                "run"
-            ):
+            known = _local_mark(folder)
+            if not known or known.get("run") != remote.mark().get("run"):
                 raise ConfigError(
                     f"{remote.text}: {folder} is another run; give another --output-dir"
                 )
