@@ -140,16 +140,24 @@ def _hooks(
 
 @contextmanager
 def _folder(config: Config, output_dir: Path) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
-    """Yield the run's folder, and the checkpoint to resume from if there is one."""
+    """Yield the run's folder, and the checkpoint to resume from if there is one.
+
+    The folder of a new run that is refused before it is recorded is deleted.
+    """
     folder, checkpoint = to_resume(config, output_dir) or (
         RunFolder.create(output_dir, config.run.name),
         None,
     )
     inherit(folder, config.run.name)
-    with folder.claimed():
-        if checkpoint is not None:
-            folder.rewind(checkpoint.round)
-        yield folder, checkpoint
+    try:
+        with folder.claimed():
+            if checkpoint is not None:
+                folder.rewind(checkpoint.round)
+            yield folder, checkpoint
+    except ConfigError:
+        if checkpoint is None and not folder.summary.exists():
+            folder.discard()
+        raise
 
 
 def _begin_with(

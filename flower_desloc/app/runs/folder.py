@@ -65,6 +65,16 @@ class RunFolder:
                 f"({error.strerror}); give a folder with write permission"
             ) from error
 
+    def discard(self) -> None:
+        """Delete what a run has written, but not its list of members."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != self.members:
+                path.unlink()
+        if not self.members.exists():
+            self.path.rmdir()
+
     def claimed(self) -> AbstractContextManager[None]:
         """Lock the folder against other processes.
 

@@ -11,6 +11,7 @@ from tiny import TINY, failing_at, summary, train
 from flower_desloc.app.config import ConfigError
 from flower_desloc.app.engines import in_process
 from flower_desloc.app.runs import RunFolder, copy
+from flower_desloc.app.runs.roster import Roster
 
 URL = "memory://bucket/models"
 SHORT = (*TINY, "run.steps=6", "run.eval_every=6", "sync.params=2", "run.name=a")
@@ -112,6 +113,17 @@ def test_a_url_that_does_not_serve_is_refused_before_anything_is_trained(
 ):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path, *SHORT, *setting)
+    assert not any(tmp_path.rglob("config.yaml"))
+
+
+def test_a_run_that_is_refused_leaves_its_name_and_its_members(store, tmp_path):
+    members = RunFolder(tmp_path / "a").members
+    members.parent.mkdir()
+    Roster(members).set("client-0", "invited")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="Protocol not known"):
+            train(tmp_path, *SHORT, "run.copy_to=nowhere://models")
+        assert [*tmp_path.rglob("*")] == [members.parent, members]
 
 
 def test_a_run_that_is_resumed_does_not_write_over_another(store, tmp_path):
