@@ -1,13 +1,13 @@
-"""Methods by how unlike the clients are: the studies unlike_digits and unlike_fashion.
+"""Methods by how unlike the clients are, and by epsilon: studies of a small network.
 
-    python research/unlike.py runs/unlike_digits runs/unlike_fashion
+    python research/unlike.py runs/unlike_digits runs/unlike_fashion runs/privacy
 
-copies the runs at the best rates into research/results; `research/draw.py unlike` draws them.
+copies the runs at the best rates into research/results; `research/draw.py` draws them.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -36,7 +36,9 @@ from flower_desloc.app.study.store import FinishedRun, Store
 from flower_desloc.app.study.study_file import read_study
 
 TARGETS = {"unlike_digits": 0.9, "unlike_fashion": 0.75}
-"""Study -> the accuracy whose bytes are counted."""
+"""Study by alpha -> the accuracy whose bytes are counted."""
+PRIVACY = "privacy"
+"""The study by epsilon."""
 COLOURS = {
     "Local Adam": "#000000",
     "lean": "#117733",
@@ -103,11 +105,12 @@ def record(run: FinishedRun) -> Run:
 
 
 def cells(study: str) -> Mapping[tuple[str, str], Seeds]:
-    """Return the runs that did not diverge, by alpha and method, and by seed."""
+    """Return the runs that did not diverge, by alpha or epsilon and method, and by seed."""
     found: dict[tuple[str, str], Seeds] = defaultdict(dict)
+    axis = "epsilon" if study == PRIVACY else "alpha"
     for run in json.loads((RESULTS / f"{study}.json").read_text())["runs"]:
         if not run.get("diverged"):
-            found[run["alpha"], run["method"]][run["seed"]] = run
+            found[run[axis], run["method"]][run["seed"]] = run
     return found
 
 
@@ -120,34 +123,56 @@ def values(runs: Seeds, measure: Callable[[Run], float]) -> dict[int, float]:
     return {seed: measure(run) for seed, run in runs.items()}
 
 
-MEASURES: Mapping[str, Callable[[Run], float]] = {
+LOSS_AND_ACCURACY: Mapping[str, Callable[[Run], float]] = {
     "held-out loss": lambda run: run["loss"],
     "accuracy, %": lambda run: 100 * run["accuracy"],
+}
+MEASURES = LOSS_AND_ACCURACY | {
     "accuracy of the worst client, %": lambda run: 100 * run["clients"][0],
 }
 
 
 def table(study: str) -> Table:
+    """Return the table of a study by alpha."""
     target = TARGETS[study]
-    heads = ["alpha", "method", "rate", "seeds", *MEASURES, "loss above Local Adam, %"]
-    heads += ["MB of a client", f"MB to {target:.0%}"]
-    found, rows = cells(study), []
-    for alpha, method in found:
-        runs = found[alpha, method]
-        loss, theirs = (
-            values(found[alpha, m], lambda run: run["loss"]) for m in (method, BASELINE)
-        )
-        above = "" if method == BASELINE else Estimate.above(loss, theirs).interval
+
+    def sent(runs: Seeds) -> list[object]:
         took = [until(run, target) for run in runs.values()]
         reached = [each for each in took if each is not None]
         counted = f" ({len(reached)} of {len(took)})" if len(reached) < len(took) else ""
-        some = next(iter(runs.values()))
-        rate = f"{some['tuned']:g}" + ("" if some["bracketed"] else ", at the edge")
-        row = [spread([*values(runs, measure).values()]) for measure in MEASURES.values()]
-        sent = f"{fmean(run['bytes'] for run in runs.values()) / 1e6:.3g}"
-        to_target = f"{fmean(reached):.2g}{counted}" if reached else "-"
-        rows.append([alpha, method, rate, len(runs), *row, above, sent, to_target])
+        in_all = f"{fmean(run['bytes'] for run in runs.values()) / 1e6:.3g}"
+        return [in_all, f"{fmean(reached):.2g}{counted}" if reached else "-"]
+
+    heads = ["alpha", *_heads(MEASURES), "MB of a client", f"MB to {target:.0%}"]
+    found = cells(study)
+    rows = [[*_row(found, *key, MEASURES), *sent(runs)] for key, runs in found.items()]
     return Table(heads, rows)
+
+
+def private_table() -> Table:
+    """Return the table of the study by epsilon."""
+    found = cells(PRIVACY)
+    rows = [_row(found, *key, LOSS_AND_ACCURACY) for key in found]
+    return Table(["epsilon", *_heads(LOSS_AND_ACCURACY)], rows)
+
+
+def _heads(measures: Iterable[str]) -> list[str]:
+    return ["method", "rate", "seeds", *measures, f"loss above {BASELINE}, %"]
+
+
+def _row(
+    found: Mapping[tuple[str, str], Seeds],
+    at: str,
+    method: str,
+    measures: Mapping[str, Callable[[Run], float]],
+) -> list[object]:
+    runs = found[at, method]
+    loss, theirs = (values(found[at, m], lambda run: run["loss"]) for m in (method, BASELINE))
+    above = "" if method == BASELINE else Estimate.above(loss, theirs).interval
+    some = next(iter(runs.values()))
+    rate = f"{some['tuned']:g}" + ("" if some["bracketed"] else ", at the edge")
+    row = [spread([*values(runs, measure).values()]) for measure in measures.values()]
+    return [at, method, rate, len(runs), *row, above]
 
 
 def _lines(
@@ -185,6 +210,8 @@ def picture(study: str) -> None:
 
 STUDIES = [study for study in TARGETS if (RESULTS / f"{study}.json").exists()]
 TABLES: dict[str, Draw] = {study: partial(table, study) for study in STUDIES}
+if (RESULTS / f"{PRIVACY}.json").exists():
+    TABLES[PRIVACY] = private_table
 FIGURES: dict[str, Callable[[], Any]] = {study: partial(picture, study) for study in STUDIES}
 
 
