@@ -10,7 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from flower_desloc.core import states
 from flower_desloc.optim.description import Description
 
-_SETTINGS: Final = {"betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+_SETTINGS: Final = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
 def _fused(cls: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:

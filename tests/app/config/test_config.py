@@ -160,14 +160,14 @@ def test_a_configuration_is_plain_typed_objects():
 @pytest.mark.parametrize(
     "overrides",
     [
-        "  sync.params=32   optimizer.name=adam\trun.seed=3 ",
-        ("run.seed=9", "sync.params=32", "optimizer.name=adam", "run.seed=3"),
+        "  sync.params=32   optimizer.eps=1e-5\trun.seed=3 ",
+        ("run.seed=9", "sync.params=32", "optimizer.eps=1e-5", "run.seed=3"),
     ],
 )
 def test_overrides_win_as_text_or_list_and_the_last_one_wins(overrides):
     expected = quickstart()
     expected.sync["params"] = 32
-    expected = with_values(expected, {"optimizer.name": "adam", "run.seed": 3})
+    expected = with_values(expected, {"optimizer.eps": 1e-5, "run.seed": 3})
     assert quickstart(overrides) == expected
 
 
@@ -238,9 +238,9 @@ def test_what_a_file_or_the_user_states_for_an_optimizer_stays(presets):
     assert (child.lr, child.betas, child.eps) == (0.2, (0.5, 0.6), 1e-6)
     assert child.weight_decay == 0.1
     assert optimizer("child", "optimizer.name=adamw").lr == 0.5  # that of the base
-    assert optimizer("child", "optimizer.name=adam optimizer.eps=1e-5").betas == (0.95, 0.95)
+    assert optimizer("child", "optimizer.name=adam optimizer.eps=1e-5").betas == (0.9, 0.95)
     assert optimizer("alone").eps == 1e-8
-    assert optimizer("base").betas == (0.95, 0.95)
+    assert optimizer("base").betas == (0.9, 0.95)
 
 
 # ---------------------------------------------------------------------------- Data parallelism
@@ -447,7 +447,7 @@ WRONG = {
     "optimizer.betas=[0.9]": ["optimizer.betas=[0.9]", "takes 2 values"],
     "optimizer.betas=[0.9,0.9,0.9]": ["optimizer.betas=[0.9, 0.9, 0.9]", "takes 2 values"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "must be a number"],
-    "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adam has no such setting"],
+    "optimizer.momentum=0.8": ["optimizer.momentum=0.8", "adamw has no such setting"],
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
     "sync={params:8}": ["sync={params:8}", "write {params: 8}, with a blank after the colon"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
