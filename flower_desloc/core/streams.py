@@ -12,12 +12,14 @@ steps, its Adam would correct the bias of moments that have just begun, which is
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flower_desloc.core.multi import parts_of
 from flower_desloc.core.schedule import BUFFERS as BUFFERS
 from flower_desloc.core.schedule import PARAMS
 from flower_desloc.core.types import NotFiniteError, Stream
@@ -38,21 +40,77 @@ def prime(optimizer: Optimizer) -> None:
     Raises ``ValueError`` for an optimizer whose states do not start at zero, such as NAdam, and for
     one that takes no step on gradients of zeros, such as SparseAdam.
     """
-    what = type(optimizer).__name__
-    kept = [(p, p.detach().clone()) for p in trained_by(optimizer)]
+    params = trained_by(optimizer)
+    if not optimizer.state and _has_alike_states(optimizer):
+        with _small(params):
+            _create_states(optimizer)
+        if _grow_states(optimizer, params):
+            return
+        optimizer.state.clear()
+    kept = [p.detach().clone() for p in params]
+    _create_states(optimizer)
     with torch.no_grad():
-        try:
-            _step_from_zero(optimizer, 0.0)
-            changed = [name for name, state in _tensors_of(optimizer) if state.any()]
-            if changed and not _first_step_is_from_zeros(optimizer):
-                raise ValueError(f"{changed[0]!r} of {what} is not zero before the first step")
-        except RuntimeError as error:
-            why = f"{what} takes no step on gradients of zeros, which creates its states"
-            raise ValueError(f"{why}: {error}") from error
-        optimizer.zero_grad(set_to_none=True)
-        for p, x in kept:
+        for p, x in zip(params, kept, strict=True):
             p.copy_(x)
-        _zero_states(optimizer)
+
+
+@torch.no_grad()
+def _create_states(optimizer: Optimizer) -> None:
+    what = type(optimizer).__name__
+    try:
+        _step_from_zero(optimizer, 0.0)
+        changed = [name for name, state in _tensors_of(optimizer) if state.any()]
+        if changed and not _first_step_is_from_zeros(optimizer):
+            raise ValueError(f"{changed[0]!r} of {what} is not zero before the first step")
+    except RuntimeError as error:
+        why = f"{what} takes no step on gradients of zeros, which creates its states"
+        raise ValueError(f"{why}: {error}") from error
+    optimizer.zero_grad(set_to_none=True)
+    _zero_states(optimizer)
+
+
+def _has_alike_states(optimizer: Optimizer) -> bool:
+    """Return whether small parameters have the states that large ones have, and no step compiles.
+
+    Somebody else's optimizer may keep its states in another way where a parameter is large.
+    """
+    return all(
+        type(part).__module__.startswith(("torch.optim.", "flower_desloc.optim."))
+        and not getattr(part, "compiled", False)
+        for part in parts_of(optimizer)
+    ) and all(type(p.data) is Tensor for p in trained_by(optimizer))
+
+
+def _small_shape(p: Tensor) -> torch.Size:
+    return torch.Size(range(2, 2 + p.dim()))
+
+
+@contextmanager
+def _small(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters have a few elements in the block: a step on the whole costs seconds."""
+    kept = [(p, p.data) for p in params]
+    try:
+        for p, whole in kept:
+            p.grad = None
+            p.data = whole.new_zeros(_small_shape(p))
+        yield
+    finally:
+        for p, whole in kept:
+            p.grad = None
+            p.data = whole
+
+
+def _grow_states(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Give the states of small parameters the shapes of the whole; return whether all could."""
+    for p in params:
+        states = optimizer.state[p]
+        for name, state in states.items():
+            if name == STEP or not isinstance(state, Tensor) or state.dim() == 0 < p.dim():
+                continue
+            if state.shape != _small_shape(p):
+                return False
+            states[name] = torch.zeros_like(p, dtype=state.dtype, device=state.device)
+    return True
 
 
 def _first_step_is_from_zeros(optimizer: Optimizer) -> bool:

@@ -124,6 +124,35 @@ def test_priming_does_not_change_the_training_that_follows(make):
     assert_same(list(other.parameters()), list(module.parameters()))
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgdm", "adopt", "rmsprop"])
+def test_states_are_those_of_a_first_step_though_it_is_taken_on_few_elements(name):
+    def convolution():
+        layer = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last, dtype=torch.bfloat16)
+        return layer, MAKERS[name][0](layer.parameters())
+
+    (layer, optimizer), (other, stepped) = convolution(), convolution()
+    sizes = []
+    optimizer.register_step_pre_hook(lambda *_: sizes.extend(p.numel() for p in layer.parameters()))
+    prime(optimizer)
+    assert max(sizes) < layer.weight.numel() == 1152
+    for p in other.parameters():
+        p.grad = torch.ones_like(p)
+    stepped.step()
+    for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+        mine, theirs = optimizer.state[p], stepped.state[q]
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"step"}:
+            is_as = [(t.shape, t.dtype, t.stride()) for t in (mine[key], theirs[key])]
+            assert is_as[0] == is_as[1]
+
+
+def test_an_optimizer_with_a_state_of_another_shape_is_primed_on_the_whole():
+    layer = nn.Linear(3, 5)
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    prime(optimizer)
+    assert optimizer.state[layer.weight]["row_var"].shape == (5, 1)
+
+
 @pytest.mark.parametrize(
     "make",
     [
