@@ -25,7 +25,7 @@ class WindowStart:
     streams: Streams
     """Every stream of its optimizer."""
     averaged: Collection[str]
-    """Those of ``streams`` that the client was sent."""
+    """Those of ``streams`` that the client was sent; not those that it had already."""
     is_new: bool
     """Whether the client has taken no step yet, or has lost what it had."""
     had_state: bool
@@ -61,12 +61,14 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
     received = _received(request, state, worker)
     late = _late(request, state)
     streams: dict[str, Stream] = {}
+    averaged: list[str] = []
     never_averaged: list[str] = []
     for name in names:
         if (own := _own(name, request, state, late)) is not None:
             streams[name] = own
         elif name in received:
             streams[name] = received[name]
+            averaged.append(name)
         elif name in request.resets or (request.versions[name] == 0 and starts_at_zero(name)):
             streams[name] = zeros_like(worker.like([name])[name])
             never_averaged += [] if name in request.resets else [name]
@@ -79,7 +81,7 @@ def window_start(worker: Worker, request: WindowRequest, files: StateFiles) -> W
     counts = state.steps_since_average if state else {}
     return WindowStart(
         streams=streams,
-        averaged=received.keys() - averages.keys(),
+        averaged=averaged,
         is_new=state is None or not state.versions.keys() >= states,
         had_state=state is not None,
         never_averaged=never_averaged,

@@ -1,7 +1,7 @@
 """Secure sums over the whole federated path: the weights of a plain run, and nothing of a site."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.flower.arrays import from_record, records_of, to_array, to_record
 from flower_desloc.flower.failures import ClientError, FederationError
 from flower_desloc.flower.flight import body
-from flower_desloc.flower.messages import WindowRequest
+from flower_desloc.flower.messages import GOODBYE, WindowRequest
 from flower_desloc.flower.secure.at_server import SecureDesLoc
 from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.secure.record import ASK, SECURE
@@ -39,11 +39,11 @@ ONE = {"periods": (2, 2, 2), "num_steps": 2}
 TWO = {**ONE, "num_steps": 4}
 
 
-def secure(tmp_path, *, clients=4, periods=PERIODS, policy=None, **options):
+def secure(tmp_path, *, clients=4, periods=PERIODS, policy=None, strategy=SecureDesLoc, **options):
     options = {"num_steps": STEPS, **options}
     policy = policy or Policy(min_clients=3, on_failure="continue", repeats=1)
     return Run(
-        "adam", periods, tmp_path / "secure", num_clients=clients, strategy=SecureDesLoc,
+        "adam", periods, tmp_path / "secure", num_clients=clients, strategy=strategy,
         policy=policy, **options,
     )  # fmt: skip
 
@@ -421,6 +421,64 @@ def test_the_steps_that_one_site_alone_was_asked_for_are_in_no_sum(tmp_path):
               policy=Policy(min_clients=3, on_failure="continue"))  # fmt: skip
     run.grid.instead = at_phase("", {2, 3}, kind="train")
     close(run.final(), from_record(run.initial))
+
+
+class Repeating(SecureDesLoc):
+    """Adds up the last window twice over the same sites; all moments before it are its own."""
+
+    moments: dict[str, float]
+    between: Callable[[], object]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Any] = []
+
+    def configure_train(self, server_round, arrays, config, grid):
+        self.sync_bound = self.loop.round.window.stop == self.windows[-1].stop
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def _averages(self, sums, about, count):
+        averages = super()._averages(sums, about, count)
+        if about.stop < self.windows[-1].stop:
+            for name in self.moments.keys() & averages:
+                value = self.moments[name]
+                averages[name] = {k: torch.full_like(t, value) for k, t in averages[name].items()}
+            return averages
+        self.seen.append({name: dict(stream) for name, stream in averages.items()})
+        if len(self.seen) == 1:
+            self.between()
+            raise ValueError("once more")
+        return averages
+
+
+@pytest.mark.parametrize("lie", ["one site forgets its state", "one site is sent what it has"])
+def test_a_window_that_is_repeated_over_the_same_sites_has_the_same_sum(tmp_path, lie):
+    forgets = lie == "one site forgets its state"
+    steps = 2 if forgets else 4
+    periods = (1, 1, 1) if forgets else (1, 2, 2)
+    run = secure(tmp_path, periods=periods, num_steps=steps, strategy=Repeating)
+    again = list[str]()
+
+    def between():
+        again.append(lie)
+        if forgets:
+            content = WindowRequest(run_key=RUN).to_content(0)
+            run.app(Message(content, 1, GOODBYE), run.grid.contexts[1])
+
+    def resend(asked: Message) -> None:
+        about = asked.metadata
+        asked_last = (about.message_type, about.dst_node_id, about.group_id) == ("train", 1, "4")
+        if asked_last and again:
+            for name in ("exp_avg", "exp_avg_sq"):
+                asked.content[name] = to_record(run.strategy.state.average(name))
+
+    run.strategy.moments = {"exp_avg": 8.0, "exp_avg_sq": 0.0 if forgets else 1.0}
+    run.strategy.between = between
+    run.grid.instead = resend
+    run.start()
+    one, other = run.strategy.seen
+    for name in one:
+        close(one[name], other[name], atol=0)
 
 
 def test_when_a_site_joins_all_begin_from_the_averages_as_if_they_had_lost_their_states(

@@ -136,6 +136,8 @@ def _train(
     if _lacks(request, about, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
+    if state_step is None and not about.fresh:
+        _begin_alike(files, request)
     kinds, bundles = request.kinds, request.bundles
     del request, state  # its tensors are freed by whoever uses them
     reply = call(message, context)
@@ -181,6 +183,23 @@ def _lacks(request: WindowRequest, about: About, state: ClientState | None) -> b
         and not (state is not None and state.has(name, request.versions[name]))
         for name in about.averages
     )
+
+
+def _begin_alike(files: StateFiles, request: WindowRequest) -> None:
+    """Write a state without streams, for a window that begins from the averages alone.
+
+    A site's first window at a later step begins otherwise than that of the others
+    (``window_events``), and an old state may have residuals. The server could have one site forget
+    its state, repeat the window, and tell that site's part by the difference of the two sums.
+    """
+    state = ClientState(
+        step=request.start,
+        versions=request.versions,
+        streams={},
+        attempt=request.attempt,
+        checkpoint=request.checkpoint,
+    )
+    files.write(state)
 
 
 def _require_masks(message: Message, request: WindowRequest) -> None:
