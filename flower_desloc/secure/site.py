@@ -75,14 +75,23 @@ class _Given:
         return self.averages == other.averages or (self.run == other.run and in_both)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Origin:
+    """What a state is from."""
+
+    history: str
+    """As in ``Keys.history``; empty while it is not certain."""
+    averages: dict[str, str]
+    """Those that its last window began from, as in ``About.averages``."""
+
+
 @dataclass(kw_only=True)
 class _Stored:
     """What is in the file of a site."""
 
     given: list[_Given] = field(default_factory=list)
-    histories: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By run and step, the history of the state after it (``Keys.history``); empty while that is
-    not certain."""
+    origins: dict[str, dict[str, _Origin]] = field(default_factory=dict)
+    """By run and step, the origin of the state after it."""
     now: dict[str, _Sum] = field(default_factory=dict)
     """By run, the sum in progress."""
 
@@ -94,7 +103,10 @@ class _Stored:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             given=[_Given(**each) for each in stored["given"]],
-            histories=stored["histories"],
+            origins={
+                run: {step: _Origin(**each) for step, each in origins.items()}
+                for run, origins in stored["origins"].items()
+            },
             now={run: _Sum(**each) for run, each in stored["now"].items()},
         )
 
@@ -217,7 +229,9 @@ class SiteSum:
         others of the sum in its state after ``state_step``, which is as in ``keys``.
         """
         now, about = self._at("shares", "received")
-        for name, average in averages.items():
+        origin = self._origin(state_step)
+        had = {name: each for name, each in origin.averages.items() if name in about.averages}
+        for name, average in {**dict.fromkeys(about.averages, ""), **had, **averages}.items():
             if about.averages.get(name) != average:
                 raise ValueError(
                     f"the average of {name!r} is not the one that all sites of the sum agreed on"
@@ -242,9 +256,10 @@ class SiteSum:
             parts[name] = part.hex()
         self._require_enough(parts, about, "have sent shares")
         # Its states after the start are deleted, and the one at the end is about to be written.
-        kept = self._stored.histories.get(self._run, {}).items()
-        histories = {step: each for step, each in kept if int(step) <= about.start}
-        self._stored.histories[self._run] = {**histories, str(about.stop): ""}
+        kept = self._stored.origins.get(self._run, {}).items()
+        origins = {step: each for step, each in kept if int(step) <= about.start}
+        origins[str(about.stop)] = _Origin(history="", averages=dict(about.averages))
+        self._stored.origins[self._run] = origins
         self._save(replace(now, phase="received", held=parts))
 
     @_alone
@@ -256,7 +271,8 @@ class SiteSum:
         now, about = self._at("received")
         session, keys = self._session(now)
         history = hashed("history", keys[self.name].history, about.steps)
-        self._stored.histories[self._run][str(about.stop)] = history.hex()
+        origins = self._stored.origins[self._run]
+        origins[str(about.stop)] = replace(origins[str(about.stop)], history=history.hex())
         self._save(replace(now, phase="masked"))
         used = [(masks.seed_key(bytes.fromhex(now.seed), session), 1)]
         for name in sorted(now.held.keys() - {self.name}):
@@ -320,7 +336,7 @@ class SiteSum:
     @_alone
     def forget(self) -> None:
         """Drop the sum in progress, when the run is over and its states here are deleted."""
-        self._stored.histories.pop(self._run, None)
+        self._stored.origins.pop(self._run, None)
         self._save(None)
 
     @_alone
@@ -367,9 +383,12 @@ class SiteSum:
 
     def _history(self, state_step: int | None) -> bytes:
         """Return the history of a state; empty if it is not known."""
-        if state_step is None:
-            return NEW
-        return bytes.fromhex(self._stored.histories.get(self._run, {}).get(str(state_step), ""))
+        return NEW if state_step is None else bytes.fromhex(self._origin(state_step).history)
+
+    def _origin(self, state_step: int | None) -> _Origin:
+        """Return what a state is from; empty if there is none, or it is not known."""
+        unknown = _Origin(history="", averages={})
+        return self._stored.origins.get(self._run, {}).get(str(state_step), unknown)
 
     def _giving(self, about: About, members: list[str]) -> _Given:
         text = json.dumps(dict(about.averages), sort_keys=True)

@@ -22,6 +22,7 @@ from flower_desloc.flower.messages import GOODBYE, WindowRequest
 from flower_desloc.flower.secure.at_server import SecureDesLoc
 from flower_desloc.flower.secure.mod import SECURE_KEYS
 from flower_desloc.flower.secure.record import ASK, SECURE
+from flower_desloc.secure.agreement import stated
 from flower_desloc.secure.identity import introduce
 
 PERIODS = (2, 3, 6)
@@ -479,6 +480,23 @@ def test_a_window_that_is_repeated_over_the_same_sites_has_the_same_sum(tmp_path
     one, other = run.strategy.seen
     for name in one:
         close(one[name], other[name], atol=0)
+
+
+def test_a_server_that_restates_an_average_which_the_sites_have_is_refused(tmp_path, monkeypatch):
+    """The scale of their codes would be its own choice."""
+    run = secure(tmp_path, periods=(1, 2, 4), num_steps=4)
+    agreed = SecureDesLoc._stated_averages
+
+    def restated(self):
+        averages = agreed(self)
+        if self.loop.round.window.start == 3:  # since a window ago they have exp_avg
+            version, digest, _ = averages["exp_avg"].split()
+            averages["exp_avg"] = stated(int(version), digest, 1e-9)
+        return averages
+
+    monkeypatch.setattr(SecureDesLoc, "_stated_averages", restated)
+    with pytest.raises(FederationError, match="the average of 'exp_avg' is not the one that all"):
+        run.start()
 
 
 def test_when_a_site_joins_all_begin_from_the_averages_as_if_they_had_lost_their_states(

@@ -154,8 +154,9 @@ def test_a_site_begins_from_the_averages_that_all_agreed_on(tmp_path):
     ):
         with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
             first.receive(sealed, sent, None)
+    with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
+        first.receive(sealed, {}, None)  # it has none
     first.receive(sealed, server.about.averages, None)
-    first.receive(sealed, {}, None)  # it has it already
 
 
 def test_too_few_sites_and_too_low_a_threshold_are_refused(tmp_path):
@@ -264,8 +265,8 @@ def test_averages_that_hardly_differ_are_others_which_no_site_can_tell(tmp_path,
     assert same(tells, in_order(codes(3)))
 
 
-def taken(sites, names, held=None, **changed):
-    """Let the named sites take a window, of which no sum comes."""
+def taken(sites, names, held=None, sent=None, **changed):
+    """Let the named sites take a window, of which no sum comes; by default all averages come."""
     server = ServerSum(about(3, **changed))
     for name, site in sites.sites.items():
         server.add_keys(name, site.keys(server.about, held))
@@ -273,11 +274,21 @@ def taken(sites, names, held=None, **changed):
     for name, site in sites.sites.items():
         server.add_shares(name, site.shares(keys))
     for name in names:
-        sites.sites[name].receive(server.sealed_for(name), server.about.averages, held)
+        averages = server.about.averages if sent is None else sent
+        sites.sites[name].receive(server.sealed_for(name), averages, held)
         sites.sites[name].mask(in_order(codes(0)))
 
 
 LATER = {"start": 16, "stop": 32}
+
+
+def test_an_average_that_a_site_has_is_stated_as_it_came(tmp_path):
+    sites = Sites(tmp_path, 3)
+    taken(sites, sites.names)
+    for stated_now in (stated(0, "0f", 0.25), stated(0, "1f", 0.5)):
+        with pytest.raises(ValueError, match="is not the one that all sites of the sum agreed on"):
+            taken(sites, ["site-a"], 16, sent={}, averages={"params": stated_now}, **LATER)
+    taken(sites, sites.names, 16, sent={}, **LATER)
 
 
 def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(tmp_path):
@@ -295,7 +306,7 @@ def test_a_sum_is_of_sites_that_have_taken_the_same_windows_since_the_averages(t
     first = sites.sites["site-a"]
     with pytest.raises(ValueError, match="is not the one that it stated to the others"):
         first.receive(server.sealed_for("site-a"), {}, 16)  # but its state is still there
-    first.receive(server.sealed_for("site-a"), {}, None)
+    first.receive(server.sealed_for("site-a"), server.about.averages, None)
     with pytest.raises(ValueError, match="it does not begin from the averages alone"):
         server.add_keys("site-a", first.keys(about(3, **LATER), 16))
     taken(sites, sites.names)

@@ -132,10 +132,10 @@ def _train(
         files.delete()
     state = files.at(about.start)
     state_step = _step_of_state(state, about)
-    _agree(message, site, request, about, state_step)
     if _lacks(request, about, state):
         metrics = MetricRecord({"num-examples": 0, "train-loss": math.nan, STATE_LOST: 1})
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
+    _agree(message, site, request, about, state_step)
     if state_step is None and not about.fresh:
         _begin_alike(files, request)
     kinds, bundles = request.kinds, request.bundles
@@ -179,9 +179,8 @@ def _step_of_state(state: ClientState | None, about: About) -> int | None:
 def _lacks(request: WindowRequest, about: About, state: ClientState | None) -> bool:
     """Return whether an average was not sent, and is not in the state with the steps since."""
     return any(
-        name not in request.streams
-        and not (state is not None and state.has(name, request.versions[name]))
-        for name in about.averages
+        name not in request.streams and not (state is not None and state.has(name, version))
+        for name, version in about.versions.items()
     )
 
 
