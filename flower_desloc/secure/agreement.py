@@ -162,7 +162,7 @@ def least_threshold(number: int) -> int:
     """Return the least threshold for so many sites: more than two thirds.
 
     So no two lists of survivors have enough signatures, and no site's two masks are both removed,
-    unless a third of the sites side with the server (Bonawitz et al., section 6.2).
+    unless a third of them side with the server (Bonawitz et al., section 6.2), which chooses them.
 
     >>> [least_threshold(number) for number in (3, 4, 7, 10, 20)]
     [3, 3, 5, 7, 14]
