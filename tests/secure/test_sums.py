@@ -394,6 +394,22 @@ def test_false_shares_of_three_sites_of_twenty_do_not_hide_a_sum(tmp_path, monke
     assert len(tries) < 1000
 
 
+def test_true_shares_are_joined_twice_and_not_for_each_spare_one(tmp_path, monkeypatch):
+    sites, server = Sites(tmp_path, 10), ServerSum(about(10))
+    sites.until_masked(server, {})
+    sites.unmask(server)
+    tries, join = list[None](), shares.join
+
+    def counted(given, least):
+        tries.append(None)
+        return join(given, least)
+
+    monkeypatch.setattr(shares, "join", counted)
+    assert same(server.total(), plain(range(10)))
+    assert len(tries) == 2 * 10
+    assert not server.false
+
+
 @pytest.mark.parametrize("which", ["mask", "channel"])
 def test_keys_that_are_no_secret_are_named_by_the_server_and_refused_by_sites(tmp_path, which):
     sites, server = Sites(tmp_path, 3), ServerSum(about(3))
