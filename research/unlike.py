@@ -7,7 +7,7 @@ copies the runs at the best rates into research/results; `research/draw.py` draw
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -15,9 +15,11 @@ from statistics import fmean
 from typing import Any
 
 import typer
+from matplotlib.axes import Axes
 from paired import (
     RESEARCH,
     RESULTS,
+    ROOT,
     Draw,
     Estimate,
     Line,
@@ -175,37 +177,68 @@ def _row(
     return [at, method, rate, len(runs), *row, above]
 
 
-def _lines(
-    found: Mapping[tuple[str, str], Seeds], of: Callable[[Seeds], Estimate]
-) -> Iterator[Line]:
-    for method, colour in COLOURS.items():
+IN_SHORT = ("Local Adam", "lean", "DES-LOC", "FAVG+OPT", "FedAvg", "SCAFFOLD")
+"""The methods of the figure for users."""
+
+
+def _panel(
+    panel: Axes, study: str, name: str, of: Callable[[Seeds], Estimate], methods: Iterable[str]
+) -> None:
+    found = cells(study)
+    alphas = sorted({float(alpha) for alpha, _ in found})
+    lines: list[Line] = []
+    for number, method in enumerate(methods):
+        beside = 1.02 ** (number - 3)  # or intervals would hide each other
         points = [(float(alpha), of(runs)) for (alpha, m), runs in found.items() if m == method]
-        if points := [(at, one) for at, one in points if one.seeds]:
-            yield method, colour, "o-", points
+        if points := [(at * beside, one) for at, one in points if one.seeds]:
+            lines.append((method, COLOURS[method], "o-", points))
+    words = {alpha: f"{alpha:g}" for alpha in alphas}
+    draw_lines(panel, lines, name, "alpha: to the right clients are more alike", ticks=words)
+
+
+def _logarithmic(panel: Axes, ticks: list[float]) -> None:
+    panel.set_yscale("log")
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
+
+
+def _mean_of(measure: Callable[[Run], float]) -> Callable[[Seeds], Estimate]:
+    return lambda runs: Estimate.of(values(runs, measure).values())
+
+
+def _megabytes(study: str) -> tuple[str, Callable[[Seeds], Estimate]]:
+    def estimate(runs: Seeds) -> Estimate:
+        took = [until(run, TARGETS[study]) for run in runs.values()]
+        return Estimate.of(each for each in took if each is not None)
+
+    return f"MB that a client sends until {TARGETS[study]:.0%} are right", estimate
 
 
 def picture(study: str) -> None:
-    found, target = cells(study), TARGETS[study]
-
-    def of(measure: Callable[[Run], float]) -> Callable[[Seeds], Estimate]:
-        return lambda runs: Estimate.of(values(runs, measure).values())
-
-    def megabytes(runs: Seeds) -> Estimate:
-        took = [until(run, target) for run in runs.values()]
-        return Estimate.of(each for each in took if each is not None)
-
-    drawn = {name: of(measure) for name, measure in MEASURES.items()}
-    drawn[f"MB that a client sends to {target:.0%}"] = megabytes
-    ticks = sorted({float(alpha) for alpha, _ in found})
+    """Draw every measure of every method."""
+    drawn = {name: _mean_of(measure) for name, measure in MEASURES.items()}
+    drawn |= [_megabytes(study)]
     made, panels = style.figure(2, 2, 7.4)
-    for panel, (name, estimate) in zip(panels, drawn.items(), strict=True):
-        lines = [*_lines(found, estimate)]
-        draw_lines(panel, lines, name, "alpha: to the right clients are more alike", ticks=ticks)
+    for panel, (name, of) in zip(panels, drawn.items(), strict=True):
+        _panel(panel, study, name, of, COLOURS)
         if panel is not panels[0] and (legend := panel.get_legend()):
             legend.remove()
-    for panel in (panels[0], panels[3]):
-        panel.set_yscale("log")
+    _logarithmic(panels[0], [0.1, 0.2, 0.5])
+    panels[1].set_ylim(80, 100)
+    panels[2].set_ylim(40, 100)
+    _logarithmic(panels[3], [0.02, 0.05, 0.1, 0.2, 0.5])
     made.savefig(published(f"{study}.png"), dpi=100)
+
+
+def picture_in_short() -> None:
+    """Draw docs/images/unlike.png: the loss, and the bytes to an accuracy, of the digits."""
+    study = "unlike_digits"
+    made, panels = style.figure(1, 2, 3.7)
+    _panel(panels[0], study, "held-out loss", _mean_of(lambda run: run["loss"]), IN_SHORT)
+    _panel(panels[1], study, *_megabytes(study), IN_SHORT)
+    panels[1].get_legend().remove()  # type: ignore[union-attr]
+    _logarithmic(panels[1], [0.02, 0.05, 0.1, 0.2, 0.5])
+    made.savefig(ROOT / "docs" / "images" / "unlike.png", dpi=100)
 
 
 STUDIES = [study for study in TARGETS if (RESULTS / f"{study}.json").exists()]
@@ -213,6 +246,7 @@ TABLES: dict[str, Draw] = {study: partial(table, study) for study in STUDIES}
 if (RESULTS / f"{PRIVACY}.json").exists():
     TABLES[PRIVACY] = private_table
 FIGURES: dict[str, Callable[[], Any]] = {study: partial(picture, study) for study in STUDIES}
+FIGURES["unlike_in_short"] = picture_in_short
 
 
 if __name__ == "__main__":
