@@ -6,11 +6,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
 from flower_desloc.app.config import ConfigError, parse
-from flower_desloc.app.runs.folder import RunFolder, evaluations, locked, read_lines
+from flower_desloc.app.runs.folder import Line, RunFolder, evaluations, locked, read_lines
 from flower_desloc.app.runs.metric import ordered
 from flower_desloc.app.study.grid import ScoreSpec, StudyRun, Target, with_run
 
@@ -51,16 +52,23 @@ class FinishedRun:
         """The run's seed."""
         return int(self.summary["config"]["seed"])
 
+    @cached_property
+    def _lines(self) -> list[Line]:
+        # Read once: a table asks every run many times. The losses of all steps are not kept.
+        names = ("round", "step", "train_loss", "bytes_up", "seconds_split", "evaluation")
+        lines = read_lines(self.folder.metrics)
+        return [{name: line[name] for name in names if name in line} for line in lines]
+
     def of_clients(self, metric: str) -> list[float]:
         """Return the last value of a metric on each client's own data; NaN if it is not finite."""
-        seen = evaluations(read_lines(self.folder.metrics), "federated")
+        seen = evaluations(self._lines, "federated")
         parts = seen[-1][1]["parts"].values() if seen else ()
         values = (each[metric] for each in parts if metric in each)
         return [math.nan if value is None else value for value in values]
 
     def has(self, spec: ScoreSpec) -> bool:
         """Return whether an evaluation of the run has the metric."""
-        seen = evaluations(read_lines(self.folder.metrics), spec.where)
+        seen = evaluations(self._lines, spec.where)
         return any(spec.metric in each["overall"] for _, each in seen)
 
     def until(self, target: Target) -> tuple[float, float] | None:
@@ -69,7 +77,7 @@ class FinishedRun:
         Seconds are without evaluations. None if it never was.
         """
         sent = seconds = 0.0
-        for line in read_lines(self.folder.metrics):
+        for line in self._lines:
             sent += sum(line["bytes_up"].values())
             split = line["seconds_split"]
             seconds += split["total"] - split["evaluation"]
@@ -93,7 +101,7 @@ class FinishedRun:
         return min(finite, key=lambda value: spec.sign * value, default=worst)
 
     def _values(self, spec: ScoreSpec) -> list[float | None]:
-        lines = read_lines(self.folder.metrics)
+        lines = self._lines
         if spec.where == "train":
             return [line["train_loss"] for line in lines if line["round"] > 0]
         overall = [each["overall"] for _, each in evaluations(lines, spec.where)]

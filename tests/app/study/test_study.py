@@ -314,6 +314,22 @@ sweep: {key: optimizer.lr, max_runs: 5}
     }  # fmt: skip
 
 
+def test_a_table_reads_each_run_once(tmp_path, monkeypatch):
+    """With a hundred runs the time of reading them again and again is minutes."""
+    made, store = study(tmp_path, "axes: {method: {A: [], B: [], C: []}}\nseeds: [0, 1]")
+    for cell in made.cells:
+        for seed in made.seeds:
+            leave(store, cell.run(seed), 1.0 + seed)
+    read = []
+    monkeypatch.setattr(
+        "flower_desloc.app.study.store.read_lines", lambda p: read_lines(read.append(p) or p)
+    )
+    rows = results(with_view(made, target="loss=3.5", baseline="B"), store)
+    table(rows)
+    write(rows, store.path)
+    assert len(read) == len(set(read)) == 6
+
+
 def test_tables_show_what_a_target_took_and_the_difference_to_any_baseline(tmp_path):
     text = """
 base: [run.steps=8, "sync.params=2", "sync.exp_avg=2", "sync.exp_avg_sq=2"]
