@@ -129,7 +129,8 @@ LOSS_AND_ACCURACY: Mapping[str, Callable[[Run], float]] = {
     "held-out loss": lambda run: run["loss"],
     "accuracy, %": lambda run: 100 * run["accuracy"],
 }
-MEASURES = LOSS_AND_ACCURACY | {
+MEASURES: Mapping[str, Callable[[Run], float]] = {
+    **LOSS_AND_ACCURACY,
     "accuracy of the worst client, %": lambda run: 100 * run["clients"][0],
 }
 

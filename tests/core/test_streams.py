@@ -127,11 +127,12 @@ def test_priming_does_not_change_the_training_that_follows(make):
 @pytest.mark.parametrize("name", ["adamw", "sgdm", "adopt", "rmsprop"])
 def test_states_are_those_of_a_first_step_though_it_is_taken_on_few_elements(name):
     def convolution():
-        layer = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last, dtype=torch.bfloat16)
+        layer = nn.Conv2d(8, 16, 3, dtype=torch.bfloat16)
+        layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
         return layer, MAKERS[name][0](layer.parameters())
 
     (layer, optimizer), (other, stepped) = convolution(), convolution()
-    sizes = []
+    sizes: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: sizes.extend(p.numel() for p in layer.parameters()))
     prime(optimizer)
     assert max(sizes) < layer.weight.numel() == 1152

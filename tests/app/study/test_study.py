@@ -8,9 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -320,14 +323,17 @@ def test_a_table_reads_each_run_once(tmp_path, monkeypatch):
     for cell in made.cells:
         for seed in made.seeds:
             leave(store, cell.run(seed), 1.0 + seed)
-    read = []
-    monkeypatch.setattr(
-        "flower_desloc.app.study.store.read_lines", lambda p: read_lines(read.append(p) or p)
-    )
+    read = Counter[Path]()
+
+    def counted(path: Path) -> Iterator[Any]:
+        read[path] += 1
+        return read_lines(path)
+
+    monkeypatch.setattr("flower_desloc.app.study.store.read_lines", counted)
     rows = results(with_view(made, target="loss=3.5", baseline="B"), store)
     table(rows)
     write(rows, store.path)
-    assert len(read) == len(set(read)) == 6
+    assert [*read.values()] == [1] * 6
 
 
 def test_tables_show_what_a_target_took_and_the_difference_to_any_baseline(tmp_path):
