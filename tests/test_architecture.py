@@ -51,6 +51,7 @@ CORE = sorted([*(PACKAGE / "core").glob("*.py"), *(PACKAGE / "optim").glob("*.py
 # Pure Python that neither reads nor writes: no logging, os, pathlib, json, time, ...
 PURE = {
     "collections",
+    "contextlib",
     "dataclasses",
     "enum",
     "functools",

@@ -101,7 +101,7 @@ def test_an_optimizer_without_a_ratio_is_left_as_it_is(name, tmp_path):
     assert_same(*(each.start() for each in runs))
 
 
-@pytest.mark.parametrize("preset", ["desloc_adam", "local_adam", "smollm2_135m_niid"])
+@pytest.mark.parametrize("preset", ["desloc_adam", "smollm2_135m_niid"])
 def test_the_papers_presets_of_adam_have_no_bound_and_the_others_do(preset):
     assert not load(preset, []).sync_bound
     assert load("quickstart", []).sync_bound

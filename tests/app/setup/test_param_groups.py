@@ -111,7 +111,7 @@ def test_a_kind_that_the_model_does_not_have_is_refused():
         ([groups(UNDECAYED, "{kinds: [norms]}")], r"groups\[1\]\.kinds=norms: must be one of"),
         ([groups("{names: [a], lr: -1}")], r"groups\[0\]\.lr=-1\.0: must be at least 0"),
         ([groups("{names: [a], wd: 1}")], r"groups\[0\]\.wd: no such key"),
-        ([groups("{names: [a], momentum: 0.5}")], r"\.momentum: optimizer.name=adam has no such"),
+        ([groups("{names: [a], momentum: 0.5}")], r"\.momentum: optimizer.name=adamw has no such"),
         ([groups("{names: [a], betas: [0.9]}")], r"\.betas=\[0\.9\]: takes 2 values where"),
         ([groups("{names: [a], options: {nu: 1}}")], r"\.options\.nu: .* has lr, betas, eps, weig"),
         (["optimizer.name=torch.optim:SGD", "optimizer.lr=1", groups(UNDECAYED)],
@@ -156,7 +156,7 @@ def test_an_optimizer_of_another_package_takes_options_that_it_has():
 
 
 def test_a_plan_is_made_for_the_state_that_forgets_most_slowly_and_for_any_decay():
-    words = ["optimizer.betas=[0.9,0.95]"]
+    words = ["optimizer.name=adam", "optimizer.betas=[0.9,0.95]", "optimizer.weight_decay=0"]
     plain = {s.name: s for s in planned_streams(config_of(UNDECAYED, words=words))}
     assert (plain["exp_avg"].beta, plain["exp_avg"].ceiling) == (0.9, 1.0)
     entry = "{kinds: [matrices], betas: [0.8, 0.99], weight_decay: 0.1}"
@@ -179,7 +179,7 @@ def adamw_of(model: Any) -> list[torch.optim.Optimizer]:
         {"params": vectors, "weight_decay": 0.0},
         {"params": [embedding], "lr": 0.001, "betas": (0.8, 0.99), "eps": 1e-6},
     ]
-    return [torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True)]
+    return [torch.optim.AdamW(own, lr=0.003, betas=(0.9, 0.95), weight_decay=0.1, fused=True)]
 
 
 def muon_and_adamw_of(model: Any) -> list[torch.optim.Optimizer]:
@@ -191,7 +191,7 @@ def muon_and_adamw_of(model: Any) -> list[torch.optim.Optimizer]:
     own: list[dict[str, Any]] = [{"params": heads}, {"params": vectors, "weight_decay": 0.0}]
     return [
         torch.optim.Muon(blocks, lr=0.003, weight_decay=0.1, **scaled),
-        torch.optim.AdamW(own, lr=0.003, betas=(0.95, 0.95), weight_decay=0.1, fused=True),
+        torch.optim.AdamW(own, lr=0.003, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
     ]
 
 
@@ -239,7 +239,7 @@ def test_data_parallelism_takes_the_same_groups(tmp_path):
 
 def test_entries_of_equal_settings_change_no_bit(tmp_path):
     words = [*TINY, *ADAMW, "run.steps=4", "sync.params=2", "sync_delay=1"]
-    entry = "{kinds: [norms_and_biases, embeddings], weight_decay: 0.1, betas: [0.95, 0.95]}"
+    entry = "{kinds: [norms_and_biases, embeddings], weight_decay: 0.1, betas: [0.9, 0.95]}"
     one = train(tmp_path, *words)
     assert weights(train(tmp_path, *words, groups(entry))) == weights(one)
 

@@ -107,7 +107,7 @@ def test_an_accepted_app_is_taken_in(accepted, monkeypatch):
 
 
 def test_a_run_with_other_settings_than_a_site_requires_is_refused(site, tmp_path):
-    lists = "data.domains=[] optimizer.betas=[0.95, 0.95] run.keep_best="
+    lists = "data.domains=[] optimizer.betas=[0.9, 0.95] run.keep_best="
     site(require=f"task=causal_lm data.seq_len=32 optimizer.clip_norm=1 {lists}")
     train(tmp_path, *SHORT)
     with pytest.raises(

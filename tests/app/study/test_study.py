@@ -552,7 +552,7 @@ def test_every_study_has_cells_that_are_valid_and_rightly_named(path):
     for cell in made.cells:  # a cell that is named after an optimizer has it
         optimizer = load(cell.config, cell.overrides).optimizer.name
         named = {word.lower() for word in re.findall(r"\b(ADOPT|Adam|AdamW|SGDM)\b", cell.name)}
-        assert named <= {optimizer}, cell.name
+        assert named <= {optimizer, optimizer.removesuffix("w")}, cell.name  # "Local Adam"
 
 
 @pytest.mark.parametrize("path", OF_USERS, ids=lambda path: path.stem)
