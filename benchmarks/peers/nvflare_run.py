@@ -9,7 +9,6 @@ from pathlib import Path
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.client.config import ExchangeFormat
 from nvflare.recipe import PocEnv, SimEnv
-from site_step import build_model
 
 
 def main(where: str, sites: int, windows: int, folder: str) -> None:
@@ -17,7 +16,8 @@ def main(where: str, sites: int, windows: int, folder: str) -> None:
     here = Path(__file__).parent
     recipe = FedAvgRecipe(
         name="peer",
-        model=build_model(),
+        # Not the model itself: all of transformers and PyTorch would be sent with the job.
+        model={"path": "site_step.Model", "args": {}},
         min_clients=sites,
         num_rounds=windows,
         train_script=str(here / "nvflare_site.py"),

@@ -46,6 +46,7 @@ def _desloc(command: str, *more: str) -> Command:
         app = "from flower_desloc.app.cli import app; app()"
         return [
             *(sys.executable, "-c", app, command, "quickstart", *run_settings(size, windows)),
+            "run.preflight=warn",  # measured, also where it would be refused
             *more,
             *("--output-dir", str(folder)),
         ]

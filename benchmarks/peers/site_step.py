@@ -18,20 +18,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 THREADS = 1
 
 
-def build_model() -> LlamaForCausalLM:
-    """Return the model, with the same weights everywhere."""
-    width, inner, blocks = json.loads(os.environ["PEERS_SHAPE"])
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=blocks,
-            num_attention_heads=width // 64,
-            vocab_size=256,
-            tie_word_embeddings=False,
+class Model(LlamaForCausalLM):
+    """The model, with the same weights everywhere."""
+
+    def __init__(self) -> None:
+        width, inner, blocks = json.loads(os.environ["PEERS_SHAPE"])
+        torch.manual_seed(0)
+        super().__init__(
+            LlamaConfig(
+                hidden_size=width,
+                intermediate_size=inner,
+                num_hidden_layers=blocks,
+                num_attention_heads=width // 64,
+                vocab_size=256,
+                tie_word_embeddings=False,
+            )
         )
-    )
 
 
 class Site:
@@ -39,7 +41,7 @@ class Site:
 
     def __init__(self, name: str) -> None:
         torch.set_num_threads(THREADS)
-        self.model = build_model()
+        self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._tokens = torch.randint(256, (1, 32))
         self._stamps = Path(os.environ["PEERS_STAMPS"]) / name

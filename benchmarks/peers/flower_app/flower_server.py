@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from site_step import build_model
+from site_step import Model
 
 app = ServerApp()
 
@@ -21,5 +21,5 @@ def main(grid: Grid, context: Context) -> None:
 
 def train(grid: Grid, windows: int) -> None:
     """Run so many windows."""
-    params = {name: p.detach() for name, p in build_model().named_parameters()}
+    params = {name: p.detach() for name, p in Model().named_parameters()}
     FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord(params), num_rounds=windows)
