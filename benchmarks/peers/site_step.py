@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 THREADS = 1
 
 
-class Model(LlamaForCausalLM):
+class Model(LlamaForCausalLM):  # type: ignore[misc]  # a lazy import
     """The model, with the same weights everywhere."""
 
     def __init__(self) -> None:
