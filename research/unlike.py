@@ -183,9 +183,12 @@ IN_SHORT = ("Local Adam", "lean", "DES-LOC", "FAVG+OPT", "FedAvg", "SCAFFOLD")
 
 
 def _panel(
-    panel: Axes, study: str, name: str, of: Callable[[Seeds], Estimate], methods: Iterable[str]
+    panel: Axes,
+    found: Mapping[tuple[str, str], Seeds],
+    name: str,
+    of: Callable[[Seeds], Estimate],
+    methods: Iterable[str],
 ) -> None:
-    found = cells(study)
     alphas = sorted({float(alpha) for alpha, _ in found})
     lines: list[Line] = []
     for number, method in enumerate(methods):
@@ -219,9 +222,10 @@ def picture(study: str) -> None:
     """Draw every measure of every method."""
     drawn = {name: _mean_of(measure) for name, measure in MEASURES.items()}
     drawn |= [_megabytes(study)]
+    found = cells(study)
     made, panels = style.figure(2, 2, 7.4)
     for panel, (name, of) in zip(panels, drawn.items(), strict=True):
-        _panel(panel, study, name, of, COLOURS)
+        _panel(panel, found, name, of, COLOURS)
         if panel is not panels[0] and (legend := panel.get_legend()):
             legend.remove()
     _logarithmic(panels[0], [0.1, 0.2, 0.5])
@@ -234,9 +238,10 @@ def picture(study: str) -> None:
 def picture_in_short() -> None:
     """Draw docs/images/unlike.png: the loss, and the bytes to an accuracy, of the digits."""
     study = "unlike_digits"
+    found = cells(study)
     made, panels = style.figure(1, 2, 3.7)
-    _panel(panels[0], study, "held-out loss", _mean_of(lambda run: run["loss"]), IN_SHORT)
-    _panel(panels[1], study, *_megabytes(study), IN_SHORT)
+    _panel(panels[0], found, "held-out loss", _mean_of(lambda run: run["loss"]), IN_SHORT)
+    _panel(panels[1], found, *_megabytes(study), IN_SHORT)
     panels[1].get_legend().remove()  # type: ignore[union-attr]
     _logarithmic(panels[1], [0.02, 0.05, 0.1, 0.2, 0.5])
     made.savefig(ROOT / "docs" / "images" / "unlike.png", dpi=100)
@@ -244,8 +249,7 @@ def picture_in_short() -> None:
 
 STUDIES = [study for study in TARGETS if (RESULTS / f"{study}.json").exists()]
 TABLES: dict[str, Draw] = {study: partial(table, study) for study in STUDIES}
-if (RESULTS / f"{PRIVACY}.json").exists():
-    TABLES[PRIVACY] = private_table
+TABLES[PRIVACY] = private_table
 FIGURES: dict[str, Callable[[], Any]] = {study: partial(picture, study) for study in STUDIES}
 FIGURES["unlike_in_short"] = picture_in_short
 

@@ -72,7 +72,7 @@ def _create_states(optimizer: Optimizer) -> None:
 def _has_alike_states(optimizer: Optimizer) -> bool:
     """Return whether small parameters have the states that large ones have, and no step compiles.
 
-    Somebody else's optimizer may keep its states in another way where a parameter is large.
+    Optimizers of other packages may represent the states of large parameters differently.
     """
     return all(
         type(part).__module__.startswith(("torch.optim.", "flower_desloc.optim."))
