@@ -155,7 +155,7 @@ class Needs:
         return {
             "Python": _CLIENT,
             # The request is freed before the reply is made.
-            "streams received or sent": max(self._kept, self._due(self.sent_up)),
+            "streams received or sent": max(self._averaged, self._due(self.sent_up)),
         }
 
     def server(self) -> Parts:
@@ -169,7 +169,7 @@ class Needs:
         return {
             "Python": _SERVER,
             "weights": self.weights,
-            "averages": self._kept,
+            "averages": self._averaged,
             "the next averages": due,
             "replies": replies * due,  # decoded
             "its own optimizer": self.states if GRADIENTS in self.sizes else outer,
@@ -197,11 +197,18 @@ class Needs:
     def server_disk(self) -> int:
         """Return the disk space of the run's folder."""
         checkpoints = _CHECKPOINTS if self.config.run.checkpoint_every else 0
-        return checkpoints * self._kept + self.weights
+        return checkpoints * self._averaged + self.weights
 
     @property
     def _kept(self) -> int:
         return sum(size for name, size in self.sizes.items() if name != GRADIENTS)
+
+    @property
+    def _averaged(self) -> int:
+        """Return the bytes of what the server has an average of, sooner or later."""
+        averaged = self.schedule.num_events(self.config.run.steps)
+        names = (PARAMS, BUFFERS, *(name for name, number in averaged.items() if number))
+        return sum(self.sizes.get(name, 0) for name in {*names} - {GRADIENTS})
 
     def _due(self, sizes: dict[str, int]) -> int:
         """Return the largest number of bytes due after one window."""

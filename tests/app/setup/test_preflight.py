@@ -164,6 +164,16 @@ def test_a_run_in_one_process_takes_the_memory_that_was_estimated(tmp_path):
     assert written < needs.server_disk() < 2.5 * written
 
 
+def test_a_stream_that_is_never_averaged_is_not_held_by_the_server():
+    settings = [*TINY.split(), "model.hidden_size=512", "run.steps=12", "sync.params=4"]
+    needs = Needs(load("quickstart", [*settings, "sync.exp_avg=never", "sync.exp_avg_sq=13"]))
+    params = needs.sizes["params"]
+    assert needs.server()["averages"] == needs.host_memory()["streams received or sent"] == params
+    assert needs.client_disk() == 4 * 3 * params
+    all_averaged = Needs(load("quickstart", [*settings, "sync.exp_avg=4", "sync.exp_avg_sq=12"]))
+    assert all_averaged.server()["averages"] == 3 * params
+
+
 # --- When a run is stopped --------------------------------------------------------------------
 
 
