@@ -55,6 +55,7 @@ class AdamBC(ForeachOptimizer):
 
     states: ClassVar[tuple[State, ...]] = ADAM
     update = staticmethod(adam_bc_step)
+    varying = ("lr", "corrections")
 
     def __init__(
         self,

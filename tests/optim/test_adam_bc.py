@@ -1,5 +1,7 @@
 """Adam whose second moment is freed of the noise of private gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from federation import assert_same, generator
@@ -66,6 +68,26 @@ def test_its_state_dict_resumes_it():
         return optimizer
 
     assert_same(driven(resumed), driven(whole))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, from the compiler
+def test_a_compiled_step_is_compiled_once():
+    from torch._dynamo.utils import counters
+
+    graphs = []
+
+    def make(params):
+        optimizer = AdamBC(params, 0.05, BETAS, noise_std=0.2)
+        optimizer.compile(partial(torch.compile, backend="eager"))
+        optimizer.register_step_post_hook(
+            lambda *_: graphs.append(counters["stats"]["unique_graphs"])
+        )
+        return optimizer
+
+    compiled = driven(make, steps=4)
+    assert graphs[0] == graphs[-1]
+    plain = driven(lambda params: AdamBC(params, 0.05, BETAS, noise_std=0.2), steps=4)
+    torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_an_eps_of_zero_is_refused():
