@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from flower_desloc.optim import OPTIMIZERS
 _EXTENDS = "extends"
 _SYNC = "sync"
 _AVERAGES = (
-    "sync", "sync_mode", "sync_phase", "sync_once_at", "sync_delay", "sync_bound", "wire", "outer",
-    "strategy_options",
-)  # fmt: skip
+    *(each.name for each in fields(Config) if each.name.startswith(_SYNC)),
+    *("wire", "outer", "strategy_options"),
+)
 """Sections and settings of averages that data parallelism does not make."""
 
 
