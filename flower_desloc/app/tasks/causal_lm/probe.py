@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flower_desloc.app.config.errors import one_line
+from flower_desloc.app.config.errors import ConfigError, one_line
 from flower_desloc.app.config.schema import Model
 from flower_desloc.app.tasks.causal_lm.evaluation import cross_entropy
 from flower_desloc.app.tasks.quiet import quiet
@@ -27,8 +27,8 @@ def probe(built: PreTrainedModel, model: Model, *, num_tokens: int, seq_len: int
     its training loss has them from now on. Neither the model's tensors nor global random generators
     change. A model without values, on the meta device, is not checked.
 
-    Raises ``ValueError`` if its forward pass fails, if earlier logits depend on later tokens, or if
-    its loss cannot be computed.
+    Raises ``ConfigError`` if its forward pass fails, if earlier logits depend on later tokens, or
+    if its loss cannot be computed.
     """
     if any(p.is_meta for p in built.parameters()):
         return
@@ -66,7 +66,7 @@ def _check_causal(built: nn.Module, model: Model, tokens: Tensor, num_tokens: in
         for each in (tokens, changed)
     )
     if (first - second).abs().max() > _SAME * first.std():
-        raise ValueError(
+        raise ConfigError(
             f"model.type={model.type}: it is not causal: its logits depend on later tokens, which "
             "are to be predicted; choose a causal language model, such as llama"
         )
@@ -85,7 +85,7 @@ def _add_terms(built: PreTrainedModel, model: Model, tokens: Tensor) -> None:
         if any(torch.isclose(loss, each, rtol=1e-5) for each in (whole, shifted)):
             return
     if not any(torch.isclose(each, whole, rtol=1e-5) for each in values):
-        raise ValueError(
+        raise ConfigError(
             f"model.type={model.type}: it adds terms to its loss that this task cannot compute; "
             "choose another architecture, or a task of your own"
         )
@@ -119,18 +119,12 @@ def _own_loss(
 def _failing(model: Model, what: str) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:
-        if str(error).startswith("model.type="):
-            raise
-        raise _failed(model, what, error) from error
+    except ConfigError:
+        raise
     except Exception as error:
-        raise _failed(model, what, error) from error
-
-
-def _failed(model: Model, what: str, error: Exception) -> ValueError:
-    why = f"{type(error).__name__}: {one_line(error)[:200]}"
-    remedy = "correct model.config" if model.config else REMEDY
-    return ValueError(f"model.type={model.type}: {what} ({why}); {remedy}")
+        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        remedy = "correct model.config" if model.config else REMEDY
+        raise ConfigError(f"model.type={model.type}: {what} ({why}); {remedy}") from error
 
 
 @contextmanager
