@@ -176,7 +176,7 @@ def window(parameters: int, number: int, steps: int, *, is_secure: bool) -> dict
         make: Callable[..., DesLoc] = SecureDesLoc if is_secure else DesLoc
         strategy = make(
             SyncSchedule(dict.fromkeys(PERIODS, steps)), steps, policy=Policy(min_clients=number),
-            states=states, evaluate_clients=False,
+            templates=states, evaluate_clients=False,
         )  # fmt: skip
         clock = Clock()
         strategy.start(grid, initial, observer=seen)

@@ -100,7 +100,7 @@ def _run(grid: Grid, context: Context) -> None:
             config,
             schedule,
             outer=build_outer(config, model),
-            states=streams,
+            templates=streams,
             metrics=task.metrics,
             # The folder's name is unique here, the suffix makes it unique elsewhere.
             run_key=f"{folder.path.name}-{secrets.token_hex(4)}",

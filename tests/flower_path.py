@@ -147,7 +147,7 @@ class Run:
         streams = take(module, local, stream_names(module, local))
         self.initial = to_record(streams.pop(PARAMS))
         self.zeros = streams
-        options = {"states": streams, "evaluate_clients": False, "run_key": RUN, **options}
+        options = {"templates": streams, "evaluate_clients": False, "run_key": RUN, **options}
         self.strategy: DesLoc
         if GRADIENTS in schedule.periods:
             assert outer is not None

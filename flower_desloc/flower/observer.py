@@ -127,7 +127,7 @@ class RunInfo:
     num_steps: int
     num_windows: int
     stream_bytes: Mapping[str, int]
-    """Size of each stream in bytes, as far as known (``DesLoc(states=...)``)."""
+    """Size of each stream in bytes, as far as known (``DesLoc(templates=...)``)."""
     wire_bytes: Mapping[str, int] = field(default_factory=dict)
     """The same in its format on the wire, where that is known to differ."""
     clients: Mapping[str, ClientInfo]

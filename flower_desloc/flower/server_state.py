@@ -66,27 +66,27 @@ class ServerState:
     def of(
         cls,
         schedule: SyncSchedule,
-        states: Streams,
+        initial: Streams,
         formats: Mapping[str, str],
         kinds: Kinds,
         outer: OuterOptimizer | None,
     ) -> Self:
-        """Return the state before a run.
+        """Return the state before a run, from the streams of a new worker.
 
-        Raises ``ValueError`` where ``states``, the initial ones, lack a stream.
+        Raises ``ValueError`` for a lossy format of a stream that it does not have.
         """
         of_gradients = GRADIENTS in schedule.periods
         state = cls(
             versions=dict.fromkeys([PARAMS] if of_gradients else schedule.periods, 0),
             formats=lossy(formats),
             kinds=kinds,
-            templates={name: meta(stream) for name, stream in states.items()},
+            templates={name: meta(stream) for name, stream in initial.items()},
             outer=outer,
             averages_gradients=of_gradients,
         )
-        if unknown := state.formats.keys() - {PARAMS, *states}:
-            raise ValueError(f"formats of {sorted(unknown)} need states={{...}} that have them")
-        for name, stream in states.items():
+        if unknown := state.formats.keys() - {PARAMS, *initial}:
+            raise ValueError(f"formats of {sorted(unknown)} need templates={{...}} that have them")
+        for name, stream in initial.items():
             if not starts_at_zero(name):
                 state.averages[name] = to_record(stream)
         return state

@@ -17,7 +17,7 @@ from flower_desloc.core.kinds import Kinds
 from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.robust import NormBound, averager
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.core.types import FromTotals, Stream, Weight
+from flower_desloc.core.types import FromTotals, Stream, Streams, Weight
 from flower_desloc.flower import evaluation
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.exits import exits_as_errors
@@ -38,7 +38,6 @@ from flower_desloc.flower.server_state import ServerState
 from flower_desloc.flower.weighting import Weighting
 
 Usable = tuple[Member, Contribution, Weight]  # of one client
-
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -58,17 +57,17 @@ class DesLoc(Strategy):
         always before and after training; 0: only then.
     outer : OuterOptimizer, optional
         The server's own optimizer of the averaged parameters (DiLoCo).
-    states : Mapping[str, Stream], optional
-        Names, shapes and types of a worker's streams, also of meta tensors, as replies must have
-        them: ``take(model, optimizer, names)`` after ``prime(optimizer)``. By default the first
-        usable reply sets them. ``buffers`` with their initial values, if ``start`` has none.
+    templates : Mapping[str, Stream], optional
+        The streams of a new worker: ``take(model, optimizer, names)`` after ``prime(optimizer)``,
+        also of meta tensors. Replies must have their names, shapes and types; by default those of
+        the first usable reply. ``buffers`` need their initial values if ``start`` has none.
     metrics : Callable, optional
         Metrics from totals added over clients; by default theirs are averaged by their examples.
     evaluate_clients : bool (default: True)
         Whether the clients evaluate the averaged model on their own data (``Worker.evaluate``).
     formats : Mapping[str, str], optional
-        Lossy format of a stream on the wire: ``bf16``, ``int8``, ``int4`` or ``int2``. Optimizer
-        states in it must be in ``states``.
+        Lossy format of a stream in messages: ``bf16``, ``int8``, ``int4`` or ``int2``. Those of
+        optimizer states need ``templates``.
     kinds : Mapping[str, Kind], optional
         What the optimizer's states are, where they do not have PyTorch's names:
         ``kinds_of(optimizer)``. Second moments are coded, checked and merged as such.
@@ -110,7 +109,7 @@ class DesLoc(Strategy):
         policy: Policy | None = None,
         eval_every: int = 0,
         outer: OuterOptimizer | None = None,
-        states: Mapping[str, Stream] | None = None,
+        templates: Mapping[str, Stream] | None = None,
         metrics: FromTotals | None = None,
         evaluate_clients: bool = True,
         formats: Mapping[str, str] | None = None,
@@ -131,7 +130,7 @@ class DesLoc(Strategy):
         self.seed, self.code, self.checkpoints, self.resume = seed, code or {}, checkpoints, resume
         self.windows: Sequence[Window] = [BEFORE_TRAINING, *schedule.windows(num_steps)]
         require_window(resume, self.windows, schedule)
-        self.state = ServerState.of(schedule, states or {}, formats or {}, kinds or {}, outer)
+        self.state = ServerState.of(schedule, templates or {}, formats or {}, kinds or {}, outer)
         self.paces = Paces(self.policy, resume.paces if resume else {})
         self.requests, self.weighting = Requests(self), Weighting(self)
         self.loop: RoundLoop  # from the opening of the run
@@ -199,8 +198,7 @@ class DesLoc(Strategy):
                     result.train_metrics_clientapp[number] = self._train(train_config, grid)
                 if evaluation.is_due(window, self.state, self.eval_every, self.num_steps):
                     self._evaluate(evaluate_config or train_config, grid, evaluate_fn, result)
-                due = [name for name in self.schedule.periods if name in window.due]
-                self.loop.end(due, result)
+                self.loop.end([s for s in self.schedule.periods if s in window.due], result)
             result.arrays = self.state.model()
             self.loop.farewell()
         return result
@@ -236,7 +234,8 @@ class DesLoc(Strategy):
         """
         del server_round
         now, state = self.loop.round, self.state
-        mean, bound = self._averager(now.window), self._norm_bound(now.window)
+        last = state.last_averages(now.window.due)
+        mean, bound = self._averager(last), self._norm_bound(last)
         added: list[Member] = []
         for message in replies:
             with self.loop.timed("averaging"), self.loop.leaving_out(message) as member:
@@ -263,19 +262,16 @@ class DesLoc(Strategy):
         del server_round
         return evaluation.federated(replies, self.loop, self.state, self.metrics, self.weighting)
 
-    def _averager(self, window: Window) -> Averager:
-        """Return what averages the replies of a window."""
-        last = self.state.last_averages(window.due)
+    def _averager(self, last: Streams) -> Averager:
+        """Return what averages the replies of a window; ``last`` are the averages before it."""
         return averager(self.policy.average, last, trim=self.policy.trim)
 
-    def _norm_bound(self, window: Window) -> NormBound[Usable]:
+    def _norm_bound(self, last: Streams) -> NormBound[Usable]:
         """Return what finds the replies with a much longer update than the others'."""
         is_used = self.has_bound and len(self.loop.round.asked) > 1
         bound = self.policy.bound_of_norms if is_used else None
-        last, kinds = self.state.last_averages(window.due), self.state.kinds
-        return NormBound(
-            bound, lambda it: update_lengths(it[1].streams, last, kinds), self.state.lengths
-        )
+        kinds, before = self.state.kinds, self.state.lengths
+        return NormBound(bound, lambda it: update_lengths(it[1].streams, last, kinds), before)
 
     def _usable(self, member: Member, message: Message) -> Usable:
         """Read a reply; raises ``ValueError`` saying why it cannot be used."""

@@ -202,7 +202,7 @@ def test_who_was_away_or_lost_its_state_has_what_the_others_have(tmp_path):
     [
         ({"params": "int7"}, "params=int7: no such format; there are fp32, bf16, int8, int4"),
         ({"buffers": "int8"}, "buffers=int8: buffers are sent as fp32 only"),
-        ({"exp_avg": "int8"}, r"formats of \['exp_avg'\] need states="),
+        ({"exp_avg": "int8"}, r"formats of \['exp_avg'\] need templates="),
     ],
 )
 def test_a_format_that_cannot_be_is_refused(formats, said):

@@ -390,7 +390,7 @@ def test_the_averaged_model_has_the_buffers_of_its_parameters(period, tmp_path):
     }
     states = {"buffers": {name: dict(new.named_buffers())[name] for name in means}}
     schedule = SyncSchedule({"params": 3, "buffers": period})
-    strategy = DesLoc(schedule, 4, states=states, eval_every=3)
+    strategy = DesLoc(schedule, 4, templates=states, eval_every=3)
     seen: list[ArrayRecord] = []
     nodes = [{"partition-id": m, "state-dir": str(tmp_path)} for m in range(3)]
     start = to_record(dict(new.named_parameters()))

@@ -68,7 +68,7 @@ def federated(
 
 def flower(run: Run, make: Callable[..., FedAvg], **options: Any) -> Tree:
     """Start the run with a strategy of Flower's in place of DES-LOC."""
-    options = {"states": run.zeros, "evaluate_clients": False, **options}
+    options = {"templates": run.zeros, "evaluate_clients": False, **options}
     run.strategy = FlowerStrategy(make, run.schedule, run.num_steps, **options)
     return run.final()
 
@@ -215,7 +215,7 @@ def test_a_divergence_on_the_server_names_the_setting_to_change(tmp_path):
 
 def test_a_model_with_buffers_is_refused():
     with pytest.raises(ValueError, match=r"has buffers .*strategy=desloc"):
-        FlowerStrategy(FedAvg, favg_opt(ADAM), 14, states={"buffers": {"b": torch.zeros(1)}})
+        FlowerStrategy(FedAvg, favg_opt(ADAM), 14, templates={"buffers": {"b": torch.zeros(1)}})
 
 
 def test_the_log_names_the_method(caplog):

@@ -112,7 +112,9 @@ class Federation:
             SyncSchedule(PERIODS),
             STEPS,
             policy=Policy(**{"on_failure": "continue", **self.policy}),
-            states={n: {k: t.to("meta") for k, t in X0.items()} for n in PERIODS if n != "params"},
+            templates={
+                n: {k: t.to("meta") for k, t in X0.items()} for n in PERIODS if n != "params"
+            },
             metrics=lambda totals: {"loss": totals["nats"] / totals["tokens"]},
             eval_every=2,
             evaluate_clients=self.evaluate,

@@ -98,7 +98,7 @@ def test_a_whole_state_dict_starts_the_same_run_as_what_is_trained(caplog):
     model = Net()
     trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
     statistics = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
-    expected = final(Net, to_record(trained), {"buffers": 3}, states={"buffers": statistics})
+    expected = final(Net, to_record(trained), {"buffers": 3}, templates={"buffers": statistics})
     caplog.clear()
     with caplog.at_level(logging.INFO, "flwr"):
         got = final(Net, ArrayRecord(model.state_dict()), {"buffers": 3})

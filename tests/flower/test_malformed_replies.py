@@ -296,7 +296,7 @@ class Clients:
             SyncSchedule(dict.fromkeys(STREAMS, 1)),
             1,
             policy=Policy(on_failure="continue"),
-            states={"exp_avg_sq": {key: tensor.to("meta") for key, tensor in ZEROS.items()}},
+            templates={"exp_avg_sq": {key: tensor.to("meta") for key, tensor in ZEROS.items()}},
             metrics=lambda totals: {"loss": totals["nats"] / totals["tokens"]},
             evaluate_clients=self.asked == "evaluate",
             run_key="run",

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_desloc.core.averaging import Drift
 from flower_desloc.core.robust import Gathered
-from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
+from flower_desloc.core.schedule import PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, check_finite
 from flower_desloc.core.types import Stream, Streams
 from flower_desloc.flower.arrays import from_record, records_of, to_record
@@ -71,15 +71,15 @@ class FlowerStrategy(DesLoc):
         schedule: SyncSchedule,
         num_steps: int,
         *,
-        states: Mapping[str, Stream] | None = None,
+        templates: Mapping[str, Stream] | None = None,
         **options: Any,
     ) -> None:
-        if BUFFERS in {*schedule.periods, *(states or {})}:
+        if BUFFERS in {*schedule.periods, *(templates or {})}:
             raise ValueError(
                 "the model has buffers (such as BatchNorm's statistics), which the rounds of "
                 "Flower's own strategies do not carry; set strategy=desloc"
             )
-        super().__init__(schedule, num_steps, states=states, **options)
+        super().__init__(schedule, num_steps, templates=templates, **options)
         if self.policy.average != "mean":
             raise ValueError(f"average={self.policy.average}: the strategy averages by itself")
         self.strategy = make(
@@ -121,16 +121,15 @@ class FlowerStrategy(DesLoc):
                     "float32"
                 )
 
-    def _averager(self, window: Window) -> "FlowerAverage":
-        del window  # params are due in every one
-        return FlowerAverage(self)
+    def _averager(self, last: Streams) -> "FlowerAverage":
+        return FlowerAverage(self, last)
 
 
 class FlowerAverage(Gathered):
     """Gathers the replies of one round and lets the strategy aggregate them."""
 
-    def __init__(self, peer: FlowerStrategy) -> None:
-        super().__init__({PARAMS: peer.state.average(PARAMS)})
+    def __init__(self, peer: FlowerStrategy, last: Streams) -> None:
+        super().__init__(last)
         self._peer = peer
 
     def result(self) -> dict[str, dict[str, torch.Tensor]]:

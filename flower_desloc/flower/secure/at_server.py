@@ -84,7 +84,7 @@ class SecureDesLoc(DesLoc):
     schedule, num_steps
         As in ``DesLoc``.
     **options
-        As in ``DesLoc``; ``states`` must have every averaged state. Averages are means, of equal
+        As in ``DesLoc``; ``templates`` must have every averaged state. Averages are means, of equal
         weights; there are no lossy formats, late averages or evaluations by clients.
 
     Raises
@@ -217,7 +217,7 @@ class SecureDesLoc(DesLoc):
                         "are of float32; set model.dtype=float32"
                     )
             if name not in templates:
-                raise ValueError(f"secure sums of {name!r} need states={{...}} that have it")
+                raise ValueError(f"secure sums of {name!r} need templates={{...}} that have it")
         averages = self._stated_averages()
         widths = {name: width_of(self.state.kind(name)) for name in window.due}
         return About(
