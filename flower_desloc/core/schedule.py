@@ -161,6 +161,32 @@ class SyncSchedule:
         events = Counter(stream for window in self.windows(num_steps) for stream in window.due)
         return {stream: events[stream] for stream in self.periods}
 
+    def period_text(self, stream: str) -> str:
+        """Return in words after which local steps a stream is averaged.
+
+        >>> schedule = SyncSchedule({"params": 8, "exp_avg": "never"}, once_at=frozenset({3, 5}))
+        >>> schedule.period_text("params"), schedule.period_text("exp_avg")
+        ('every 8 and after 3 and 5', 'after 3 and 5')
+        >>> SyncSchedule({"params": 8}, once_at=frozenset(range(10))).period_text("params")
+        'every 8 and 10 more'
+        >>> SyncSchedule({"params": 8}, coin_seed=0).period_text("params")
+        'every 8 by coin'
+        """
+        period = self.periods[stream]
+        regular = str(period)
+        if isinstance(period, int):
+            phase = self.phases.get(stream, 0)
+            coin = "" if self.coin_seed is None else " by coin"
+            regular = f"every {period}{f' from {phase}' if phase else ''}{coin}"
+        steps = [] if stream in self.resets else [*map(str, sorted(self.once_at))]
+        if not steps:
+            return regular
+        if len(steps) > 2:  # a figure and a table have room for two
+            more = f"{regular} and {len(steps)} more"
+            return more if isinstance(period, int) else f"at {len(steps)}"
+        once = f"after {' and '.join(steps)}"
+        return f"{regular} and {once}" if isinstance(period, int) else once
+
     def require(self, streams: Iterable[str], optimizer: str) -> None:
         """Raise ``ValueError`` unless exactly ``streams`` have a stated period.
 

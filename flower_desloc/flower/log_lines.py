@@ -10,13 +10,8 @@ from flower_desloc.flower.observer import EvaluationRecord, Observer, RunInfo, W
 
 def log_schedule(title: str, schedule: SyncSchedule, num_steps: int, run_key: str) -> None:
     """Log what a strategy of that title will do."""
-    periods = ", ".join(f"{name} {period}" for name, period in schedule.periods.items())
-    mode = "periods" if schedule.coin_seed is None else "mean periods, drawn by coins"
-    if phases := schedule.phases:
-        periods += "; phases: " + ", ".join(f"{name} {p}" for name, p in phases.items())
-    if once := schedule.once_at:
-        periods += f"; all once after {', '.join(map(str, sorted(once)))}"
-    log(INFO, "%s, %d local steps; %s: %s", title, num_steps, mode, periods)
+    averaged = ", ".join(f"{name} {schedule.period_text(name)}" for name in schedule.periods)
+    log(INFO, "%s, %d local steps; averaged: %s", title, num_steps, averaged)
     log(INFO, "the clients keep their state of this run under %s", run_key)
 
 

@@ -139,40 +139,13 @@ def examples_noun(task: str) -> str:
     return "images" if task == "image_classification" else "examples"
 
 
-def period_text(schedule: SyncSchedule, stream: str) -> str:
-    """Return after which local steps a stream is averaged.
-
-    >>> from dataclasses import replace
-    >>> schedule = SyncSchedule({"params": 8, "exp_avg": "never"}, once_at=frozenset({3, 5}))
-    >>> period_text(schedule, "params"), period_text(schedule, "exp_avg")
-    ('every 8 and after 3 and 5', 'after 3 and 5')
-    >>> period_text(replace(schedule, once_at=frozenset(range(10))), "params")
-    'every 8 and 10 more'
-    >>> period_text(SyncSchedule({"params": 8}, coin_seed=0), "params")
-    'every 8 by coin'
-    """
-    period = schedule.periods[stream]
-    regular = str(period)
-    if isinstance(period, int):
-        phase = schedule.phases.get(stream, 0)
-        coin = "" if schedule.coin_seed is None else " by coin"
-        regular = f"every {period}{f' from {phase}' if phase else ''}{coin}"
-    steps = [] if stream in schedule.resets else [*map(str, sorted(schedule.once_at))]
-    if not steps:
-        return regular
-    if len(steps) > 2:  # a figure and a table have room for two
-        return f"{regular} and {len(steps)} more" if isinstance(period, int) else f"at {len(steps)}"
-    once = f"after {' and '.join(steps)}"
-    return f"{regular} and {once}" if isinstance(period, int) else once
-
-
 def schedule_text(schedule: SyncSchedule, delay: int = 0) -> str:
     """Return after which local steps each stream is averaged.
 
     >>> schedule_text(SyncSchedule({"params": 16, "exp_avg": 48}, phases={"exp_avg": 16}), delay=2)
     'params every 16, exp_avg every 48 from 16 steps, merged 2 steps later'
     """
-    listed = ", ".join(f"{stream} {period_text(schedule, stream)}" for stream in schedule.periods)
+    listed = ", ".join(f"{stream} {schedule.period_text(stream)}" for stream in schedule.periods)
     late = f", merged {count_text(delay, 'step')} later" if delay else ""
     return f"{listed} steps{late}"
 

@@ -100,7 +100,7 @@ def _moments(run: PlannedRun, share: float) -> Table:
     table = _table("stream", "averaged", tau, "K / tau", "left", "ceiling", "drift bound")
     for stream in run.streams:
         table.add_row(
-            stream.name, units.period_text(run.schedule, stream.name), *_moment(stream, run, share)
+            stream.name, run.schedule.period_text(stream.name), *_moment(stream, run, share)
         )
     return table
 

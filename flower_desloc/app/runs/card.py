@@ -18,7 +18,6 @@ from flower_desloc.app.config.units import (
     examples_noun,
     figures,
     loss_text,
-    period_text,
 )
 from flower_desloc.app.setup.build import build_schedule
 from flower_desloc.app.setup.initial import is_pretrained
@@ -123,7 +122,7 @@ def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[st
     for stream in schedule.periods:
         times = str(summary["syncs"][stream])
         form = f" as {config.wire[stream]}" if stream in config.wire else ""
-        yield f"`{stream}`", period_text(schedule, stream), times, bytes_text(sent[stream]) + form
+        yield f"`{stream}`", schedule.period_text(stream), times, bytes_text(sent[stream]) + form
 
 
 def _traffic(summary: Mapping[str, Any]) -> str:

@@ -176,7 +176,7 @@ def closing(run: RunRecord) -> str:
     if not counts["local_adam"]["up"]["total"]:  # undefined for data parallelism
         del columns["Local Adam"]
     about = {
-        stream: (units.period_text(run.schedule, stream), str(summary["syncs"][stream]))
+        stream: (run.schedule.period_text(stream), str(summary["syncs"][stream]))
         for stream in run.periods
     }
     rows = [

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flower_desloc.app.config.units import period_text
 from flower_desloc.app.runs.figures import style
 from flower_desloc.app.runs.record import RunRecord
 
@@ -40,7 +39,7 @@ def fill_averages(panel: Axes, run: RunRecord) -> None:
         panel.broken_barh(marks, (row - 0.3, 0.6), color=colours[stream], lw=0)
         style.aside(panel, row, _times(len(steps)), colours[stream])
         known = stream in run.periods
-        names.append(f"{stream}, {period_text(run.schedule, stream)}" if known else stream)
+        names.append(f"{stream}, {run.schedule.period_text(stream)}" if known else stream)
     if evaluated := [line["step"] for line in run.lines if line["evaluation"]]:
         row, size = len(names), max(1.5, 4.5 - len(evaluated) / 25)
         panel.plot(evaluated, [row] * len(evaluated), "D", color=style.GREY, ms=size, clip_on=False)
