@@ -20,9 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
-import pyarrow as pa
-import trustme
-from pyarrow import flight
+try:
+    import pyarrow as pa
+    import trustme
+    from pyarrow import flight
+except ImportError as error:
+    hint = f"{error}; pip install 'flower-desloc[flight]'"
+    raise ImportError(hint, name=error.name) from error
 
 Buffer = bytes | bytearray | memoryview
 
