@@ -28,7 +28,7 @@ VARIANTS = {
     "short_examples": ["desloc_adam", *SHORT, "federation.weighting=examples"],
     "short_bf16": [
         *("desloc_adopt", *SHORT),
-        *("wire.params=bf16", "wire.exp_avg=int8", "wire.exp_avg_sq=bf16"),
+        *("compression.params=bf16", "compression.exp_avg=int8", "compression.exp_avg_sq=bf16"),
     ],
 }
 SMALL = [

@@ -45,8 +45,8 @@ the SuperLink was started.
 
 A setting that is a text takes what was typed: `run.name=2026_01_05`. Numbers follow YAML 1.2: `010`
 is ten. In `task_options`, `optimizer.options` and `model.config`, quote a text that looks like a
-number. Blanks separate overrides, except in brackets or quotes. `wire={{}}` clears a dictionary,
-which later overrides fill.
+number. Blanks separate overrides, except in brackets or quotes. `compression={{}}` clears a
+dictionary, which later overrides fill.
 
 What belongs to a site is in its [node config](../how-to/deployment.md#a-site).
 

@@ -132,7 +132,7 @@ def read_run(folder: Path) -> Run | None:
 
 def method(config: Run) -> str:
     """Return the method's name, derived from the periods, the formats and the bound."""
-    formats = tuple(form for form in (config["wire"] or {}).values() if form != "fp32")
+    formats = tuple(form for form in (config["compression"] or {}).values() if form != "fp32")
     return (
         periods_name(config)
         + (f", {FORMATS.get(formats, '/'.join(formats))}" if formats else "")

@@ -44,7 +44,7 @@ ON_PAGES: dict[tuple[str, str], Draw] = {
     ("research/ladder.md", "ladder"): ladder.lean_table,
     ("research/theorem.md", "theorem"): theorem.TABLES["theorem"],
     ("research/thin-links.md", "thin links"): report.summary,
-    ("docs/how-to/compress.md", "wire"): paper.formats,
+    ("docs/how-to/compress.md", "compression"): paper.formats,
 }
 """The tables of pages, by page and marker."""
 FIGURES: dict[str, Callable[[], None]] = {

@@ -50,7 +50,8 @@ def settings(arm: Arm) -> str:
     k_v, bound = (6 * arm.k_x, "true") if arm.method == "lean" else (arm.k_x, "false")
     return (
         f"data.batch_size=8 optimizer.lr={RATE} {periods(arm.k_x, arm.k_x, k_v)} "
-        f"sync_bound={bound} {' '.join(f'wire.{name}={format_}' for name, format_ in formats)}"
+        f"sync_bound={bound} "
+        f"{' '.join(f'compression.{name}={format_}' for name, format_ in formats)}"
     )
 
 

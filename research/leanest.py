@@ -16,13 +16,13 @@ RATES = (0.006, 0.012)
 TOKENS = 256
 """Of a worker in one step."""
 LOCAL = "Local Adam"
-INT4 = "wire.params=int4 wire.exp_avg=int4"
-CODES = f"{INT4} wire.exp_avg_sq=int8"
+INT4 = "compression.params=int4 compression.exp_avg=int4"
+CODES = f"{INT4} compression.exp_avg_sq=int8"
 RARE = f"{periods(12, 144, 288)} {CODES}"
 METHODS = {
     LOCAL: periods(16, 16, 16),
     "DES-LOC 16/48/96": periods(16, 48, 96),
-    "lean 8/24/48": f"{periods(8, 24, 48)} {CODES} wire.params=int8",
+    "lean 8/24/48": f"{periods(8, 24, 48)} {CODES} compression.params=int8",
     "16/192/never, 4 bits": f"{periods(16, 192, 'never')} {INT4}",
     "12/192/never, 4 bits": f"{periods(12, 192, 'never')} {INT4}",
     "12/144/288, 4 bits": RARE,

@@ -141,8 +141,8 @@ def spike() -> Table:
 
 def formats() -> Table:
     """Return the cost of lossy formats, compared with fp32 in the same partition."""
-    found = cells("wire")
-    sent = {run["cell"]: run["bytes_sent_by_a_client"] for run in records("wire")}
+    found = cells("compression")
+    sent = {run["cell"]: run["bytes_sent_by_a_client"] for run in records("compression")}
     partitions = ("IID", "by domain")
     rows = []
     for name, words in WIRE.items():
@@ -228,7 +228,7 @@ TABLES: dict[str, Draw] = {
     "budget_splits": splits,
     "coins": coins,
     "spike": spike,
-    "wire": formats,
+    "compression": formats,
     "fair_rates": baseline,
     "fair_methods": fair_methods,
     "wall_clock": clock,

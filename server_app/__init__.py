@@ -203,7 +203,11 @@ def _strategy(
             assert outer is not None
             return DataParallel(steps, outer, **options, **saved)
         case "desloc":
-            options |= {"outer": outer, "formats": config.wire, "kinds": stream_kinds(config)}
+            options |= {
+                "outer": outer,
+                "formats": config.compression,
+                "kinds": stream_kinds(config),
+            }
             options |= {"sync_delay": config.sync_delay, "sync_bound": config.sync_bound}
             if config.privacy.secure_aggregation:
                 # Few runs need its cryptography.

@@ -73,7 +73,7 @@ def test_an_app_of_one_s_own_needs_only_the_library(alone):
         ("flower_desloc.app.cli", "app", "app"),
         ("flower_desloc.adapters.transformers", "TrainerClient", "transformers"),
         ("flower_desloc.adapters.lightning", "LightningClient", "lightning"),
-        ("flower_desloc.flower.flight.wire", "TensorServer", "flight"),
+        ("flower_desloc.flower.flight.transfer", "TensorServer", "flight"),
     ],
 )
 def test_what_needs_an_extra_names_it(alone, module, name, extra):

@@ -113,4 +113,4 @@ def test_a_run_that_extends_a_preset_completes_without_a_clone(wheel, tmp_path):
     run = cwd / "runs" / "mine"
     assert summary(run)["status"] == "completed"
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert (config["run"]["steps"], config["wire"]["params"]) == (2, "int8")
+    assert (config["run"]["steps"], config["compression"]["params"]) == (2, "int8")

@@ -27,7 +27,7 @@ def stream_bytes(streams: Mapping[str, Stream]) -> dict[str, int]:
     return {name: sum(t.nbytes for t in stream.values()) for name, stream in streams.items()}
 
 
-def wire_bytes(
+def compressed_bytes(
     streams: Mapping[str, Stream], formats: Mapping[str, str], kinds: Kinds
 ) -> dict[str, int]:
     """Return the bytes of each stream in a message."""
@@ -57,7 +57,7 @@ class Uploads:
     schedule: SyncSchedule
     sizes: Mapping[str, int]
     """Bytes of each stream, uncompressed."""
-    wire: Mapping[str, int]
+    compressed: Mapping[str, int]
     """Bytes of each stream as this run sends it."""
     num_steps: int
     """Steps of the whole run; at its end ``params`` are averaged."""
@@ -74,7 +74,7 @@ class Uploads:
         """Count the window of the steps ``start + 1 .. stop``."""
         due = self.schedule.due(stop, self.num_steps)
         for stream in due:
-            self.desloc[stream] += workers * self.wire.get(stream, 0)
+            self.desloc[stream] += workers * self.compressed.get(stream, 0)
         # With coins, the coin of params decides for all streams of Local Adam.
         of_model = due & {PARAMS, BUFFERS} if PARAMS in due else ()
         every = PARAMS in self.schedule.due(stop)
@@ -87,10 +87,10 @@ def uploads(
     schedule: SyncSchedule,
     sizes: Mapping[str, int],
     num_steps: int,
-    wire: Mapping[str, int] | None = None,
+    compressed: Mapping[str, int] | None = None,
 ) -> Uploads:
-    """Return what one worker sends in ``num_steps`` steps; uncompressed without ``wire``."""
-    total = Uploads(schedule, sizes, wire or sizes, num_steps)
+    """Return what one worker sends in ``num_steps`` steps; uncompressed without ``compressed``."""
+    total = Uploads(schedule, sizes, compressed or sizes, num_steps)
     for window in schedule.windows(num_steps):
         total.add(window.start, window.stop)
     return total
@@ -99,7 +99,7 @@ def uploads(
 def download_bytes(
     schedule: SyncSchedule,
     sizes: Mapping[str, int],
-    wire: Mapping[str, int],
+    compressed: Mapping[str, int],
     num_steps: int,
     *,
     federated: bool,
@@ -119,10 +119,10 @@ def download_bytes(
             for stream in window.due:
                 # The result of a mean gradient is sent as new parameters.
                 sent = PARAMS if stream == GRADIENTS else stream
-                down[sent] += wire[sent]
+                down[sent] += compressed[sent]
     if federated and num_steps > 0:
         for stream in schedule.due(num_steps, num_steps) & {PARAMS, BUFFERS}:
-            down[stream] += wire[stream]
+            down[stream] += compressed[stream]
     return down
 
 
@@ -144,11 +144,11 @@ def method_rates(
     sizes: Mapping[str, float],
     num_steps: int,
     *,
-    wire: Mapping[str, float] | None = None,
+    compressed: Mapping[str, float] | None = None,
 ) -> tuple[MethodRates, MethodRates, MethodRates, MethodRates]:
     """Return the rates of DDP, Local Adam, DES-LOC and FedAvg with the same averages of params.
 
-    ``sizes`` are the bytes of each stream, ``wire`` those that DES-LOC sends if it compresses
+    ``sizes`` are the bytes of each stream, ``compressed`` those that DES-LOC sends if it compresses
     them, ``schedule`` DES-LOC's. A stream is averaged 1/K times per step, also where K does not
     divide ``num_steps``, and with coins in the mean of all seeds; ``once_at`` adds its averages.
     """
@@ -163,7 +163,7 @@ def method_rates(
     return (
         _rates("DDP", sizes, {PARAMS: 1.0}, 1.0),
         _rates("Local Adam", sizes, dict.fromkeys(periods, with_params), with_params),
-        _rates("DES-LOC", wire or sizes, *_shares(schedule, num_steps)),
+        _rates("DES-LOC", compressed or sizes, *_shares(schedule, num_steps)),
         _rates("FedAvg", sizes, {PARAMS: with_params}, with_params),
     )
 

@@ -128,8 +128,8 @@ class RunInfo:
     num_windows: int
     stream_bytes: Mapping[str, int]
     """Size of each stream in bytes, as far as known (``DesLoc(templates=...)``)."""
-    wire_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The same in its format on the wire, where that is known to differ."""
+    compressed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The same as it is sent, where that is known to differ."""
     clients: Mapping[str, ClientInfo]
     """What each client says of itself, by its name."""
 

@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
 from flower_desloc.core.schedule import PARAMS, SyncSchedule, Window
-from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, stream_bytes
 from flower_desloc.flower.arrays import from_record
 from flower_desloc.flower.checkpoint import Checkpoint, Checkpoints
 from flower_desloc.flower.flight.at_server import Carrier
@@ -106,7 +106,7 @@ def open_run(
             num_steps=run.windows[-1].stop,
             num_windows=len(run.windows) - 1,
             stream_bytes=stream_bytes(state.templates),
-            wire_bytes=wire_bytes(state.reply_templates, state.formats, state.kinds),
+            compressed_bytes=compressed_bytes(state.reply_templates, state.formats, state.kinds),
             clients={member.name: member.info for member in members},
         )
     )

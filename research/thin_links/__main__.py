@@ -159,7 +159,7 @@ def run(cells: Cells, links: Network, method: str, seed: int) -> dict[str, Any]:
             "windows": [window(line, at) for line, at in windows],
             "bytes": summary["bytes"]["measured"],
             "stream_bytes": summary["stream_bytes"],
-            "wire_bytes": summary["wire_bytes"],
+            "compressed_bytes": summary["compressed_bytes"],
             "weights_sha256": summary["weights_sha256"],
         }
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_desloc import NEVER, PARAMS, SyncSchedule
-from flower_desloc.core.traffic import stream_bytes, uploads, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, stream_bytes, uploads
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
 STREAMS = (PARAMS, "exp_avg", "exp_avg_sq")
@@ -42,7 +42,7 @@ def test_a_worker_sends_every_stream_once_per_period_and_params_at_the_end(perio
 def test_coded_they_are_8_times_below_local_adam_and_over_600_times_below_data_parallelism():
     like = {name: {"w": torch.zeros(1_000_000)} for name in SIZES}
     schedule, formats, T = schedule_of(256, 768, 1536), dict.fromkeys(SIZES, "int8"), 1536
-    sent = total(uploads(schedule, wire_bytes(like, formats, {}), T).desloc)
+    sent = total(uploads(schedule, compressed_bytes(like, formats, {}), T).desloc)
     assert total(uploads(schedule, stream_bytes(like), T).local_adam) / sent > 7.9
     assert uploads(schedule, stream_bytes(like), T).ddp / sent > 670
 

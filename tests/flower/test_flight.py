@@ -27,8 +27,8 @@ from flower_desloc.core.outer import OuterOptimizer
 from flower_desloc.core.schedule import GRADIENTS, SyncSchedule
 from flower_desloc.flower.arrays import from_record, stated, to_array
 from flower_desloc.flower.client import DesLocClient
-from flower_desloc.flower.flight import at_site, body, wire
-from flower_desloc.flower.flight.wire import Parts, TensorClient, TensorServer, TransferError
+from flower_desloc.flower.flight import at_site, body, transfer
+from flower_desloc.flower.flight.transfer import Parts, TensorClient, TensorServer, TransferError
 from flower_desloc.flower.policy import Policy
 
 BODY = torch.randint(0, 256, (3_000_000,), generator=torch.Generator().manual_seed(0)).byte()
@@ -236,7 +236,7 @@ class Peers:
 
 @pytest.fixture
 def peers(monkeypatch) -> Iterator[Peers]:
-    monkeypatch.setattr(wire, "_PIECE", 1 << 18)
+    monkeypatch.setattr(transfer, "_PIECE", 1 << 18)
     found = Peers()
     yield found
     found.server.close()
@@ -286,12 +286,12 @@ def test_a_ticket_is_for_one_node_one_direction_and_once(peers, direction):
         use(peers.client(), late)
 
 
-def put_pieces(client: TensorClient, options, pieces, schema=wire._SCHEMA) -> None:
+def put_pieces(client: TensorClient, options, pieces, schema=transfer._SCHEMA) -> None:
     descriptor = flight.FlightDescriptor.for_command(b"")
     writer, _ = client._client.do_put(descriptor, schema, options)
     try:
         for piece in pieces:
-            batch = wire._batch(piece) if isinstance(piece, bytes) else piece
+            batch = transfer._batch(piece) if isinstance(piece, bytes) else piece
             writer.write_batch(batch)
         writer.done_writing()
     finally:
@@ -330,7 +330,7 @@ def test_nobody_connects_without_a_certificate(peers):
         stranger = flight.FlightClient(
             f"grpc+tls://127.0.0.1:{peers.server.port}",
             tls_root_certs=own.authority,
-            override_hostname=wire._SERVER,
+            override_hostname=transfer._SERVER,
             **certificate,
         )
         with pytest.raises(flight.FlightUnavailableError):
@@ -340,7 +340,7 @@ def test_nobody_connects_without_a_certificate(peers):
 def strangers_certificate() -> dict[str, bytes]:
     import trustme
 
-    made = trustme.CA().issue_cert(wire._name(NODE))
+    made = trustme.CA().issue_cert(transfer._name(NODE))
     chain = b"".join(pem.bytes() for pem in made.cert_chain_pems)
     return {"cert_chain": chain, "private_key": made.private_key_pem.bytes()}
 
@@ -423,7 +423,7 @@ def test_a_broken_transfer_continues_where_it_stopped(peers, direction, share):
 
 
 def test_a_server_that_is_gone_ends_the_transfer(peers, monkeypatch):
-    monkeypatch.setattr(wire, "_CALLS", 2)
+    monkeypatch.setattr(transfer, "_CALLS", 2)
     ticket, client = peers.give(), peers.client()
     client.get(peers.server.give(NODE, Parts([])), Parts([]))
     peers.server.close()
@@ -433,7 +433,7 @@ def test_a_server_that_is_gone_ends_the_transfer(peers, monkeypatch):
 
 SERVER = """
 import json, sys, time
-from flower_desloc.flower.flight.wire import Parts, TensorServer
+from flower_desloc.flower.flight.transfer import Parts, TensorServer
 size = int(sys.argv[1])
 server = TensorServer("127.0.0.1", 0)
 own = server.credentials(7)
@@ -456,7 +456,7 @@ class Deadly(Parts):
         super().write(offset, data)
         self.kill_after(offset)
 
-    def pieces(self, offset: int = 0) -> Iterator[wire.Buffer]:
+    def pieces(self, offset: int = 0) -> Iterator[transfer.Buffer]:
         for piece in super().pieces(offset):
             yield piece
             offset += len(piece)
@@ -475,19 +475,21 @@ def test_a_server_that_is_killed_ends_the_transfer(direction):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port, pems, tickets = json.loads(process.stdout.readline())
-        client = TensorClient(f"127.0.0.1:{port}", wire.Credentials(*(p.encode() for p in pems)))
+        client = TensorClient(
+            f"127.0.0.1:{port}", transfer.Credentials(*(p.encode() for p in pems))
+        )
         began = time.monotonic()
         with pytest.raises(TransferError, match=r"refused|reset|closed|connect"):
             getattr(client, direction)(tickets[direction == "put"], Deadly(size, process.kill))
         assert process.wait() == -signal.SIGKILL
-        assert time.monotonic() - began < wire.IDLE
+        assert time.monotonic() - began < transfer.IDLE
 
 
 SITE = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
 from test_flight import DATA, Deadly
-from flower_desloc.flower.flight.wire import Credentials, TensorClient
+from flower_desloc.flower.flight.transfer import Credentials, TensorClient
 port, direction, ticket, *pems = sys.argv[2:]
 client = TensorClient(f"127.0.0.1:{port}", Credentials(*(pem.encode() for pem in pems)))
 dies = Deadly(len(DATA), lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -520,9 +522,9 @@ def stalled(peers, direction: str) -> TensorClient:
     if direction == "put":
         descriptor = flight.FlightDescriptor.for_command(b"")
         writer, _ = client._client.do_put(
-            descriptor, wire._SCHEMA, TensorClient._options(ticket, 0, len(DATA))
+            descriptor, transfer._SCHEMA, TensorClient._options(ticket, 0, len(DATA))
         )
-        writer.write_batch(wire._batch(DATA[:1000]))
+        writer.write_batch(transfer._batch(DATA[:1000]))
         client.kept = writer
     else:
         reader = client._client.do_get(
@@ -541,7 +543,7 @@ def stalled(peers, direction: str) -> TensorClient:
 def test_a_stalled_site_holds_nobody_up(peers, monkeypatch, direction):
     client = stalled(peers, direction)
     assert got(peers.client(), peers.give()) == DATA  # meanwhile
-    monkeypatch.setattr(wire, "IDLE", 0.5)
+    monkeypatch.setattr(transfer, "IDLE", 0.5)
     deadline = time.monotonic() + 20
     while any(t.peer for t in peers.server._transfers.values()):
         assert time.monotonic() < deadline, "its transfer has a thread"
@@ -557,7 +559,7 @@ def test_the_end_of_a_run_leaves_no_thread(peers, direction):
     one, other = socket.socketpair()
     with one, other, socket.socket(socket.AF_UNIX):
         peers.server.close()
-    assert time.monotonic() - began < wire._LEAVE
+    assert time.monotonic() - began < transfer._LEAVE
     assert not [t.name for t in threading.enumerate() if t is peers.server._watch]
     with pytest.raises(ConnectionError):
         socket.create_connection(("127.0.0.1", port), timeout=1)

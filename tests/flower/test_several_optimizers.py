@@ -14,7 +14,7 @@ from flower_desloc import NEVER, SGDM, Kind, MultiOptimizer, State, SyncSchedule
 from flower_desloc.core.schedule import PARAMS, Period
 from flower_desloc.core.states import state_decays
 from flower_desloc.core.streams import prime
-from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, stream_bytes
 
 PERIODS: dict[str, Period] = {PARAMS: 2, "momentum_buffer": 3, "exp_avg": 4, "exp_avg_sq": 6}
 LOSSY = {PARAMS: "int8", "momentum_buffer": "int4", "exp_avg": "int8", "exp_avg_sq": "int8"}
@@ -49,13 +49,13 @@ def test_the_bytes_are_those_of_the_tensors_that_a_stream_has(formats, tmp_path)
     run = Run("muon", SyncSchedule(PERIODS), tmp_path, num_steps=13, formats=formats)
     params = {key: p.detach() for key, p in Quadratic().module().named_parameters()}
     streams = {PARAMS: params, **run.zeros}
-    sizes, wire = stream_bytes(streams), wire_bytes(streams, formats, {})
+    sizes, compressed = stream_bytes(streams), compressed_bytes(streams, formats, {})
     assert sizes["momentum_buffer"] + sizes["exp_avg"] == sizes[PARAMS]
     run.start()
     times = run.schedule.num_events(13)
     ups = [record.traffic.up for record in run.watch.records]
     sent = {name: sum(up.get(name, 0) for up in ups) for name in streams}
-    assert sent == {name: 3 * times[name] * wire[name] for name in streams}
+    assert sent == {name: 3 * times[name] * compressed[name] for name in streams}
 
 
 @pytest.mark.parametrize("delay", [0, 1])

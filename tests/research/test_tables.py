@@ -70,7 +70,7 @@ def a_run(folder, seed, loss):
         "strategy": "desloc",
         "sync": {"params": 16, "exp_avg": 48, "exp_avg_sq": 96},
         "sync_once_at": [],
-        "wire": {},
+        "compression": {},
         "outer": {"name": "none"},
         "optimizer": {"name": "adam", "lr": 0.0084, "betas": [0.95, 0.95]},
         "data": {"partition": "iid", "domains": ["a"], "batch_size": 8, "seq_len": 32},

@@ -72,7 +72,7 @@ _EXCLUSIONS: Final = (
         where=lambda config: config.privacy.secure_aggregation,
         keys=(
             *("federation.average", "federation.weighting", "federation.norm_bound"),
-            *("federation.min_steps", "sync_delay", "wire"),
+            *("federation.min_steps", "sync_delay", "compression"),
         ),
         why="with privacy.secure_aggregation=true the server learns sums over all clients, and "
         "nothing of one",
@@ -391,22 +391,23 @@ def _scaffold(config: Config) -> Iterator[str]:
 
 def _wire(config: Config) -> Iterator[str]:
     try:
-        coded = lossy(config.wire)
+        coded = lossy(config.compression)
     except ValueError as error:
-        yield f"wire.{error}"
+        yield f"compression.{error}"
         return
     if coded and config.strategy != "desloc":
         yield (
-            f"wire.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which sends "
-            "tensors as they are; set wire={}"
+            f"compression.{next(iter(coded))}: strategy={config.strategy} is Flower's own, which "
+            "sends tensors as they are; set compression={}"
         )
-    for name in config.wire.keys() - config.sync.keys():
+    for name in config.compression.keys() - config.sync.keys():
         yield (
-            f"wire.{name}: sync has no such stream; it has {', '.join(config.sync)}; set wire={{}}"
+            f"compression.{name}: sync has no such stream; it has {', '.join(config.sync)}; set "
+            "compression={}"
         )
     for name in coded:
         if config.sync[name] in (NEVER, RESET):
-            yield f"wire.{name}: with sync.{name}={config.sync[name]} it is never sent"
+            yield f"compression.{name}: with sync.{name}={config.sync[name]} it is never sent"
 
 
 def _strategy(config: Config) -> Iterator[str]:

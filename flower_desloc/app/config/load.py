@@ -21,7 +21,7 @@ _EXTENDS = "extends"
 _SYNC = "sync"
 _AVERAGES = (
     *(each.name for each in fields(Config) if each.name.startswith(_SYNC)),
-    *("wire", "outer", "strategy_options"),
+    *("compression", "outer", "strategy_options"),
 )
 """Sections and settings of averages that data parallelism does not make."""
 
@@ -231,8 +231,8 @@ def _defaults(name: str) -> dict[str, Any]:
 def _merge(base: Mapping[str, Any], layer: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Merge ``layer`` over ``base``.
 
-    An empty dictionary of settings replaces, as in `wire={}`, and what is merged over it later
-    stays alone.
+    An empty dictionary of settings replaces, as in `compression={}`, and what is merged over it
+    later stays alone.
     """
     merged = _Alone(base) if isinstance(base, _Alone) else dict(base)
     for key, value in layer.items():

@@ -332,7 +332,7 @@ class Config:
     sync_bound: bool = True
     """Bound Adam's first moment by its second after an average of either: |u| <= c sqrt(v). `false`
     is the paper's letter, under which a run can spike."""
-    wire: dict[str, str] = field(default_factory=dict)
+    compression: dict[str, str] = field(default_factory=dict)
     """Format of each stream in messages: `fp32` (default), `bf16`, or `int8`, `int4`, `int2` in
     blocks with a scale each."""
     outer: Outer = field(default_factory=Outer)

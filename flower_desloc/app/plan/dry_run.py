@@ -121,7 +121,7 @@ def _bytes(needs: Needs) -> Iterator[str]:
     if config.strategy == "desloc":
         sizes = {name: size for name, size in needs.sizes.items() if name != GRADIENTS}
         federated = config.evaluation.federated
-        down = traffic.download_bytes(schedule, sizes, needs.wire, steps, federated=federated)
+        down = traffic.download_bytes(schedule, sizes, needs.compressed, steps, federated=federated)
         yield f"and will receive {bytes_text(sum(down.values()))}"
     others = {"Local Adam": sum(uploads.local_adam.values()), "DDP": uploads.ddp}
     for name, other in others.items():

@@ -29,7 +29,7 @@ from flower_desloc.core.kinds import Kind, kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS
 from flower_desloc.core.states import state_decays, states_of
 from flower_desloc.core.streams import BUFFERS, buffers
-from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.core.traffic import compressed_bytes
 from flower_desloc.optim import Description
 
 PAPER: Final = {"135m": 135e6, "1.7b": 1.7e9}
@@ -83,14 +83,18 @@ def planned_run(
     sizes = {n: values[n] * (value_bytes or dtype_bytes(config)) for n in values}
     if BUFFERS in sizes:
         sizes[BUFFERS] = _buffer_bytes(config)
-    coded = {n: {"": torch.empty(round(values[n]), device="meta")} for n in lossy(config.wire)}
-    wire = wire_bytes(coded, config.wire, stream_kinds(config))
+    coded = {
+        n: {"": torch.empty(round(values[n]), device="meta")} for n in lossy(config.compression)
+    }
+    compressed = compressed_bytes(coded, config.compression, stream_kinds(config))
     return PlannedRun(
         name=config.run.name,
         optimizer=config.optimizer.title,
         num_params=num_params,
         streams=tuple(
-            replace(stream, num_bytes=sizes[stream.name], wire_bytes=wire.get(stream.name))
+            replace(
+                stream, num_bytes=sizes[stream.name], compressed_bytes=compressed.get(stream.name)
+            )
             for stream in streams
         ),
         steps=config.run.steps,

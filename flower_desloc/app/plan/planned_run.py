@@ -24,7 +24,7 @@ class PlannedStream:
     name: str
     kind: Kind
     num_bytes: float
-    wire_bytes: float | None = None
+    compressed_bytes: float | None = None
     """Bytes in a message; None if the stream is not compressed."""
     beta: float | None = None
     """Decay of a moment; None for a stream that is no moment."""
@@ -88,9 +88,9 @@ class PlannedRun:
         return {stream.name: stream.num_bytes for stream in self.streams}
 
     @property
-    def wire(self) -> dict[str, float]:
+    def compressed(self) -> dict[str, float]:
         """The bytes of every stream in a message of DES-LOC."""
-        return {s.name: s.wire_bytes or s.num_bytes for s in self.streams}
+        return {s.name: s.compressed_bytes or s.num_bytes for s in self.streams}
 
     @property
     def moments(self) -> tuple[PlannedStream, ...]:
@@ -104,7 +104,7 @@ class PlannedRun:
     @cached_property
     def methods(self) -> tuple[MethodRates, ...]:
         """DDP, Local Adam, DES-LOC and FedAvg, with the same period of params."""
-        return method_rates(self.schedule, self.sizes, self.steps, wire=self.wire)
+        return method_rates(self.schedule, self.sizes, self.steps, compressed=self.compressed)
 
     @property
     def desloc(self) -> MethodRates:
@@ -132,7 +132,7 @@ class PlannedRun:
     def windows(self) -> list[tuple[int, float]]:
         """Every window's steps, and the bytes that a worker sends after it."""
         steps = [window.stop - window.start for window in self.schedule.windows(self.steps)]
-        return [*zip(steps, window_bytes(self.schedule, self.wire, self.steps), strict=True)]
+        return [*zip(steps, window_bytes(self.schedule, self.compressed, self.steps), strict=True)]
 
     def late_waiting(self) -> float:
         """Return the seconds per step of waiting on a star when averages are merged late.

@@ -143,7 +143,7 @@ def _bytes(run: PlannedRun) -> Table:
 
 def _rule(run: PlannedRun, of_params: int) -> Iterator[str]:
     rule = rule_for(run, of_params)
-    words = [f"wire.{stream}={form}" for stream, form in LEAN.items() if rule.lean]
+    words = [f"compression.{stream}={form}" for stream, form in LEAN.items() if rule.lean]
     yield f"{rule.case}: {' '.join([_settings(run, rule, of_params), *words])}"
     yield f"  {_cost(rule)}"
     yield f"  measured in {PAGE}; all rules: desloc plan --rules"

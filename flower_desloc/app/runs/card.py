@@ -121,7 +121,7 @@ def _streams(config: Config, summary: Mapping[str, Any]) -> Iterable[Sequence[st
     schedule = build_schedule(config)
     for stream in schedule.periods:
         times = str(summary["syncs"][stream])
-        form = f" as {config.wire[stream]}" if stream in config.wire else ""
+        form = f" as {config.compression[stream]}" if stream in config.compression else ""
         yield f"`{stream}`", schedule.period_text(stream), times, bytes_text(sent[stream]) + form
 
 

@@ -59,8 +59,10 @@ def build(
     names = set(run.clients).union(*(line["clients"] for line in windows))
     streams = [*dict.fromkeys([*schedule.periods, PARAMS])]
     sizes = {stream: run.stream_bytes.get(stream, 0) for stream in streams}
-    wire = sizes | {stream: size for stream, size in run.wire_bytes.items() if stream in sizes}
-    counts = _bytes(lines, config, schedule, run.num_steps, sizes, wire, len(names), status)
+    compressed = sizes | {
+        stream: size for stream, size in run.compressed_bytes.items() if stream in sizes
+    }
+    counts = _bytes(lines, config, schedule, run.num_steps, sizes, compressed, len(names), status)
     measured = counts["measured"]
     sent = measured["up"]["total"]
     payload = sent + measured["down"]["total"]
@@ -82,7 +84,7 @@ def build(
             **schedule.to_dict(),
             "sync_delay": config.sync_delay,
             "sync_bound": config.sync_bound,
-            "wire": dict(config.wire),
+            "compression": dict(config.compression),
         },
         "steps": windows[-1]["step"] if windows else 0,
         "windows": len(windows),
@@ -97,7 +99,7 @@ def build(
         "devices": {name: _device(info) for name, info in run.clients.items()},
         "train_loss": _course((line["step"], line["train_loss"]) for line in windows),
         "stream_bytes": sizes,
-        "wire_bytes": wire,
+        "compressed_bytes": compressed,
         "bytes": counts,
         "ratio": {name: other / sent if sent and other else None for name, other in others.items()},
         "framing_overhead": framed / payload - 1 if payload else None,
@@ -165,19 +167,19 @@ def _bytes(
     schedule: SyncSchedule,
     num_steps: int,
     sizes: Mapping[str, int],
-    wire: Mapping[str, int],
+    compressed: Mapping[str, int],
     num_clients: int,
     status: Status,
 ) -> dict[str, Any]:
     windows = [line for line in lines if line["round"] > 0]
     none = dict.fromkeys(sizes, 0)
-    uploads = Uploads(schedule, sizes, wire, num_steps)
+    uploads = Uploads(schedule, sizes, compressed, num_steps)
     for line in windows:
         uploads.add(line["start"], line["step"], len(line["clients"]))
     if config.strategy == "desloc":
         step = windows[-1]["step"] if windows else 0
         federated = status == "completed" and config.evaluation.federated
-        down = download_bytes(schedule, sizes, wire, step, federated=federated)
+        down = download_bytes(schedule, sizes, compressed, step, federated=federated)
     else:  # clients keep no state: params are sent for every window and every evaluation
         times = len(windows) + len(evaluations(lines, "federated"))
         down = {**none, PARAMS: times * sizes[PARAMS]}

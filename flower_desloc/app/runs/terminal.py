@@ -43,8 +43,8 @@ class TerminalView:
     def started(self, run: RunInfo) -> None:
         """Print what will run, and show the progress bar if there can be one."""
         self._run = run
-        wire = run.wire_bytes or run.stream_bytes
-        self._uploads = Uploads(self._run.schedule, run.stream_bytes, wire, run.num_steps)
+        compressed = run.compressed_bytes or run.stream_bytes
+        self._uploads = Uploads(self._run.schedule, run.stream_bytes, compressed, run.num_steps)
         self._sent_up = 0
         self._elapsed = 0.0  # of all lines so far, as in the summary
         self._steps, self._seconds = 0, 0.0  # of the windows so far
@@ -121,9 +121,9 @@ class TerminalView:
         averaged = units.schedule_text(self._run.schedule, self._config.sync_delay)
         yield f"averaged: {averaged}"
         yield f"size: {sizes}"
-        if wire := {s: f for s, f in self._config.wire.items() if f != EXACT}:
+        if formats := {s: f for s, f in self._config.compression.items() if f != EXACT}:
             sizes = ", ".join(
-                f"{s} {f} {units.bytes_text(run.wire_bytes[s])}" for s, f in wire.items()
+                f"{s} {f} {units.bytes_text(run.compressed_bytes[s])}" for s, f in formats.items()
             )
             yield f"compressed: {sizes}"
         for client, info in [*run.clients.items()][:_MAX_NAMED_CLIENTS]:

@@ -29,7 +29,7 @@ from flower_desloc.core.client_info import ClientInfo
 from flower_desloc.core.kinds import kind_of
 from flower_desloc.core.schedule import GRADIENTS, PARAMS, SyncSchedule
 from flower_desloc.core.streams import BUFFERS, buffers, parts
-from flower_desloc.core.traffic import stream_bytes, window_bytes, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, stream_bytes, window_bytes
 from flower_desloc.core.types import Stream
 from flower_desloc.flower.internals import log
 from flower_desloc.flower.observer import RunInfo
@@ -97,15 +97,15 @@ class Needs:
         return stream_bytes(self._streams)
 
     @cached_property
-    def wire(self) -> dict[str, int]:
-        """Bytes of every stream on the wire."""
-        return wire_bytes(self._streams, self.config.wire, stream_kinds(self.config))
+    def compressed(self) -> dict[str, int]:
+        """Bytes of every stream as it is sent."""
+        return compressed_bytes(self._streams, self.config.compression, stream_kinds(self.config))
 
     @cached_property
     def sent_up(self) -> dict[str, int]:
         """Bytes of every stream in a client's reply."""
         if not self.config.privacy.secure_aggregation:
-            return self.wire
+            return self.compressed
         from flower_desloc.secure.codes import width_of  # few runs need it
 
         kinds = stream_kinds(self.config)

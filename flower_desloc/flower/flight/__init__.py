@@ -2,6 +2,6 @@
 
 A message then has a ticket, the tensors' names, shapes, types and sizes, and a digest in place of
 its arrays. Strategy and client do not know: ``at_server`` takes the arrays out of requests and puts
-those of replies back, ``at_site`` does the reverse before and after the client's own code. ``wire``
-alone imports pyarrow; without it, or without an address, arrays stay in the messages.
+those of replies back, ``at_site`` does the reverse before and after the client's own code.
+``transfer`` alone imports pyarrow; without it, or without an address, arrays stay in the messages.
 """

@@ -26,7 +26,7 @@ from flower_desloc.flower.server_state import ServerState
 from flower_desloc.flower.system import temporary_folder
 
 if TYPE_CHECKING:
-    from flower_desloc.flower.flight.wire import Credentials, TensorServer
+    from flower_desloc.flower.flight.transfer import Credentials, TensorServer
 
 _ADDRESS = "federation.data_address"
 
@@ -194,7 +194,7 @@ class Carrier:
     def _give(
         self, record: ConfigRecord, opened: _Open, node: int, data: Iterable[memoryview]
     ) -> int:
-        from flower_desloc.flower.flight.wire import Parts
+        from flower_desloc.flower.flight.transfer import Parts
 
         parts = Parts(data)
         record["get"] = self._server.give(node, parts)
@@ -202,7 +202,7 @@ class Carrier:
         return parts.size
 
     def _take(self, record: ConfigRecord, opened: _Open, node: int, upload: _Upload) -> None:
-        from flower_desloc.flower.flight.wire import Parts
+        from flower_desloc.flower.flight.transfer import Parts
 
         def memory() -> Parts:
             upload.data = body.mapped(upload.rows, self._folder)
@@ -275,7 +275,7 @@ def carrier(run: Carries, grid: Grid) -> Iterator[Carrier | None]:
 def _listening(address: str) -> "TensorServer":
     host, _, port = address.rpartition(":")
     try:
-        from flower_desloc.flower.flight.wire import TensorServer
+        from flower_desloc.flower.flight.transfer import TensorServer
     except ImportError as error:
         raise ValueError(
             f"{_ADDRESS}={address}: this needs {error.name}; install 'flower-desloc[flight]', or "

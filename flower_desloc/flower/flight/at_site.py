@@ -15,7 +15,7 @@ from flower_desloc.flower.internals import log
 from flower_desloc.flower.messages import HELLO
 
 if TYPE_CHECKING:
-    from flower_desloc.flower.flight.wire import TensorClient
+    from flower_desloc.flower.flight.transfer import TensorClient
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def arrays_by_flight(
 
 
 def _fetched(record: ConfigRecord) -> dict[str, ArrayRecord]:
-    from flower_desloc.flower.flight.wire import Parts, TransferError
+    from flower_desloc.flower.flight.transfer import Parts, TransferError
 
     rows = body.rows_from_json(_value(record, "arrays", bytes))
     data = body.memory(rows)
@@ -72,7 +72,7 @@ def _send(
     record: ConfigRecord, reply: Message, arrays: dict[str, ArrayRecord], *, bundles: bool
 ) -> None:
     """Send the arrays of a reply beside it; leave them in it where that is not possible."""
-    from flower_desloc.flower.flight.wire import Parts, TransferError
+    from flower_desloc.flower.flight.transfer import Parts, TransferError
 
     data = body.views(body.rows_from_json(_value(record, "put-arrays", bytes)), arrays)
     about = ConfigRecord()
@@ -101,7 +101,7 @@ def _client(record: ConfigRecord) -> "TensorClient":
 
 @lru_cache(maxsize=1)
 def _connected(address: str, authority: bytes, certificate: bytes, key: bytes) -> "TensorClient":
-    from flower_desloc.flower.flight.wire import Credentials, TensorClient
+    from flower_desloc.flower.flight.transfer import Credentials, TensorClient
 
     return TensorClient(address, Credentials(authority, certificate, key))
 

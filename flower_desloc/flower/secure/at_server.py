@@ -105,7 +105,7 @@ class SecureDesLoc(DesLoc):
             f"federation.weighting={policy.weighting}": policy.weighting != "uniform",
             f"federation.min_steps={policy.min_steps:g}": policy.min_steps < 1,
             f"sync_delay={self.sync_delay}": self.sync_delay > 0,
-            f"wire.{next(iter(self.state.formats), '')}": bool(self.state.formats),
+            f"compression.{next(iter(self.state.formats), '')}": bool(self.state.formats),
         }.items():
             if is_excluded:
                 raise ValueError(f"{setting}: secure sums cannot have it; leave it out")

@@ -256,7 +256,7 @@ def test_one_override_makes_any_preset_data_parallel(name):
         config = load(name, "sync.gradients=1")
     assert config.sync == {"gradients": 1}
     assert build_schedule(config).periods == config.sync
-    assert (config.outer, config.wire) == (Config().outer, {})
+    assert (config.outer, config.compression) == (Config().outer, {})
     assert (config.optimizer, config.model, config.data) == (
         before.optimizer, before.model, before.data,
     )  # fmt: skip
@@ -365,12 +365,12 @@ def test_a_childs_sync_replaces_its_parents_and_overrides_merge(presets):
 
 
 def test_an_empty_dictionary_clears_what_is_below_it_and_overrides_fill_it_again(presets):
-    more = "task: own:Task\nwire: {params: int8}\ntask_options: {a: 1}\n"
+    more = "task: own:Task\ncompression: {params: int8}\ntask_options: {a: 1}\n"
     folder = presets(base=BASE + more)
-    assert load("base", "wire={} task_options={} run={}", presets=folder).run.steps == 96
-    words = "task_options.c=3 sync={} wire={} task_options={} sync.params=3 task_options.b=2"
+    assert load("base", "compression={} task_options={} run={}", presets=folder).run.steps == 96
+    words = "task_options.c=3 sync={} compression={} task_options={} sync.params=3 task_options.b=2"
     filled = load("base", words, presets=folder)
-    assert (filled.sync, filled.wire, filled.task_options) == ({"params": 3}, {}, {"b": 2})
+    assert (filled.sync, filled.compression, filled.task_options) == ({"params": 3}, {}, {"b": 2})
 
 
 def test_periods_that_another_optimizer_lacks_are_left_out_by_what_the_error_names():
@@ -418,8 +418,8 @@ WRONG = {
     "run.steps=true": ["run.steps=true", "must be an integer"],
     "privacy.epsilon=0": ["privacy.epsilon=0", "must be above 0"],
     "run.steps=null": ["run.steps=null", "needs a value"],
-    "wire.params=null": ["wire.params=null", "fp32, bf16, int8, int4"],
-    "wire=int8": ["wire=int8", "set wire.NAME=VALUE"],
+    "compression.params=null": ["compression.params=null", "fp32, bf16, int8, int4"],
+    "compression=int8": ["compression=int8", "set compression.NAME=VALUE"],
     "optimizer.betas=3": ["optimizer.betas=3", "a list"],
     "data.domains=web": ["data.domains=web", "set data.domains=[A,B]"],
     "run.steps=0": ["run.steps=0", "at least 1"],
@@ -451,9 +451,9 @@ WRONG = {
     "sync=5": ["sync=5", "set sync.NAME=VALUE"],
     "sync={params:8}": ["sync={params:8}", "write {params: 8}, with a blank after the colon"],
     "sync.params=0": ["sync", "'params'", "positive integer, 'never' or 'reset'", "got 0"],
-    "wire.params=int7": ["wire.params=int7", "fp32, bf16, int8, int4"],
-    "wire.exp_avgs=int8": ["wire.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
-    "wire.exp_avg=int8 sync.exp_avg=never": ["wire.exp_avg", "sync.exp_avg=never"],
+    "compression.params=int7": ["compression.params=int7", "fp32, bf16, int8, int4"],
+    "compression.exp_avgs=int8": ["compression.exp_avgs", "it has params, exp_avg, exp_avg_sq"],
+    "compression.exp_avg=int8 sync.exp_avg=never": ["compression.exp_avg", "sync.exp_avg=never"],
     "sync_phase.exp_avg=48": ["sync_phase", "'exp_avg'", "below its period 48", "got 48"],
     "sync_phase.params=1 sync_mode=probabilistic": ["sync_phase", "sync_mode=probabilistic"],
     "sync_delay=1 sync.exp_avg=reset sync.exp_avg_sq=reset": ["sync_delay=1", "set sync_delay=0"],
@@ -490,14 +490,14 @@ ADVISED = [
         ("quickstart", f"privacy.secure_aggregation=true {w}")
         for w in (
             *("federation.average=median", "federation.weighting=examples", "sync_delay=1"),
-            *("federation.norm_bound=5", "federation.min_steps=0.5", "wire.params=int8"),
+            *("federation.norm_bound=5", "federation.min_steps=0.5", "compression.params=int8"),
         )
     ),
     *((preset, "privacy.secure_aggregation=true") for preset in ("fedavg", "ddp")),
-    ("quickstart", "wire.momentum_buffer=int8"),
+    ("quickstart", "compression.momentum_buffer=int8"),
     *(("fedavg", words) for words in ("outer.name=sgd", "run.resume=x", "sync_once_at=[4]")),
     *(("fedavg", words) for words in ("sync_phase.params=1", "federation.average=median")),
-    ("fedavg", "wire.params=int8"),
+    ("fedavg", "compression.params=int8"),
     *(
         ("scaffold", words)
         for words in (

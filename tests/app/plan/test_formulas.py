@@ -25,7 +25,7 @@ from flower_desloc.app.plan.wall_clock import (
 )
 from flower_desloc.app.setup.build import build_optimizer, build_schedule, build_streams
 from flower_desloc.app.tasks import build_task
-from flower_desloc.core.traffic import method_rates, rate, stream_bytes, uploads, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, method_rates, rate, stream_bytes, uploads
 from flower_desloc.optim import OPTIMIZERS
 
 PERIOD = st.integers(1, 12) | st.just(NEVER)
@@ -188,13 +188,15 @@ def test_a_plan_counts_buffers_as_a_run_sends_them():
 
 def test_a_plan_counts_compressed_streams_as_they_are_sent():
     config = load("lean")
-    sent = wire_bytes(build_streams(config, build_task(config).build_model()), config.wire, {})
+    sent = compressed_bytes(
+        build_streams(config, build_task(config).build_model()), config.compression, {}
+    )
     run = run_of(config)
     # A tensor's last block may not be full.
-    assert run.wire == pytest.approx(sent, rel=1e-3)
-    bytes_a_step = sum(size / run.periods[name] for name, size in run.wire.items())
+    assert run.compressed == pytest.approx(sent, rel=1e-3)
+    bytes_a_step = sum(size / run.periods[name] for name, size in run.compressed.items())
     assert run.desloc.num_bytes == pytest.approx(bytes_a_step)
-    exact = run_of(load("lean", [f"wire.{name}=fp32" for name in STREAMS]))
+    exact = run_of(load("lean", [f"compression.{name}=fp32" for name in STREAMS]))
     assert [m for m in run.methods if m not in exact.methods] == [run.desloc]
 
 

@@ -156,7 +156,7 @@ def test_a_plan_prints_the_rule_of_its_run():
     said = plan("desloc_adam", *SMALL).partition("Rule ")[2]
     assert said.startswith(
         "Adam, non-IID data, K_x up to 2 half-lives: sync.params=16 sync.exp_avg=16 "
-        "sync.exp_avg_sq=96 sync_bound=true wire.params=int8 wire.exp_avg=int4 "
+        "sync.exp_avg_sq=96 sync_bound=true compression.params=int8 compression.exp_avg=int4 "
     )
     assert "research/paper.md" in said
     said = plan("local_adam", "sync.params=64", "data.partition=iid", *SMALL)

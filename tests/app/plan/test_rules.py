@@ -53,15 +53,15 @@ def test_every_number_of_a_rule_is_in_the_research_pages(rule):
 
 
 def test_the_bytes_of_a_rule_are_those_of_its_periods_and_formats():
-    exact, formats = load("desloc_adam"), [f"wire.{s}={form}" for s, form in LEAN.items()]
-    assert load("lean").wire == LEAN
-    lean = run_of(load("desloc_adam", formats)).wire
+    exact, formats = load("desloc_adam"), [f"compression.{s}={form}" for s, form in LEAN.items()]
+    assert load("lean").compression == LEAN
+    lean = run_of(load("desloc_adam", formats)).compressed
     for rule in RULES:
         if rule.bytes_share is not None:
             run = run_of(exact)
-            sizes = lean if rule.lean else run.wire
+            sizes = lean if rule.lean else run.compressed
             sent = sum(size / rule.multiple(kind_of(name)) for name, size in sizes.items())
-            assert sent / sum(run.wire.values()) == pytest.approx(rule.bytes_share, abs=0.005)
+            assert sent / sum(run.compressed.values()) == pytest.approx(rule.bytes_share, abs=0.005)
 
 
 @pytest.mark.parametrize(

@@ -319,14 +319,14 @@ def test_download_bytes_are_those_that_a_client_lacks(
 ):
     schedule = SyncSchedule(periods, coin_seed)
     sizes = {stream: 10 + i for i, stream in enumerate(periods)}
-    wire = {stream: 1 + i for i, stream in enumerate(periods)}
+    compressed = {stream: 1 + i for i, stream in enumerate(periods)}
     versions, sent = dict.fromkeys(periods, 0), dict.fromkeys(periods, 0)
     held = {**versions, PARAMS: None}  # zero states need no sending
 
     def send(streams):
         for stream in streams:
             if held[stream] != versions[stream]:
-                sent[stream] += (wire if versions[stream] else sizes)[stream]
+                sent[stream] += (compressed if versions[stream] else sizes)[stream]
                 held[stream] = versions[stream]
 
     if federated:
@@ -338,7 +338,7 @@ def test_download_bytes_are_those_that_a_client_lacks(
         evaluates = window.stop // eval_every > window.start // eval_every
         if federated and (window.stop == num_steps or (PARAMS in window.due and evaluates)):
             send([PARAMS])
-    assert download_bytes(schedule, sizes, wire, num_steps, federated=federated) == sent
+    assert download_bytes(schedule, sizes, compressed, num_steps, federated=federated) == sent
 
 
 # The views

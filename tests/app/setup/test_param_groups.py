@@ -22,7 +22,7 @@ from flower_desloc.app.setup.param_groups import OPTIMIZER, param_groups, param_
 from flower_desloc.app.setup.preflight import Needs
 from flower_desloc.app.tasks import Site, build_task
 from flower_desloc.core.streams import digest, parameters
-from flower_desloc.core.traffic import stream_bytes, wire_bytes
+from flower_desloc.core.traffic import compressed_bytes, stream_bytes
 
 UNDECAYED = "{kinds: [norms_and_biases], weight_decay: 0}"
 HEAD = '{names: ["*embed*"], lr: 0.001, betas: [0.8, 0.99], eps: 1e-6}'
@@ -282,12 +282,12 @@ def test_entries_that_name_an_optimizer_are_the_same_optimizer(tmp_path):
 
 
 def test_estimates_have_a_stream_of_some_parameters_at_its_size():
-    wire = "wire={params: int8, momentum_buffer: int4, exp_avg_sq: bf16}"
-    config = load("quickstart", [*TINY, *MUON, "sync.momentum_buffer=16", wire])
+    formats = "compression={params: int8, momentum_buffer: int4, exp_avg_sq: bf16}"
+    config = load("quickstart", [*TINY, *MUON, "sync.momentum_buffer=16", formats])
     needs, model = Needs(config), build_task(config).build_model()
     streams = build_streams(config, model)
     assert needs.sizes == stream_bytes(streams)
-    assert needs.wire == wire_bytes(streams, config.wire, {})
+    assert needs.compressed == compressed_bytes(streams, config.compression, {})
     assert needs.states == sum(needs.sizes.values()) - needs.sizes["params"]
     run = planned_run(config, Link(bandwidth=1e6, latency=0.0), mfu=0.4)
     assert run.sizes == pytest.approx(needs.sizes)

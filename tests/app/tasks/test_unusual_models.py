@@ -181,7 +181,7 @@ def test_a_model_in_bfloat16_is_trained_saved_and_started_from(tmp_path):
     assert (
         found["bytes"]["measured"]["up"]["params"] == 2 * 2 * 2 * numel
     )  # two clients, twice, two bytes
-    lossy = ["wire.params=int8", "wire.exp_avg=int8", "wire.exp_avg_sq=bf16"]
+    lossy = ["compression.params=int8", "compression.exp_avg=int8", "compression.exp_avg_sq=bf16"]
     second = run(Half, tmp_path, f"run.init_from={first}", *lossy)
     assert tiny.summary(second)["status"] == "completed"
     assert sha(second) != sha(first)

@@ -1,4 +1,4 @@
-"""Formats on the wire: what they lose, that it is made up for, and that everybody has the same."""
+"""Lossy formats: what they lose, that it is made up for, and that everybody has the same."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from flower_desloc import DesLoc, SyncSchedule
 from flower_desloc.core.compression import coded_bytes, decode, encode
 from flower_desloc.core.formats import Format
 from flower_desloc.core.schedule import PARAMS
-from flower_desloc.core.traffic import wire_bytes
+from flower_desloc.core.traffic import compressed_bytes
 from flower_desloc.flower.arrays import from_record, to_record
 from flower_desloc.flower.observer import WindowRecord
 from flower_desloc.flower.policy import Policy
@@ -66,8 +66,8 @@ def test_bytes_of_a_value():
     sizes |= {"int8": 1 + 2 / 256, "int4": 0.5 + 2 / 64, "int2": 0.25 + 4 / 64}
     for format_, each in sizes.items():
         assert coded_bytes(format_, x) == pytest.approx(each * 1_000_000, rel=1e-4)
-    wire = wire_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}, {})
-    assert wire == {"a": 4_000_000, "b": 2_000_000}
+    compressed = compressed_bytes({"a": {"x": x}, "b": {"x": x}}, {"b": "bf16"}, {})
+    assert compressed == {"a": 4_000_000, "b": 2_000_000}
 
 
 @given(seeds, shapes, st.sampled_from(["int8", "int4"]))
@@ -158,13 +158,17 @@ def test_coded_streams_travel_both_ways_in_the_bytes_that_are_said(tmp_path):
     federation = run("adam", ALL_CODED, tmp_path)
     federation.start()
     assert federation.watch.run is not None
-    sizes, wire = federation.watch.run.stream_bytes, federation.watch.run.wire_bytes
-    assert wire == wire_bytes(federation.strategy.state.templates, ALL_CODED, {})
-    assert all(wire[name] < sizes[name] / 3 for name in ALL_CODED)
+    sizes, compressed = federation.watch.run.stream_bytes, federation.watch.run.compressed_bytes
+    assert compressed == compressed_bytes(federation.strategy.state.templates, ALL_CODED, {})
+    assert all(compressed[name] < sizes[name] / 3 for name in ALL_CODED)
     due: list[str] = []
     for record in federation.watch.records[1:]:
-        assert record.traffic.up == {name: 3 * wire[name] for name in record.streams}
-        down = {PARAMS: sizes[PARAMS]} if record.start == 0 else {name: wire[name] for name in due}
+        assert record.traffic.up == {name: 3 * compressed[name] for name in record.streams}
+        down = (
+            {PARAMS: sizes[PARAMS]}
+            if record.start == 0
+            else {name: compressed[name] for name in due}
+        )
         assert record.traffic.down == {name: 3 * size for name, size in down.items()}
         due = record.streams
 
@@ -174,7 +178,7 @@ def test_with_an_evaluation_parameters_are_still_sent_once(tmp_path):
     with_it.strategy.evaluate_clients, with_it.strategy.eval_every = True, 1
     assert_same(with_it.start(), without.start())
     assert without.watch.run is not None
-    last = without.watch.run.wire_bytes[PARAMS] * 3  # the last average, evaluated
+    last = without.watch.run.compressed_bytes[PARAMS] * 3  # the last average, evaluated
     total = [sum(sum(r.traffic.down.values()) for r in x.watch.records) for x in (with_it, without)]
     assert total[0] == total[1] + last
 
