@@ -123,7 +123,7 @@ def completed(folder: RunFolder) -> bool:
 def _named(config: Config, output_dir: Path) -> RunFolder | None:
     """Return the folder of the run that ``run.resume`` names."""
     if config.run.resume not in ("", AUTO):
-        with suppress(CheckpointError):  # the run itself reports it
+        with suppress(CheckpointError, ConfigError):  # file_to_resume reports it
             path = _path(config.run.resume, output_dir)
             return RunFolder(last_checkpoint(path).parent.parent)
     return None

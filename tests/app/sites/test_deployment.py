@@ -241,6 +241,7 @@ superexec.main()
         (["quickstart", "--nodes", "2", "--data-path", "."], "--data-path is given 1 times"),
         (["quickstart", "--device", "cpu", "--device", "cpu"], "--device is given 2 times"),
         (["quickstart", "--device", "quantum"], "--device quantum: "),
+        (["quickstart", "run.resume=nowhere://models/a"], "run.resume=nowhere://models/a: Prot"),
         (["quickstart", "model.hidden_size=65536"], "the server and 3 sites: needed are "),
     ],
 )
