@@ -327,6 +327,12 @@ def _run(config: Config) -> Iterator[str]:
     for name in run.trackers:
         if name not in TRACKERS:
             yield f"run.trackers={name}: must be one of {', '.join(TRACKERS)}"
+    # fsspec takes anything else as a path, here in a folder that is deleted after the run.
+    if run.copy_to and not re.match(r"(?!(?:file|local)://[^/])[^/]+://", run.copy_to):
+        yield (
+            f"{run.copy_to=!s}: must be a URL, such as s3://bucket/runs, or file:///mnt/runs for a "
+            "folder"
+        )
     for step, number in federation.attendance.items():
         if step >= run.steps:
             yield f"federation.attendance.{step}={number}: must be before {run.steps=}"
