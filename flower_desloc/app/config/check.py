@@ -19,6 +19,7 @@ from flower_desloc.core.formats import lossy
 from flower_desloc.core.schedule import GRADIENTS, NEVER, PARAMS, RESET, SyncSchedule
 from flower_desloc.flower.fields import Exclusion, problems
 from flower_desloc.optim import OPTIMIZERS
+from flower_desloc.secure.identity import LEAST
 from flower_desloc.trackers import TRACKERS
 
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
@@ -130,6 +131,11 @@ def check_clients(config: Config, setting: str = _SIMULATED) -> None:
             raise ConfigError(
                 f"federation.attendance.{step}={number}: must be at most {setting}={clients}"
             )
+    if config.privacy.secure_aggregation and clients < LEAST:
+        raise ConfigError(
+            f"{setting}={clients}: privacy.secure_aggregation=true needs {LEAST} or more; of two, "
+            "each can subtract its own update from the sum"
+        )
     if setting == _SIMULATED and config.task == TEXT:
         _check_text(config)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -574,6 +575,13 @@ def test_what_a_preset_states_for_another_optimizer_is_left_out(presets):
     assert (config.optimizer.lr, config.optimizer.betas) == (1.0, Config().optimizer.betas)
     with pytest.raises(ConfigError, match=r"^optimizer.betas=.*sgdm has no such setting"):
         load("child", "optimizer.betas=[0.8,0.9]", presets=presets())
+
+
+def test_a_sum_of_two_clients_is_refused_before_they_start():
+    for clients, is_refused in ((2, True), (3, False)):
+        text = f"privacy.secure_aggregation=true simulation.num_clients={clients}"
+        with pytest.raises(ConfigError, match="=2: ") if is_refused else nullcontext():
+            check_clients(load("digits", text.split()))
 
 
 def test_text_that_cannot_hold_a_sequence_for_every_client_is_refused_by_its_size(tmp_path):

@@ -238,6 +238,7 @@ superexec.main()
     [
         (["quickstart", "simulation.num_clients=4"], "--nodes"),
         (["quickstart", "federation.min_clients=4", "--nodes", "2"], "federation.min_clients=4"),
+        (["digits", "privacy.secure_aggregation=true", "--nodes", "2"], "--nodes=2: privacy.s"),
         (["quickstart", "--nodes", "2", "--data-path", "."], "--data-path is given 1 times"),
         (["quickstart", "--device", "cpu", "--device", "cpu"], "--device is given 2 times"),
         (["quickstart", "--device", "quantum"], "--device quantum: "),
