@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
+from math import isnan
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -89,7 +90,10 @@ class TerminalView:
             if not told and event["kind"] != "joined":
                 who = f"{event['client']}: " if event["client"] else ""
                 self._print(f"{step}  {event['kind']}: {who}{one_line(event['what'])}")
-        loss, left = units.loss_text(line["train_loss"]), self._times(line["step"])
+        # A client whose loss is not finite fails, so NaN is that of a client that hides it.
+        loss = line["train_loss"]
+        loss = "hidden" if loss is not None and isnan(loss) else units.loss_text(loss)
+        left = self._times(line["step"])
         if self._bar:
             state = f"loss {loss}  up {self._traffic()}  {left}"
             self._bar.update(self._bar.task_ids[0], completed=line["step"], state=state)

@@ -409,6 +409,13 @@ def test_clients_that_join_or_are_left_out_are_printed(tmp_path):
     assert "\nstep  48/192  left out: client-2: its [params] hold NaN\n" in stream.getvalue()
 
 
+def test_a_training_loss_that_clients_hide_is_not_printed_as_a_number(tmp_path):
+    stream = io.StringIO()
+    record(tmp_path, change=lambda window: replace(window, train_loss=math.nan), stream=stream)
+    assert stream.getvalue().count("  loss hidden  up") == 12
+    assert "nan" not in stream.getvalue()
+
+
 def test_clients_that_leave_and_return_are_printed(tmp_path):
     told = {
         32: Event(kind="left", client="client-1", what="node 7 is not online"),
