@@ -49,6 +49,16 @@ def test_epsilon_is_that_of_a_direct_call_of_the_accountant():
     assert epsilon({}, 1e-5) == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_budget_of_very_noisy_steps_is_computed_without_a_warning_of_opacus():
+    steps = {Step(30.0, 0.01): 10}
+    theirs = RDPAccountant()
+    theirs.history = [(30.0, 0.01, 10)]
+    with pytest.warns(UserWarning, match="Optimal order"):
+        bound = theirs.get_epsilon(delta=1e-5)
+    assert 0 < epsilon(steps, 1e-5) < bound
+
+
 def test_the_noise_is_about_the_least_with_which_all_steps_fit(tmp_path):
     noise = account(tmp_path, steps=50, of_run=1.0).noise_multiplier(0.05)
     assert 0.97 < epsilon({Step(noise, 0.05): 50}, 1e-5) <= 1.0
