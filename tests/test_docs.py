@@ -5,11 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import flower_desloc
 
@@ -73,6 +75,21 @@ def test_every_dependency_has_its_line():
     for requirement in project["dependencies"]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert f"`{name}`" in page, name
+
+
+def test_the_versions_tested_together_install_on_the_oldest_python():
+    """Of those that are installed here in the version of constraints.txt."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    installed = {name: each for each in metadata.distributions() if (name := each.name) in pins}
+    same = {name for name, each in installed.items() if each.version.split("+")[0] == pins[name]}
+    assert len(same) > 50
+    for name in same:
+        needed = installed[name].metadata["Requires-Python"] or ""
+        assert SpecifierSet(needed).contains(oldest), f"{name}=={pins[name]} needs {needed}"
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
