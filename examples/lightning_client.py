@@ -67,6 +67,7 @@ def build(_config, context):  # 1
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
     )
     data = rows(PACKAGES[context.node_config["partition-id"]])
     return trainer, new_model(), DataLoader(data, 8, shuffle=True)  # 2, what trainer.fit takes
