@@ -79,6 +79,6 @@ def _require_possible(change: Change, names: list[str], sites: "Mapping[str, Sit
             if site is not None and site.state != "ejected":
                 raise ValueError(f"{name} is {site.state} already")
         elif site is None:
-            raise ValueError(f"{name} is not a site of this run; it has {', '.join(sites)}")
+            raise ValueError(f"{name} is not a site of this run; it has {', '.join(sorted(sites))}")
         elif site.state == "ejected":
             raise ValueError(f"{name} is ejected; invite it again")

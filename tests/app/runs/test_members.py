@@ -162,7 +162,7 @@ def test_a_change_that_is_none_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     assert "no site has come yet" in accepted("members", tmp_path)
     assert "pause: name the sites" in refused("members", tmp_path, "pause")
-    accepted("members", tmp_path, "invite", "a", "b")
+    accepted("members", tmp_path, "invite", "b", "a")
     assert "a is invited already" in refused("members", tmp_path, "invite", "a")
     assert "c is not a site of this run; it has a, b" in refused("members", tmp_path, "eject", "c")
     accepted("members", tmp_path, "eject", "b")
