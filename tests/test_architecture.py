@@ -256,6 +256,13 @@ def test_what_an_import_brings_along():
     assert not {"matplotlib", "tensorboard"} & {*recorder}
 
 
+def test_a_command_does_not_wait_for_what_it_may_not_use():
+    code = "import json, sys, flower_desloc.app.cli; print(json.dumps([*sys.modules]))"
+    brought = json.loads(output_of([sys.executable, "-c", code], cwd=ROOT))
+    slow = {"matplotlib", "pandas", "sqlalchemy", "fastapi", "ray", "transformers"}
+    assert not slow & {*brought}
+
+
 def test_every_public_name_is_there():
     """That every name that the package imports for its users is public, ruff checks (F401)."""
     assert [name for name in flower_desloc.__all__ if not hasattr(flower_desloc, name)] == []

@@ -24,7 +24,6 @@ from flower_desloc.app.config import Config, ConfigError, dump
 from flower_desloc.app.config.app_folder import APP_FOLDER
 from flower_desloc.app.config.overrides import override
 from flower_desloc.app.config.run_config import app_run_config
-from flower_desloc.app.engines.in_process import run_in_process
 from flower_desloc.app.engines.simulation import (
     federation_config,
     flwr_run,
@@ -217,6 +216,8 @@ def _run_simulation(
 
 
 def _run_in_process(config: Config, run_config: Mapping[str, str], *, verbose: bool) -> None:
+    from flower_desloc.app.engines.in_process import run_in_process  # which imports much of Flower
+
     try:
         run_in_process({**app_run_config(), **run_config}, config.simulation.num_clients)
     except Exception as error:

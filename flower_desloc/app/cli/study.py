@@ -15,7 +15,6 @@ from flower_desloc.app.config.app_folder import STUDIES
 from flower_desloc.app.runs.terminal import number_table
 from flower_desloc.app.study.cells import CellState, counts, of_other_library, study_state
 from flower_desloc.app.study.grid import Study
-from flower_desloc.app.study.results import table, write
 from flower_desloc.app.study.run_study import StudyProgress, run_study
 from flower_desloc.app.study.store import Store
 from flower_desloc.app.study.study_file import read_study, with_view
@@ -84,12 +83,14 @@ def _run(study: Study, store: Store, jobs: int | None) -> None:
     _note_other_library(study_state(study, store))
     with WorkerPool(jobs) as pool, StudyProgress(study, store, jobs, console) as progress:
         failed = run_study(study, store, pool, progress)
+    # Matplotlib and pandas take a second to import.
+    from flower_desloc.app.runs.report import write_report
+    from flower_desloc.app.study.figures import draw
+    from flower_desloc.app.study.results import table, write
+
     cells = list(study_state(study, store).values())
     write(cells, store.path)
     console.print(number_table(*table(cells), words=len(study.axes)))
-    # matplotlib takes a second to import.
-    from flower_desloc.app.runs.report import write_report
-    from flower_desloc.app.study.figures import draw
 
     draw(cells, store.path)
     if runs := [run.folder.path for cell in cells for run in cell.runs]:

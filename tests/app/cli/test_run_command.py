@@ -18,6 +18,7 @@ import flower_desloc
 from flower_desloc.app.cli import run, run_arguments
 from flower_desloc.app.config import load, load_run_config, parse
 from flower_desloc.app.config.run_config import app_run_config
+from flower_desloc.app.engines import in_process as engine
 from flower_desloc.app.engines.simulation import flwr_run
 
 
@@ -27,7 +28,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError(f"started {args}")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(run, "run_in_process", refuse)
+    monkeypatch.setattr(engine, "run_in_process", refuse)
 
 
 # --- The configuration comes first -------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_relative_paths_with_blanks_reach_the_app_as_absolute_paths(
 @pytest.fixture
 def in_process(monkeypatch):
     calls = []
-    monkeypatch.setattr(run, "run_in_process", lambda *args: calls.append(args))
+    monkeypatch.setattr(engine, "run_in_process", lambda *args: calls.append(args))
     return calls
 
 
@@ -187,7 +188,7 @@ def test_the_inprocess_engine_fails_in_one_line_unless_asked_for_more(monkeypatc
     def fail(run_config, num_clients):
         raise RuntimeError("the quorum is gone")
 
-    monkeypatch.setattr(run, "run_in_process", fail)
+    monkeypatch.setattr(engine, "run_in_process", fail)
     result = desloc("run", "quickstart", "--engine", "inprocess", *flags)
     assert result.exit_code == 1, result.output
     assert ("Traceback" in result.stderr) == bool(flags)

@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from flower_desloc.app.sites.deployment import superexec
-from flower_desloc.app.sites.deployment.accepted import accepting
 
 COMMAND = (sys.executable, "-P", "-m", "flower_desloc.app.sites.deployment.node")
 """Runs this file; -P keeps modules in the working directory from being imported."""
@@ -89,6 +88,8 @@ def start_superexec(command: list[str]) -> object:
 
 def main() -> None:
     """Run `flower-supernode` with the arguments of the command line."""
+    # Imported here: the command line, which needs the name of this file only, would wait for them.
+    from flower_desloc.app.sites.deployment.accepted import accepting
     from flower_desloc.flower.internals import flower_supernode, runtime_handlers
     from flower_desloc.flower.internals import start_client_internal as loop
 
