@@ -3,12 +3,13 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from collect import MOMENTS, records, slug
-from paired import PARTITIONS, RESULTS, SPARE, Draw, Estimate, Table, spread
+from paired import RESULTS, SPARE, Draw, Estimate, Table, spread
 
 from flower_desloc.app.plan.wall_clock import (
     MBIT,
@@ -173,22 +174,29 @@ def baseline() -> Table:
     return Table([*heads, "above 0.9, 0.95 with decay 0.1, %"], rows)
 
 
-def fair_methods() -> Table:
-    """Return each method at its best rate beside Local AdamW with the betas of ``baseline``."""
+FAIR = {
+    "IID": "fair_methods_iid",
+    "by domain": "fair_methods_by_domain",
+    "IID, K = 64": "fair_methods_k64",
+}
+"""Studies by what their data are."""
+
+
+def methods(studies: Mapping[str, str], baseline: str) -> Table:
+    """Return each method of some studies at its best rate beside ``baseline``."""
     rows = []
-    studies = {"iid": "fair_methods_iid", "by_domain": "fair_methods_by_domain"}
-    for partition, study in studies.items():
-        path, data = RESULTS / f"{study}.json", PARTITIONS[partition]
+    for data, study in studies.items():
+        path = RESULTS / f"{study}.json"
         found = json.loads(path.read_text())["cells"] if path.exists() else []
-        local = next((one for one in found if one["method"] == "Local"), None)
+        local = next((one for one in found if one["method"] == baseline), None)
         for one in found:
             assert local is not None
             gap = Estimate.above(dict(enumerate(one["scores"])), dict(enumerate(local["scores"])))
             share = one["bytes_up_per_client"] / local["bytes_up_per_client"]
             row = [data, one["method"], f"{one['tuned']:.2g}", one["seeds"], f"{one['mean']:.4f}"]
             rows.append([*row, "" if one is local else gap.interval, f"{share:.3g}"])
-    heads = ["data", "method", "rate", "seeds", "loss", "above Local, %"]
-    return Table([*heads, "bytes, Local's being 1"], rows)
+    heads = ["data", "method", "rate", "seeds", "loss", f"above {baseline}, %"]
+    return Table([*heads, f"bytes, {baseline}'s being 1"], rows)
 
 
 def clock() -> Table:
@@ -230,6 +238,7 @@ TABLES: dict[str, Draw] = {
     "spike": spike,
     "compression": formats,
     "fair_rates": baseline,
-    "fair_methods": fair_methods,
+    "fair_methods": partial(methods, FAIR, "Local"),
+    "fair_muon": partial(methods, {"IID": "muon_iid", "by domain": "muon_by_domain"}, "AdamW"),
     "wall_clock": clock,
 }
