@@ -40,7 +40,8 @@ class Shown(io.TextIOBase):
         from IPython.display import ProgressBar
 
         if self._bar is None:
-            self._bar = ProgressBar(steps)
+            untyped: Any = ProgressBar
+            self._bar = untyped(steps)
             self._bar.display()
         self._bar.progress = step
 
