@@ -105,7 +105,7 @@ def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first impossible value of ``config``."""
     of_all = (
         problems, _data, _options, _unused, _groups, _model, _run, _outer, _lr_schedule, _excluded,
-        _strategy, _sync, _scaffold, _wire,
+        _strategy, _sync, _scaffold, _compression,
     )  # fmt: skip
     for problem in chain.from_iterable(each(config) for each in of_all):
         raise ConfigError(problem)
@@ -401,7 +401,7 @@ def _scaffold(config: Config) -> Iterator[str]:
             )
 
 
-def _wire(config: Config) -> Iterator[str]:
+def _compression(config: Config) -> Iterator[str]:
     try:
         coded = lossy(config.compression)
     except ValueError as error:
