@@ -183,7 +183,7 @@ FAIR = {
 
 
 def methods(studies: Mapping[str, str], baseline: str) -> Table:
-    """Return each method of some studies at its best rate beside ``baseline``."""
+    """Return each method of some studies at its best rate, compared with ``baseline``."""
     rows = []
     for data, study in studies.items():
         path = RESULTS / f"{study}.json"
